@@ -1,2 +1,2 @@
-"""How processes find each other, exchange texts outside of the training's collectives, and end with
-their parents."""
+"""Process management: startup and shutdown, rendezvous, and text exchange outside the training
+collectives."""

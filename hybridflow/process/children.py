@@ -1,7 +1,7 @@
-"""What a new process does first: end with the process that started it, even when that one is killed
-with SIGKILL, and follow its own environment.
+"""Setup of a new process: end with the process that started it, even if that one is killed with
+SIGKILL, and apply its own environment.
 
-Engines and workers start further processes; without this a killed run leaves them behind, holding
+Engines and workers start further processes. Without this, a killed run leaves them behind, holding
 ports and memory. Linux only (`prctl(PR_SET_PDEATHSIG)`).
 """
 
@@ -16,24 +16,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-STOPPED = "T"  # by SIGSTOP or a terminal; a debugger's halt is another state
-ENDED = "Z"  # and its parent has not asked how
+STOPPED = "T"  # by SIGSTOP or a terminal; a process halted by a debugger has another state
+ENDED = "Z"  # not yet reaped by its parent
 _PR_SET_PDEATHSIG = 1
 _KILL_WAIT_S = 5.0
-# loaded here, so that nothing is loaded between a fork and an exec
+# loaded here, because nothing may be loaded between a fork and an exec
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to SIGKILL this process when its parent ends.
 
-    The kernel watches the *thread* that forked this process, which should therefore live as long as
-    this process. The request is not inherited: each generation has to make its own.
+    The kernel watches the *thread* that forked this process, so that thread should live as long as
+    this process. The request is not inherited: each generation has to repeat it.
 
     Args:
-        parent: the pid that the parent had before the fork. A parent that ended before the request
-            is then noticed, and this process ends as well; the kernel says nothing about it. None
-            where nobody knows the pid.
+        parent: pid of the parent before the fork. If the parent exited before the request, about
+            which the kernel sends no signal, this process ends too. None if the pid is unknown.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -42,8 +41,8 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The state of a process of this machine as in /proc: `R` runs, `S` sleeps, `T` was stopped,
-    `Z` has ended; empty when there is none."""
+    """Return the state of a local process as in /proc: `R` running, `S` sleeping, `T` stopped, `Z`
+    zombie; empty if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -51,12 +50,12 @@ def state_of(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
+    """Return True if the process exists and is not a zombie."""
     return state_of(pid) not in ("", ENDED)
 
 
 def end_processes(pids: Sequence[int], patience_s: float = _KILL_WAIT_S) -> None:
-    """Wait until the processes have ended; after `patience_s` those that are left get SIGKILL."""
+    """Wait until the processes have exited. After `patience_s`, SIGKILL the remaining ones."""
     deadline = time.monotonic() + patience_s
     left = list(pids)
     while left and time.monotonic() < deadline:
@@ -64,13 +63,13 @@ def end_processes(pids: Sequence[int], patience_s: float = _KILL_WAIT_S) -> None
         time.sleep(0.05)
     for pid in left:
         if is_running(pid):
-            with suppress(ProcessLookupError):  # it ended meanwhile
+            with suppress(ProcessLookupError):  # it has exited in the meantime
                 os.kill(pid, signal.SIGKILL)
 
 
 def use_threads_of_environment() -> None:
-    """Compute with OMP_NUM_THREADS threads (default: the number of cores) in a process that had
-    loaded torch before the variable was set; a later import of torch reads it itself."""
+    """Apply OMP_NUM_THREADS (default: the number of cores) in a process that had loaded torch
+    before the variable was set. A later import of torch reads it itself."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(
             int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
@@ -78,9 +77,9 @@ def use_threads_of_environment() -> None:
 
 
 def print_whole_lines() -> None:
-    """Write each printed line at once and in one piece, for a process that shares its log file with
-    others or may be killed: by default what was printed last is lost with a killed process, and
-    with PYTHONUNBUFFERED the parts of two processes' lines mix."""
+    """Write each printed line immediately and in one piece, for a process that shares its log file
+    with others or may be killed. By default, the last lines of a killed process are lost; with
+    PYTHONUNBUFFERED, lines of two processes interleave."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 
@@ -88,8 +87,8 @@ def print_whole_lines() -> None:
 def main(argv: Sequence[str]) -> None:
     """Become another program that ends with the process that started this one.
 
-    `python -I children.py PID PROGRAM ARGUMENT ...` serves callers with several threads, where no
-    code of ours may run between a fork and an exec. PID is theirs.
+    `python -I children.py PID PROGRAM ARGUMENT ...` is for callers with several threads, which must
+    not run Python code between a fork and an exec. PID is the caller's.
     """
     die_with_parent(int(argv[0]))
     os.execvp(argv[1], list(argv[1:]))

@@ -1,5 +1,5 @@
-"""Exchange of short texts between all ranks over a gloo group of its own, which a background thread
-may use while training uses the other groups."""
+"""Exchange of short texts between all ranks over a separate gloo group, so that a background thread
+may use it while training uses the other groups."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch.distributed as dist
 
 
 class Exchange:
-    """A group of all ranks, which create it together and call `gather` in the same order."""
+    """A group of all ranks. All ranks create it together and call `gather` in the same order."""
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: seconds that a rank waits for the slowest one in `gather`."""
+        """`timeout_s`: seconds that `gather` waits for the slowest rank."""
         self.of = dist.group.WORLD
         self.world = dist.get_world_size()
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's text, by rank. RuntimeError when a rank has died or is late."""
+        """Return every rank's text, by rank. RuntimeError if a rank has died or is late."""
         data, sizes = self._padded(text)
         texts = [torch.empty_like(data) for _ in sizes]
         dist.all_gather(texts, data, group=self.group)
         return _decoded(texts, sizes)
 
     def gather_on_first(self, text: str) -> list[str]:
-        """`gather` for texts of megabytes: rank 0 alone gets them, the others an empty list."""
+        """Gather texts of megabytes: rank 0 receives them, the others an empty list."""
         data, sizes = self._padded(text)
         texts = [torch.empty_like(data) for _ in sizes] if dist.get_rank() == 0 else None
         dist.gather(data, texts, dst=0, group=self.group)
         return _decoded(texts, sizes) if texts is not None else []
 
     def _padded(self, text: str) -> tuple[torch.Tensor, list[int]]:
-        """The text's bytes, as many as the longest has, and every rank's number of bytes."""
+        """Return the text's bytes, padded to the longest text, and every rank's number of bytes."""
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
@@ -53,9 +53,9 @@ _shared: Exchange | None = None
 
 
 def shared_exchange(timeout_s: float = 1800.0) -> Exchange:
-    """The exchange for loads and exports on the training's thread. The first call, which is
-    collective, creates it and sets its timeout."""
+    """Return the exchange used for loads and exports on the training thread. The first call is
+    collective: it creates the exchange and sets its timeout."""
     global _shared
-    if _shared is None or _shared.of is not dist.group.WORLD:  # a process may join another world
+    if _shared is None or _shared.of is not dist.group.WORLD:  # a process may have changed worlds
         _shared = Exchange(timeout_s)
     return _shared

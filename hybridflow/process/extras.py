@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hybridflow.errors import ResourceError
 
-# import name -> (distribution, extra); those without an extra come with the package itself
+# import name -> (distribution, extra); without an extra, the package itself requires it
 MODULES = {
     **{
         name: (name, "")
@@ -28,10 +28,10 @@ MODULES = {
 }
 
 KERNELS = "hybridflow_kernels"
-# included in the package, unless it was built from a subset of the files
+# part of the package, unless it was built from a subset of the files
 WITHOUT_KERNELS = (
-    f"this installation lacks {KERNELS}: it was built without the folder kernels/; copy the folder "
-    "as launch/containers/Dockerfile does and build the image again, or pip install the whole "
+    f"{KERNELS} is not installed: this installation was built without the folder kernels/; copy "
+    "it as in launch/containers/Dockerfile and rebuild the image, or pip install the whole "
     "checkout"
 )
 
@@ -45,7 +45,8 @@ def require(*modules: str) -> None:
 
 
 def missing_package(error: ModuleNotFoundError, user: str = "this command") -> str | None:
-    """Return what to install as a message; None for a module that no extra provides."""
+    """Return a message that names the package to install; None for a module that no extra
+    provides."""
     module = (error.name or "").partition(".")[0]
     if module == KERNELS:
         return WITHOUT_KERNELS
@@ -59,8 +60,8 @@ def missing_package(error: ModuleNotFoundError, user: str = "this command") -> s
 
 @contextmanager
 def naming_packages(user: str) -> Iterator[None]:
-    """Raise ResourceError, which says what to install, where an import inside fails because a
-    package of an extra is not installed."""
+    """Raise ResourceError, which names the package to install, if an import inside fails because a
+    package of an extra is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,10 +1,9 @@
-"""Asking a fork server (`fork_server`) for a process, and being that process for whoever started
-us.
+"""The client of a fork server (`fork_server`): requests a process, and represents it to our caller.
 
-Standard library only. Run as a script, `python -I -S fork_client.py SOCKET ARGUMENT...` is `python
--P ARGUMENT...` that finds its modules loaded: it passes environment, folder and files on, forwards
-SIGTERM and SIGINT, and ends as the process ends. Where the server does not answer, it becomes that
-interpreter itself.
+Standard library only. Run as a script, `python -I -S fork_client.py SOCKET ARGUMENT...` acts as
+`python -P ARGUMENT...` with its modules already loaded. It passes on environment, folder and files,
+forwards SIGTERM and SIGINT, and exits as the process does. If the server does not answer, it
+becomes that interpreter itself.
 """
 
 from __future__ import annotations
@@ -26,23 +25,24 @@ _POLL_S = 0.02
 
 
 def address_of(name: str) -> str:
-    """The abstract unix address of the server with this name: nothing on the disk, gone with the
-    server."""
+    """Return the abstract unix address of the server with this name. It has no file, and disappears
+    with the server."""
     return f"\0hybridflow-fork-{name}"
 
 
 def peer_user(connection: socket.socket) -> int:
-    """The user number of the process at the other end of a unix socket: of who has connected, or of
-    who listens."""
+    """Return the user id of the process at the other end of a unix socket, whether it connects or
+    listens."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", peer)[1])
 
 
 class ForkedProcess:
-    """A process that a fork server started for us, with the part of `subprocess.Popen` that its
-    users need.
+    """A process started by a fork server, with the methods of `subprocess.Popen` that its users
+    need.
 
-    When this end of the connection is closed, or this process ends, the other is sent SIGTERM.
+    When this end of the connection is closed, or this process exits, the forked process is sent
+    SIGTERM.
     """
 
     def __init__(self, connection: socket.socket, pid: int, answers: IO[str]) -> None:
@@ -52,8 +52,8 @@ class ForkedProcess:
         self._answers = answers
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs. The end of the server counts as the end of the process
-        (SIGKILL)."""
+        """Return the exit code, or None while it runs. If the server exits, the process counts as
+        killed (SIGKILL)."""
         if self.returncode is None:
             self._connection.settimeout(0.0)
             try:
@@ -61,17 +61,18 @@ class ForkedProcess:
             except BlockingIOError:
                 return None
             except OSError:
-                pass  # the connection was reset: it has ended
+                pass  # the connection was reset: the process has exited
             self._connection.settimeout(PATIENCE_S)
-            # also when the connection has ended: the status of a short process may have come with
-            # its pid
+            # also after the connection has closed: the status of a short process may arrive
+            # together with its pid
             line = self._answers.readline()
             self.returncode = int(json.loads(line)["status"]) if line else -signal.SIGKILL
             self._connection.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended; subprocess.TimeoutExpired after `timeout` seconds."""
+        """Wait for the process and return its exit code; subprocess.TimeoutExpired after `timeout`
+        seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -80,7 +81,7 @@ class ForkedProcess:
         return status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless it has exited."""
         if self.poll() is None:
             try:
                 os.kill(self.pid, number)
@@ -88,12 +89,12 @@ class ForkedProcess:
                 return
 
     def close(self) -> None:
-        """Close the connection: it is sent SIGTERM."""
+        """Close the connection, which sends the process SIGTERM."""
         self._answers.close()
         self._connection.close()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -108,34 +109,34 @@ def fork(
     """Have the server run `python -P ARGV...` (a script, or -m and a module) in a fork of itself.
 
     Args:
-        name: of the server.
+        name: the server's name.
         argv: the script or `-m MODULE`, and its arguments.
-        env: the whole environment.
+        env: the complete environment.
         files: descriptors of its standard input, output and error.
-        leader: it leads a session of its own and looks after its own end: it begins with SIGTERM
-            blocked, to unblock it once it can handle it. Otherwise it is killed when the server
-            ends.
+        leader: it leads a separate session and handles its own shutdown. It starts with SIGTERM
+            blocked, and unblocks it once its handler is installed. Other processes are killed when
+            the server exits.
 
     Raises:
-        OSError: there is no such server, it has ended, or another user listens under its name;
-            nothing was sent then.
+        OSError: there is no such server, it has exited, or another user listens under its name; in
+            these cases nothing was sent.
     """
     order = {"argv": list(argv), "env": dict(env), "cwd": os.getcwd(), "leader": leader}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(PATIENCE_S)
         connection.connect(address_of(name))
-        # anybody may take the name of a server that has ended
+        # any user can take the name of a server that has exited
         if (user := peer_user(connection)) != os.getuid():
             raise ConnectionRefusedError(
-                f"the user with the number {user} listens as the fork server {name}"
+                f"user {user} listens under the name of the fork server {name}"
             )
         socket.send_fds(connection, [b"\n"], list(files))
         connection.sendall(json.dumps(order).encode() + b"\n")
         answers = connection.makefile("r")
         line = answers.readline()
         if not line:
-            raise ConnectionResetError(f"the fork server {name} has ended")
+            raise ConnectionResetError(f"the fork server {name} has exited")
         return ForkedProcess(connection, int(json.loads(line)["pid"]), answers)
     except BaseException:
         connection.close()
@@ -143,7 +144,8 @@ def fork(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be the process that the words ask for, as the module says; returns its exit status."""
+    """Run the process described by the arguments (see the module's docstring) and return its exit
+    status."""
     try:
         process = fork(argv[0], argv[1:], os.environ, (0, 1, 2))
     except OSError:

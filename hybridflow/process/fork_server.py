@@ -1,12 +1,12 @@
-"""A process that has loaded modules and forks those that need them: torch, Megatron and SGLang cost
-an interpreter several seconds of a core each, a fork milliseconds.
+"""A process that has loaded modules and forks the processes that need them: loading torch, Megatron
+and SGLang takes an interpreter several core-seconds each, a fork milliseconds.
 
 `python -m hybridflow.process.fork_server SOCKET MODULE... [/ SOCKET MODULE...]...` loads the
-modules and forks a process for each connection (`fork_client.fork`) of the same user to the
-listening socket with that descriptor. After each `/` another server is meant, which begins as a
-fork of the first. It is for machines without CUDA, which does not survive a fork, and refuses when
-a module has started threads, which would not either. Its forks are killed with it, but for those
-that lead a session of their own.
+modules. For each connection (`fork_client.fork`) of the same user to the listening socket with that
+descriptor, it forks a process. Each `/` begins another server, which starts as a fork of the first.
+Only for machines without CUDA, which does not survive a fork. It refuses if a module has started
+threads, which would not survive either. Its forks are killed with it, except those that lead a
+separate session.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _MAX_ORDER_BYTES = 4 << 20
 
 @dataclass
 class _Child:
-    """A running fork: its client's connection, and a descriptor that becomes readable at its
-    end."""
+    """A running fork: its client's connection, and a descriptor that becomes readable when it
+    exits."""
 
     pid: int
     connection: socket.socket
@@ -46,8 +46,8 @@ class _Child:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Be the servers of the command line, and in a fork the program that was asked for."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    """Run the servers of the command line, and in a fork the requested program."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     _name(["-m", "hybridflow.process.fork_server", *argv])
     groups: list[list[str]] = [[]]
     for word in argv:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _name(words: Sequence[str]) -> None:
     """Show this process as `python WORDS...`. SGLang names its processes with the same library,
-    which needs to have been used once before the environment changes."""
+    which must be used once before the environment changes."""
     with suppress(ImportError):
         import setproctitle
 
@@ -82,17 +82,17 @@ def _name(words: Sequence[str]) -> None:
 
 def _load(modules: Sequence[str]) -> None:
     with warnings.catch_warnings():
-        # libraries complain about devices; this process writes to the user's terminal
+        # libraries warn about missing devices; this process writes to the user's terminal
         warnings.simplefilter("ignore")
         for module in modules:
             importlib.import_module(module)
     gc.collect()
-    # forks share what is loaded: a collection in one of them neither walks nor copies it
+    # forks share the loaded objects: a collection in a fork neither visits nor copies them
     gc.freeze()
 
 
 def _serve(listener: socket.socket) -> dict[str, Any]:
-    """Carry orders out. Returns only in a fork: its order."""
+    """Handle requests. Returns only in a fork, with its request."""
     with listener, selectors.DefaultSelector() as events:
         events.register(listener, selectors.EVENT_READ)
         while True:
@@ -111,9 +111,9 @@ def _serve(listener: socket.socket) -> dict[str, Any]:
 
 
 def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str, Any] | None:
-    """Fork for the next client. The order in the fork, None in the server."""
+    """Fork for the next client. Returns the request in the fork, None in the server."""
     connection, _ = listener.accept()
-    # not said: anybody could fill the terminal of this user
+    # silently: otherwise any user could flood this user's terminal
     if peer_user(connection) != os.getuid():
         connection.close()
         return None
@@ -122,26 +122,26 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
     server = os.getpid()
     try:
         order = _read(connection, files)
-        # its client may end at once, and SIGTERM must find the handler of one that clears up behind
-        # itself
+        # its client may exit immediately; SIGTERM must not arrive before a process that cleans up
+        # after itself has installed its handler
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if order["leader"] else ())
         pid = os.fork()
         if not pid:
             try:
                 _begin(order, files, server)
             except OSError as error:
-                # its folder is gone: it ends, and must not go on as a second server
-                sys.exit(f"{' '.join(order['argv'])} cannot begin: {error}")
-            # or clients would not see the end of the server
+                # its folder is gone: exit, and do not continue as a second server
+                sys.exit(f"could not start {' '.join(order['argv'])}: {error}")
+            # otherwise clients would not notice that the server has exited
             for key in list(events.get_map().values()):
                 if key.data is not None:
                     os.close(key.fd)
             connection.close()
             return order
     except (OSError, ValueError) as error:
-        # a full disk or a closed pipe must not end the server; print would keep what is left
+        # a full disk or a closed pipe must not end the server; print would keep unwritten text
         with suppress(OSError):
-            os.write(2, f"fork server: an order was refused: {error}\n".encode())
+            os.write(2, f"fork server: rejected a request: {error}\n".encode())
         connection.close()
         return None
     finally:
@@ -157,22 +157,22 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
 
 
 def _read(connection: socket.socket, files: list[int]) -> dict[str, Any]:
-    """The order. Descriptors that come with it are added to `files`. ValueError where it must not
-    be carried out."""
+    """Read a request. Its descriptors are added to `files`. Raises ValueError if it must not be
+    executed."""
     _, received, _, _ = socket.recv_fds(connection, 1, 3)
     files += received
     text = bytearray()
     while not text.endswith(b"\n"):
         part = connection.recv(1 << 16)
         if not part or len(text) > _MAX_ORDER_BYTES:
-            raise ValueError("it is incomplete or too long")
+            raise ValueError("the request is incomplete or too long")
         text += part
     if len(files) != 3:
-        raise ValueError(f"it comes with {len(files)} files instead of three")
+        raise ValueError(f"expected 3 file descriptors, got {len(files)}")
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise ValueError(
-            f"{threads} threads run here: a fork would have one of them, and the locks of the "
-            "others"
+            f"the server has {threads} threads: a fork would keep only one of them, and the locks "
+            "of the others"
         )
     order: dict[str, Any] = json.loads(text)
     return order
@@ -182,7 +182,7 @@ def _answer(connection: socket.socket, message: dict[str, int]) -> None:
     try:
         connection.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
-        return  # the client has gone; that its connection is closed is seen as well
+        return  # the client has exited; its closed connection is detected separately
 
 
 def _report_end(child: _Child, events: selectors.BaseSelector) -> None:
@@ -197,12 +197,12 @@ def _report_end(child: _Child, events: selectors.BaseSelector) -> None:
 
 
 def _begin(order: dict[str, Any], files: Sequence[int], server: int) -> None:
-    """Be what a new interpreter would be: own files, environment, folder, random states and number
-    of threads."""
+    """Become equivalent to a new interpreter: separate files, environment, folder, random states
+    and number of threads."""
     if order["leader"]:
         os.setsid()
     else:
-        os.setpgid(0, 0)  # Ray kills the group of a worker that it ends
+        os.setpgid(0, 0)  # Ray kills the process group of a worker that it ends
         die_with_parent(server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in enumerate(files):
@@ -211,9 +211,9 @@ def _begin(order: dict[str, Any], files: Sequence[int], server: int) -> None:
     _name(order["argv"])
     os.environ.clear()
     os.environ.update(order["env"])
-    tempfile.tempdir = None  # TMPDIR may be another
-    # Python seeds its own generators after a fork; these two have begun with a random seed that all
-    # forks would share
+    tempfile.tempdir = None  # TMPDIR may differ
+    # Python reseeds its own generators after a fork; these two keep a random seed that all forks
+    # would share
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
@@ -222,7 +222,8 @@ def _begin(order: dict[str, Any], files: Sequence[int], server: int) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """`python -P ARGV...` in this interpreter: a script, or -m and a module, with its arguments."""
+    """Run `python -P ARGV...` in this interpreter: a script, or -m and a module, with its
+    arguments."""
     if argv[0] == "-m":
         sys.argv = [argv[1], *argv[2:]]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)

@@ -1,8 +1,7 @@
-"""Which user listens at an address of this machine, asked of the kernel before a key or token is
-sent there.
+"""Look-up of the user that listens at a local address, before a key or token is sent there.
 
-A port that is about to be used can be taken by anybody, and who takes it would be sent what opens
-the real server.
+Any user can take a port that is about to be used, and would then receive the credentials for the
+real server.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ _LISTENS = "0A"
 
 
 def listeners_at(host: str, port: int) -> set[int]:
-    """The user numbers of who listens at HOST (an IP address) and PORT, there or at every address
-    of the machine, in this network namespace. Empty where nobody listens yet."""
+    """Return the ids of the users that listen at PORT, on HOST (an IP address) or on all addresses
+    of the machine, in this network namespace. Empty if there are none."""
     address = ipaddress.ip_address(host)
     forms = {address.packed, bytes(len(address.packed)), bytes(16)}
     if address.version == 4:
@@ -24,7 +23,7 @@ def listeners_at(host: str, port: int) -> set[int]:
     wanted = {f"{_kernels(packed)}:{port:04X}" for packed in forms}
     found = set()
     for table in ("tcp", "tcp6"):
-        with suppress(FileNotFoundError):  # a kernel without IPv6
+        with suppress(FileNotFoundError):  # kernel without IPv6
             for line in Path("/proc/net", table).read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == _LISTENS and fields[1] in wanted:
@@ -33,5 +32,5 @@ def listeners_at(host: str, port: int) -> set[int]:
 
 
 def _kernels(packed: bytes) -> str:
-    """An address as /proc/net shows it: words of four bytes, each with its last byte first."""
+    """Format an address as in /proc/net: words of four bytes, each in reverse byte order."""
     return b"".join(packed[i : i + 4][::-1] for i in range(0, len(packed), 4)).hex().upper()

@@ -1,4 +1,4 @@
-"""A bound on the memory of a command that reads folders of others."""
+"""A memory limit for commands that read other users' folders."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hybridflow.errors import MemoryExhaustedError
 
 @contextmanager
 def memory_limit() -> Iterator[None]:
-    """Let this process take half of the machine's memory at most.
+    """Limit this process to half of the machine's memory.
 
     Raises:
-        MemoryExhaustedError: what runs inside needs more.
+        MemoryExhaustedError: the code inside needs more.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     page = resource.getpagesize()
@@ -28,8 +28,8 @@ def memory_limit() -> Iterator[None]:
         yield
     except MemoryError as error:
         raise MemoryExhaustedError(
-            "this needs more memory than the process may use: some file is far larger than those "
-            "that a run writes"
+            "out of memory: this command may use half of the machine's memory; some file is far "
+            "larger than those that a run writes"
         ) from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

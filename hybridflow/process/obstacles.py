@@ -1,5 +1,5 @@
-"""What of the environment would stop a run or surprise its user: `hybridflow doctor` shows all of
-it, and a run that would be stopped is refused."""
+"""Problems of the environment that would stop a run or surprise its user. `hybridflow doctor` shows
+all of them; errors prevent a run from starting."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from typing import Literal
 from hybridflow.errors import ResourceError
 from hybridflow.process.surroundings import proxies
 
-# import name -> distribution, of libraries that a run takes in the version of its own environment
+# import name -> distribution, of libraries that a run must import from its own environment
 LIBRARIES = {
     name: name
     for name in ("torch", "ray", "transformers", "numpy", "pyarrow", "hydra", "omegaconf")
 }
 LIBRARIES |= {"hydra": "hydra-core"}
-_LONG = 40  # a longer name of a temporary folder may leave no room for sockets
+_LONG = 40  # temporary folders with longer names may leave no room for socket paths
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One thing that was found. An error stops a run; `remedy` is empty where nothing is to be
-    done."""
+    """A problem that was found. An error stops a run; `remedy` is empty if no action is needed."""
 
     topic: str
     level: Literal["ok", "unused", "warning", "error"]
@@ -38,13 +37,13 @@ class Obstacle:
 
 
 def obstacles(libraries: Sequence[str] = tuple(LIBRARIES)) -> list[Obstacle]:
-    """What was found; `libraries` are those that the run imports."""
+    """Return all problems found; `libraries` are those that the run imports."""
     return [*_folders(), *_encoding(), *_import_path(libraries), *_variables()]
 
 
 def require_none(libraries: Sequence[str]) -> None:
-    """Raise ResourceError, which says what to change, where a run that imports these libraries
-    would be stopped."""
+    """Raise ResourceError, with the remedies, if a run that imports these libraries would be
+    stopped."""
     found = [one for one in obstacles(libraries) if one.level == "error"]
     if found:
         raise ResourceError("\n".join(f"{one.topic}: {one.what}; {one.remedy}" for one in found))
@@ -55,44 +54,39 @@ def _folders() -> Iterator[Obstacle]:
     try:
         used = tempfile.gettempdir()
     except FileNotFoundError as error:
-        yield Obstacle("TMPDIR", "error", str(error), "set TMPDIR to a folder that can be written")
+        yield Obstacle("TMPDIR", "error", str(error), "set TMPDIR to a writable folder")
         return
     if wanted and Path(used) != Path(wanted).absolute():
         yield Obstacle(
             "TMPDIR",
             "warning",
-            f"{wanted} cannot be written; {used} is used",
+            f"{wanted} is not writable; using {used}",
             "create it, or set TMPDIR to another folder",
         )
     elif len(os.fsencode(used)) > _LONG:
-        yield Obstacle(
-            "TMPDIR", "unused", f"{used} is too long for unix sockets, which are in /tmp"
-        )
+        yield Obstacle("TMPDIR", "unused", f"{used} is too long for unix sockets; they are in /tmp")
     home = os.environ.get("HOME")
     if not home or not os.access(home, os.W_OK | os.X_OK) or not os.path.isdir(home):
-        said = f"{home} cannot be written" if home else "is not set"
-        yield Obstacle(
-            "HOME", "unused", f"{said}: libraries keep no caches, and settings are not read there"
-        )
+        said = f"{home} is not writable" if home else "is not set"
+        yield Obstacle("HOME", "unused", f"{said}: libraries do not cache or read settings there")
 
 
 def _encoding() -> Iterator[Obstacle]:
     found = locale.getpreferredencoding(False)
     if found.lower().replace("-", "") != "utf8":
-        what = f"Python reads and writes text as {found}, which files of torch are not"
+        what = f"Python reads and writes text as {found}, but torch's files are UTF-8"
         yield Obstacle("encoding", "error", what, "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1)")
 
 
 def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
-    """Modules that would be taken from PYTHONPATH in place of Python's own or of the
-    environment's."""
+    """Find modules in PYTHONPATH that would replace Python's own or those of the environment."""
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         remedy = f"remove {folder} from PYTHONPATH"
         if hidden := _names_in(folder) & sys.stdlib_module_names:
             yield Obstacle(
                 "PYTHONPATH",
                 "error",
-                f"{folder} has {_listed(hidden)}, as Python itself has",
+                f"{folder} has {_listed(hidden)}, which hides Python's own",
                 remedy,
             )
         for name in libraries:
@@ -107,7 +101,7 @@ def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
                 versions.append(_version(name, Path(found.origin or "").parents[1]))
             if "" in versions or versions[0] != versions[1]:
                 what = (
-                    f"{folder} has {name} {versions[0] or 'of no known version'}, which hides "
+                    f"{folder} has {name} {versions[0] or 'of unknown version'}, which hides "
                     f"{name} {versions[1]}"
                 )
                 yield Obstacle("PYTHONPATH", "error", f"{what} of this environment", remedy)
@@ -119,13 +113,13 @@ def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
         yield Obstacle(
             "working directory",
             "error",
-            f"it cannot be read ({error.strerror})",
+            f"cannot be read ({error.strerror})",
             "change to another folder",
         )
         return
     if hidden:
         what = (
-            f"{_listed(hidden)} have names of Python's modules; what a run starts does not import "
+            f"{_listed(hidden)} have names of Python's modules; processes of a run do not import "
             "them"
         )
         yield Obstacle("working directory", "unused", what)
@@ -133,16 +127,18 @@ def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
 
 def _variables() -> Iterator[Obstacle]:
     if found := proxies(os.environ):
-        yield Obstacle("proxy", "ok", f"{', '.join(found)}: not for this machine's own addresses")
+        yield Obstacle(
+            "proxy", "ok", f"{', '.join(found)}: not used for this machine's own addresses"
+        )
     if address := os.environ.get("RAY_ADDRESS"):
-        what = f"{address} is not joined: a run reads cluster.address alone"
+        what = f"{address} is ignored: a run reads only cluster.address"
         yield Obstacle(
             "RAY_ADDRESS", "warning", what, f"unset it, or set cluster.address={address}"
         )
 
 
 def _names_in(folder: str) -> set[str]:
-    """Modules and packages that lie in a folder."""
+    """Return the names of the modules and packages in a folder."""
     if not os.path.isdir(folder):
         return set()
     with os.scandir(folder) as entries:
@@ -156,7 +152,7 @@ def _names_in(folder: str) -> set[str]:
 
 
 def _version(name: str, folder: Path) -> str:
-    """The version of a library that lies in this folder; empty where nothing says it."""
+    """Return the version of the library in this folder; empty if unknown."""
     for found in metadata.distributions(name=LIBRARIES[name], path=[str(folder)]):
         return str(found.version)
     return ""

@@ -1,4 +1,4 @@
-"""Temporary folders that no other user of the machine can enter, rename or make first."""
+"""Temporary folders that other users of the machine cannot enter, rename or create first."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _RANDOM = 8  # characters that mkdtemp appends
 
 
 def compiled_code() -> str:
-    """Where torch may keep code that it has compiled, and load it from: its own default is a name
-    in /tmp that anybody could have made before."""
+    """Return the folder in which torch may cache compiled code. Its default is a name in /tmp that
+    any user could have created before."""
     return f"{Path.home()}/.cache/torchinductor"
 
 
 def parent_of_private(name_bytes: int, room: int = 0) -> Path:
-    """Where a private folder whose name has so many bytes is made: TMPDIR, or /tmp where that
-    leaves less than `room` bytes for the rest of the path of a unix socket in it.
+    """Return the parent of a private folder whose name has this many bytes: TMPDIR, or /tmp if
+    TMPDIR leaves less than `room` bytes for the rest of a unix socket's path.
 
     Raises:
-        ResourceError: others could replace the folder, because one above it is writable by all and
-            not sticky.
+        ResourceError: others could replace the folder, because one of its parents is writable by
+            all and not sticky.
     """
     parent = Path(tempfile.gettempdir()).resolve()
     if room and len(os.fsencode(parent)) + 1 + name_bytes + room > _LONGEST_SOCKET:
@@ -36,25 +36,25 @@ def parent_of_private(name_bytes: int, room: int = 0) -> Path:
         mode = folder.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise ResourceError(
-                f"{folder} is writable by every user and not sticky, so that others could replace "
-                f"folders in it: set its mode to 1777, or TMPDIR to another folder than {parent}"
+                f"{folder} is writable by every user and not sticky, so others could replace "
+                f"folders in it; set its mode to 1777, or TMPDIR to a folder other than {parent}"
             )
     return parent
 
 
 def make_private_folder(prefix: str, room: int = 0) -> Path:
-    """A new folder of mode 0700 whose name begins with `prefix`, where `parent_of_private` says.
+    """Create a folder of mode 0700 whose name begins with `prefix`, in `parent_of_private`.
 
-    Ray opens the folder that it is given as --temp-dir to everybody, though not the one around it:
-    it is given `RAY` inside of this one.
+    Ray makes its --temp-dir accessible to all users, but not the parent folder. It is therefore
+    given `RAY` inside this folder.
 
     Raises:
-        ResourceError: the folder cannot be made, or others could replace it.
+        ResourceError: the folder cannot be created, or others could replace it.
     """
     parent = parent_of_private(len(os.fsencode(prefix)) + _RANDOM, room)
     try:
         return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
         raise ResourceError(
-            f"no folder can be made in {parent}: {error.strerror}; set TMPDIR to another"
+            f"could not create a folder in {parent}: {error.strerror}; set TMPDIR to another"
         ) from error

@@ -1,4 +1,4 @@
-"""The store of a job's processes, and joining a world of ranks through it."""
+"""Joining and leaving a world of ranks through the job's store."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from hybridflow.process.store import MasterStore, StoreClient
 
 master_store = MasterStore
 client_store = StoreClient
-# of the world that this process has joined: what its callers have made there, and how to let go of
-# its store
+# clean-up for the current world: objects that callers have created there, and its store
 _undo: list[Callable[[], None]] = []
 _release: list[Callable[[], None]] = []
 
 
 def join_world(backend: str, timeout_s: float, undo: Callable[[], None] | None = None) -> None:
-    """Start `torch.distributed` in the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    describe, unless this process has joined one.
+    """Start `torch.distributed` in the world described by RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT, unless this process is already in one.
 
-    `timeout_s` bounds every collective: when a rank dies, the others get an error and do not hang.
-    `undo` is called by `leave_world` and forgets process groups that the caller makes.
+    `timeout_s` bounds every collective: if a rank dies, the others get an error instead of hanging.
+    `undo` is called by `leave_world`, to drop process groups that the caller creates.
     """
     import torch.distributed as dist
 
@@ -46,8 +45,8 @@ def join_world(backend: str, timeout_s: float, undo: Callable[[], None] | None =
 
 
 def leave_world() -> None:
-    """End the process groups of the world that this process has joined, so that it can join
-    another; nothing without one."""
+    """Destroy the process groups of the current world, so that this process can join another. Does
+    nothing without a world."""
     import torch.distributed as dist
 
     while _undo:

@@ -1,5 +1,4 @@
-"""How often something that fails may be started again: a number of restarts within an hour, not
-within a run."""
+"""A limit on restarts of something that fails: their number within an hour, not within a run."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ HOUR_S = 3600.0
 class RestartLimit:
     """Allows at most `most` restarts within any hour; 0 allows none.
 
-    A long run loses processes now and then; something that fails again and again has a cause that a
-    restart does not remove.
+    A long run loses processes occasionally; something that fails repeatedly has a cause that a
+    restart does not fix.
 
     Args:
         most: restarts within `window_s` seconds.
-        clock: seconds since any moment; replaced in tests.
+        clock: seconds since an arbitrary moment; replaced in tests.
     """
 
     def __init__(
@@ -31,14 +30,14 @@ class RestartLimit:
 
     @property
     def left(self) -> int:
-        """How many more restarts are allowed now."""
+        """Return the number of further restarts allowed now."""
         oldest = self._clock() - self.window_s
         while self._times and self._times[0] <= oldest:
             self._times.popleft()
         return self.most - len(self._times)
 
     def take(self) -> bool:
-        """Whether another restart is allowed now; if so, it is counted."""
+        """Return True if another restart is allowed now, and count it."""
         if self.left < 1:
             return False
         self._times.append(self._clock())

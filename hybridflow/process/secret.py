@@ -1,9 +1,8 @@
-"""The job's secret, and how two processes prove to each other over a plain socket that they know
-it.
+"""The job's secret, and the mutual proof over a plain socket that two processes know it.
 
-The driver draws the secret. It reaches the ranks by a Ray call, which asks for Ray's own token, and
-the ranks' engines by their environment, which the kernel shows to this user only. It never travels
-over a connection that it protects: both ends send a random challenge and answer the other's with an
+The driver generates the secret. Ranks receive it in a Ray call, which requires Ray's own token, and
+their engines in their environment, which the kernel shows only to this user. It is never sent over
+a connection that it protects: both ends send a random challenge and answer the other's with an
 HMAC.
 """
 
@@ -19,22 +18,23 @@ from contextlib import contextmanager
 
 VARIABLE = "HYBRIDFLOW_JOB_SECRET"
 CHALLENGE_BYTES = PROOF_BYTES = 32
-# what opens doors to the whole job: no business of processes that run code of others
+# credentials for the whole job, to be kept from processes that run third-party code
 _CREDENTIALS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", VARIABLE)
 _drawn = dict[str, str]()
 
 
 def job_secret() -> str:
-    """The job's secret: what this process was given, else drawn on the first call."""
+    """Return the job's secret: the one given to this process, or one generated on the first
+    call."""
     if given := os.environ.get(VARIABLE):
         return given
-    # in one step: the driver starts ranks and engines in two threads, which must be given the same
+    # atomic: the driver starts ranks and engines in two threads, which must use the same secret
     return _drawn.setdefault(VARIABLE, secrets.token_hex(32))
 
 
 def without_credentials() -> dict[str, str]:
-    """This process's environment without Ray's token and the job's secret, for processes that have
-    no use for them."""
+    """Return this process's environment without Ray's token and the job's secret, for processes
+    that do not need them."""
     kept: dict[str, str] = {}
     for name, value in os.environ.items():
         if name not in _CREDENTIALS:
@@ -43,8 +43,8 @@ def without_credentials() -> dict[str, str]:
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """HMAC-SHA256 of the parts under the job's secret; no two lists of parts give the same
-    message."""
+    """Return the HMAC-SHA256 of the parts under the job's secret. Different lists of parts give
+    different messages."""
     whole = [part.encode() if isinstance(part, str) else part for part in parts]
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in whole)
     return hmac.digest(job_secret().encode(), framed, "sha256")
@@ -54,26 +54,27 @@ class Greeting:
     """One end of the mutual proof on one connection.
 
     Args:
-        purpose: what the connection is for; both ends must name the same.
-        is_client: whether this end has connected. An answer of one end never serves as the other's.
+        purpose: what the connection is for; must be the same at both ends.
+        is_client: True if this end has connected. An answer of one end is never valid for the
+        other.
     """
 
     def __init__(self, purpose: str, is_client: bool) -> None:
         self._purpose = purpose
         self._is_client = is_client
         self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        self.theirs = b""  # the other end's challenge, once it has come
+        self.theirs = b""  # the other end's challenge, once received
 
     def proof(self) -> bytes:
-        """The answer to the other end's challenge."""
+        """Return the answer to the other end's challenge."""
         return self._digest("client" if self._is_client else "server")
 
     def is_proven(self, proof: bytes) -> bool:
-        """Whether the other end has answered our challenge."""
+        """Return True if `proof` answers our challenge."""
         return hmac.compare_digest(self._digest("server" if self._is_client else "client"), proof)
 
     def key(self) -> bytes:
-        """A key for the messages of this connection alone."""
+        """Return a key for messages of this connection only."""
         return self._digest("key")
 
     def _digest(self, use: str) -> bytes:
@@ -84,11 +85,12 @@ class Greeting:
 
 
 def greet(connection: socket.socket, purpose: str, within_s: float) -> Greeting | None:
-    """The client's end of both proofs over a blocking socket. None when the other end is a
-    stranger.
+    """Perform the client's half of the mutual proof over a blocking socket. Returns None if the
+    other end does not know the secret.
 
     Args:
-        within_s: seconds for all of it: one that sends a byte now and then is given up as well.
+        within_s: deadline in seconds for the whole exchange, so that a peer that sends a byte now
+            and then does not delay it.
 
     Raises:
         OSError: the connection broke, or the other end is silent or slow.
@@ -104,8 +106,8 @@ def greet(connection: socket.socket, purpose: str, within_s: float) -> Greeting 
 async def greet_client(
     read: Callable[[int], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]], purpose: str
 ) -> Greeting | None:
-    """The server's end of `greet`, in an event loop; its caller sets the deadline. None for a
-    stranger, who is told nothing more than a challenge."""
+    """Perform the server's half of `greet` in an event loop; the caller sets the deadline. Returns
+    None if the client does not know the secret, to which only a challenge is disclosed."""
     greeting = Greeting(purpose, is_client=False)
     await write(greeting.challenge)
     greeting.theirs = await read(CHALLENGE_BYTES)
@@ -116,10 +118,10 @@ async def greet_client(
 
 
 class Lobby:
-    """Connections that share `most` places, since each holds a descriptor of this process: those
-    whose other ends have proven nothing yet, for example. For a further one the oldest is closed,
-    so that strangers take places from each other; a process of the job needs its own for
-    milliseconds, and connects again."""
+    """Connections that share `most` slots, since each uses a descriptor of this process, for
+    example those that are not yet authenticated. When all slots are taken, the oldest connection is
+    closed. Foreign connections therefore evict each other; a process of the job needs its slot for
+    milliseconds, and reconnects."""
 
     def __init__(self, most: int = 64) -> None:
         self._most = most
@@ -127,7 +129,8 @@ class Lobby:
 
     @contextmanager
     def place(self, close: Callable[[], object]) -> Iterator[None]:
-        """A place for one connection inside of the block; `close` ends it when it is the oldest."""
+        """Take a slot for one connection inside the block. `close` is called if it becomes the
+        oldest."""
         if len(self._closing) >= self._most:
             self._closing.pop(next(iter(self._closing)))()
         mine = object()
@@ -138,14 +141,14 @@ class Lobby:
             self._closing.pop(mine, None)
 
     def close(self) -> None:
-        """End all connections that have a place."""
+        """Close all connections that have a slot."""
         while self._closing:
             self._closing.pop(next(iter(self._closing)))()
 
 
 def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """So many bytes, by the deadline of `time.monotonic` if there is one. OSError when the
-    connection ends before."""
+    """Read exactly `size` bytes, by the deadline of `time.monotonic` if given. Raises OSError if
+    the connection ends before."""
     data = bytearray()
     while len(data) < size:
         if deadline is not None:

@@ -1,9 +1,9 @@
-"""torch's object collectives, which unpickle what arrives, accept what a rank of this job has
-pickled and nothing else.
+"""Authentication of torch's object collectives, which unpickle received data: only objects pickled
+by a rank of this job are accepted.
 
 Megatron (megatron/core/optimizer/__init__.py:181) and torch's checkpoints gather objects. A gloo
-connection proves nothing about its other end, so each pickle carries an HMAC under the job's
-secret, which is checked before it is read.
+connection does not authenticate its other end, so each pickle carries an HMAC under the job's
+secret, which is checked before unpickling.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Unpickler:
         data = self._file.read()
         if not hmac.compare_digest(mac, digest(_USE, data)):
             raise RuntimeError(
-                "an object that came over a collective was not sent by a rank of this job"
+                "an object received in a collective was not sent by a rank of this job"
             )
         return pickle.Unpickler(io.BytesIO(data)).load()
 
@@ -45,13 +45,14 @@ class _Unpickler:
 def sign_objects() -> None:
     """Replace the pickler and unpickler that torch's object collectives use in this process.
 
-    RuntimeError when this torch has other names for them: object collectives would be open again.
+    Raises RuntimeError if this torch has other names for them, because object collectives would be
+    unprotected.
     """
     from torch.distributed import distributed_c10d
 
     for name in ("_pickler", "_unpickler"):
         if not hasattr(distributed_c10d, name):
             raise RuntimeError(
-                f"torch.distributed has no {name} any more; use the torch version in requirements/"
+                f"this torch.distributed has no {name}; use the torch version in requirements/"
             )
     vars(distributed_c10d).update(_pickler=_Pickler, _unpickler=_Unpickler)

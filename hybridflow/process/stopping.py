@@ -1,4 +1,4 @@
-"""SIGTERM, which schedulers send, is a request to stop like Ctrl-C."""
+"""Handling of SIGTERM, which schedulers send, as a request to stop like Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in the main thread: everything that was started ends in
-    order."""
+    """Raise KeyboardInterrupt in the main thread on SIGTERM, so that everything that was started is
+    shut down in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

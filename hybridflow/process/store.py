@@ -1,13 +1,13 @@
-"""A key-value store that the processes of a job share, with the methods of
+"""A key-value store shared by the processes of a job, with the methods of
 `torch.distributed.Store`.
 
-torch's own TCPStore answers whoever connects: another user of the machine could take a rank's
-place, or read and forge what ranks tell each other. Here both ends prove that they know the job's
-secret (`process.secret`), and every message carries an HMAC over its content and its number, under
-a key of that connection alone. Nothing is encrypted.
+torch's own TCPStore answers any client: another user of the machine could take a rank's place, or
+read and forge messages between ranks. Here both ends prove that they know the job's secret
+(`process.secret`), and every message carries an HMAC over its content and its number, under a key
+of that connection. Nothing is encrypted.
 
-A frame is its length, the HMAC and fields, each after its length. A request's fields are the method
-and its arguments, an answer's a status and the result.
+A frame consists of its length, the HMAC, and fields, each preceded by its length. The fields of a
+request are the method and its arguments; those of an answer, a status and the result.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _SIZE = struct.Struct("<Q")
 _MAC_BYTES = 32
 _MOST_BYTES = 1 << 30
 _BACKLOG = 1024
-_GREETING_S = 5.0  # a stranger that says nothing is not listened to any longer
-_GRACE_S = 5.0  # an answer is late when the server's own deadline has passed by so much
+_GREETING_S = 5.0  # after which a silent unauthenticated client is disconnected
+_GRACE_S = 5.0  # an answer may arrive this long after the server's own deadline
 _RETRY_S = 0.05
 _OK = b"ok"
 _LATE = b"late"
 
 
 class StoreError(RuntimeError):
-    """The store cannot be reached any more, or a key is not there by the deadline."""
+    """Raised if the store is unreachable, or a key has no value by the deadline."""
 
 
 class StoreLate(StoreError):
-    """Some keys have no value by the deadline.
+    """Raised if keys have no value by the deadline.
 
     Attributes:
-        missing: which, as the server's last look found it.
+        missing: the keys without a value at the server's last check.
     """
 
     def __init__(self, message: str, missing: list[str]) -> None:
@@ -61,13 +61,13 @@ class _Frames:
         self._counts = [0, 0]
 
     def pack(self, fields: Sequence[bytes]) -> bytes:
-        """A frame to send."""
+        """Return a frame to send."""
         body = b"".join(_SIZE.pack(len(field)) + field for field in fields)
         return _SIZE.pack(len(body)) + self._mac(0, body) + body
 
     def unpack(self, mac: bytes, body: bytes) -> list[bytes]:
-        """The fields of a frame that came. ConnectionError when nobody of this job can have written
-        it."""
+        """Return the fields of a received frame. Raises ConnectionError if it cannot be from a
+        process of this job."""
         if not hmac.compare_digest(self._mac(1, body), mac):
             raise ConnectionError("a message was forged, repeated or damaged")
         fields = []
@@ -87,15 +87,15 @@ class _Frames:
 def _size(header: bytes) -> int:
     size = int(_SIZE.unpack(header)[0])
     if size > _MOST_BYTES:
-        raise ConnectionError(f"a message of {size} bytes is longer than {_MOST_BYTES}")
+        raise ConnectionError(f"a message of {size} bytes exceeds the limit of {_MOST_BYTES}")
     return size
 
 
 class StoreServer:
-    """The keys, and a thread that answers for them, as long as this object lives.
+    """The keys, and a thread that serves them for the lifetime of this object.
 
     Args:
-        host, port: where it listens, there alone; port 0 takes a free one.
+        host, port: the only address at which it listens; port 0 selects a free one.
 
     Raises:
         OSError: the port is taken.
@@ -105,8 +105,8 @@ class StoreServer:
         self._listener = socket.socket(
             socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
         )
-        # Connections of a former store on this port may linger for a minute. Another listener is
-        # still refused.
+        # Connections of a former store on this port may linger for a minute. A second listener is
+        # still rejected.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._listener.bind((host, port))
@@ -123,7 +123,7 @@ class StoreServer:
 
     def __del__(self) -> None:
         if hasattr(self, "_loop"):
-            # the interpreter ends, and the thread has ended before
+            # the interpreter is exiting, and the thread has already ended
             with suppress(RuntimeError, AttributeError):
                 self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -143,7 +143,7 @@ def _serve(loop: asyncio.AbstractEventLoop, listener: socket.socket, keys: _Keys
 
 
 class _Keys:
-    """What the server holds. Used by its thread alone."""
+    """The server's data. Used only by its thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -152,7 +152,7 @@ class _Keys:
         self._lobby = Lobby()
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one connection until it ends."""
+        """Serve one connection until it ends."""
         try:
             with self._lobby.place(writer.transport.abort):
                 greeting = await asyncio.wait_for(_greeted(reader, writer), _GREETING_S)
@@ -164,7 +164,7 @@ class _Keys:
                 writer.write(frames.pack(await self._answer(method.decode(), arguments)))
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            pass  # a stranger, a process that has ended, or the end of the server
+            pass  # an unauthenticated client, a process that has exited, or the server's end
         finally:
             writer.close()
 
@@ -178,7 +178,7 @@ class _Keys:
         return (_OK, result)
 
     async def _wait(self, keys: list[bytes], seconds: float) -> list[bytes]:
-        """The keys that have no value when all have one or the time is over."""
+        """Wait until all keys have a value or the time is over. Returns the keys without one."""
         deadline = self._loop.time() + seconds
         while missing := [key for key in keys if key not in self._values]:
             found: asyncio.Future[None] = self._loop.create_future()
@@ -232,7 +232,8 @@ async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 class _Connection:
-    """A connection with a `StoreServer`; waits for it to come up. One thread at a time has it."""
+    """A connection to a `StoreServer`, waiting for the server to start. Used by one thread at a
+    time."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self.host = host
@@ -250,20 +251,20 @@ class _Connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if greeting := greet(connection, _PURPOSE, left):
                     return connection, _Frames(greeting.key(), is_client=True)
-                raise ConnectionRefusedError("who listens there does not know the job's secret")
+                raise ConnectionRefusedError("the listener there does not know the job's secret")
             except OSError as error:
                 if connection is not None:
                     connection.close()
                 if time.monotonic() + _RETRY_S > deadline:
                     raise StoreError(
-                        f"no store of this job answers at {self.host}:{self.port} within "
+                        f"could not reach the job's store at {self.host}:{self.port} within "
                         f"{self.timeout_s:g} s ({error})"
                     ) from error
             time.sleep(_RETRY_S)
 
     def ask(self, method: str, *arguments: bytes, within_s: float = 0.0) -> list[bytes]:
-        """The results of a request. StoreError when there is no answer, StoreLate when keys have no
-        value in time."""
+        """Send a request and return its results. Raises StoreError if there is no answer, StoreLate
+        if keys have no value in time."""
         with self._lock:
             try:
                 self._socket.settimeout(within_s + max(_GRACE_S, self.timeout_s))
@@ -274,7 +275,7 @@ class _Connection:
             except OSError as error:
                 self.close()
                 raise StoreError(
-                    f"the store at {self.host}:{self.port} cannot be reached any more: {error}"
+                    f"lost the connection to the store at {self.host}:{self.port}: {error}"
                 ) from error
         if status == _LATE:
             missing = [key.decode(errors="replace") for key in results]
@@ -284,7 +285,7 @@ class _Connection:
         return results
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._socket.close()
 
     def __del__(self) -> None:
@@ -293,8 +294,8 @@ class _Connection:
 
 
 class Keys:
-    """The keys of a store that begin with `prefix`, over a connection that may serve several such
-    groups."""
+    """The keys of a store that begin with `prefix`, over a connection that several such groups may
+    share."""
 
     def __init__(self, connection: _Connection, prefix: str = "") -> None:
         self.connection = connection
@@ -305,34 +306,34 @@ class Keys:
         self.connection.ask("set", self._key(key), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """The value, waiting for it."""
+        """Wait for a key's value and return it."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys, waiting for them."""
+        """Wait for the values of several keys and return them."""
         return self._wait(keys, self.connection.timeout_s)
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Write a value behind the present one."""
+        """Append to the current value."""
         self.connection.ask("append", self._key(key), _bytes(value))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 at first, and return it."""
+        """Add to a number, initially 0, and return it."""
         return int(self.connection.ask("add", self._key(key), str(amount).encode())[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write `desired` if the value is `expected`, or if there is none and `expected` is empty.
-        Returns the value then, `expected` when there is none."""
+        """Write `desired` if the current value is `expected`, or if there is none and `expected` is
+        empty. Returns the resulting value, or `expected` if there is none."""
         return self.connection.ask(
             "compare_set", self._key(key), _bytes(expected), _bytes(desired)
         )[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have a value."""
+        """Return True if all keys have a value."""
         return bool(self.connection.ask("check", *map(self._key, keys))[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have a value. StoreError at the deadline."""
+        """Wait until all keys have a value. Raises StoreError at the deadline."""
         self._wait(keys, self.connection.timeout_s if timeout is None else timeout.total_seconds())
 
     def _wait(self, keys: Sequence[str], seconds: float) -> list[bytes]:
@@ -341,15 +342,15 @@ class Keys:
         )
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; whether it was there."""
+        """Delete a key. Returns True if it existed."""
         return bool(self.connection.ask("delete_key", self._key(key))[0])
 
     def num_keys(self) -> int:
-        """How many keys there are, with every prefix."""
+        """Return the number of keys, with any prefix."""
         return int(self.connection.ask("num_keys")[0])
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self.connection.close()
 
     def _key(self, key: str) -> bytes:
@@ -357,14 +358,13 @@ class Keys:
 
 
 class StoreClient(Keys):
-    """A connection of its own with a `StoreServer`.
+    """A separate connection to a `StoreServer`.
 
     Args:
-        timeout_s: until the server is reached, and then of `get` and `wait` without a timeout of
-            their own.
+        timeout_s: deadline for reaching the server, and default timeout of `get` and `wait`.
 
     Raises:
-        StoreError: nobody who knows the job's secret answers there by then.
+        StoreError: no process that knows the job's secret answers there by then.
     """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
@@ -373,8 +373,8 @@ class StoreClient(Keys):
 
 
 class MasterStore(StoreClient):
-    """The server and a first client. With `port` 0 it listens on a free port, `store.port`. OSError
-    when the port is taken."""
+    """The server and a first client. With `port` 0 it listens on a free port, `store.port`. Raises
+    OSError if the port is taken."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._server = StoreServer(host, port)

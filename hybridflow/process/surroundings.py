@@ -1,6 +1,5 @@
-"""What a machine's environment would do to the processes of a run, and what keeps it from that:
-proxies between programs of one machine, temporary folders whose names leave no room for sockets,
-files that hide other modules."""
+"""Protection of a run's processes from the machine's environment: proxies between local programs,
+temporary folders whose names leave no room for socket paths, files that hide other modules."""
 
 from __future__ import annotations
 
@@ -12,16 +11,16 @@ from collections.abc import Mapping
 from functools import cache
 from urllib.parse import urlsplit
 
-# Python puts neither the working directory nor a script's folder in front of its own modules; every
-# Python that a process with this variable starts obeys it, those of libraries too. Pythons before
-# 3.11 ignore it.
+# Python does not put the working directory or a script's folder before its own modules. Applies to
+# every Python started with this variable, including those started by libraries; ignored before
+# 3.11.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 @cache
 def own_addresses() -> tuple[str, ...]:
-    """Names and addresses under which programs of this machine reach each other."""
+    """Return names and addresses under which programs of this machine reach each other."""
     import psutil
 
     interfaces = []
@@ -35,7 +34,7 @@ def own_addresses() -> tuple[str, ...]:
 
 
 def is_own(url: str) -> bool:
-    """Whether `url` is of this machine, so that no proxy may see or break a call of it."""
+    """Return True if `url` is on this machine, so that calls must not go through a proxy."""
     host = (urlsplit(url).hostname or "").rstrip(".")
     try:
         address = ipaddress.ip_address(host)
@@ -45,7 +44,7 @@ def is_own(url: str) -> bool:
 
 
 def proxies(env: Mapping[str, str]) -> list[str]:
-    """The variables of `env` that name a proxy, sorted."""
+    """Return the variables of `env` that set a proxy, sorted."""
     names = []
     for name, value in env.items():
         if name.lower() in _PROXIES and value:
@@ -54,8 +53,8 @@ def proxies(env: Mapping[str, str]) -> list[str]:
 
 
 def without_proxy(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that keep programs from asking a proxy for this machine's addresses, besides
-    what `env` exempts already; none where `env` names no proxy."""
+    """Return variables that exempt this machine's addresses from proxies, in addition to those that
+    `env` already exempts; empty if `env` sets no proxy."""
     if not proxies(env):
         return {}
     given = []
@@ -67,6 +66,6 @@ def without_proxy(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def import_path() -> list[str]:
-    """This process's import path, and at its end, where it hides nothing, the working directory:
-    user files may import what lies there."""
+    """Return this process's import path, with the working directory at its end, where it hides
+    nothing: user files may import from it."""
     return [*filter(None, sys.path), os.getcwd()]

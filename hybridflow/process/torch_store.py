@@ -1,4 +1,4 @@
-"""The job's store as torch's process groups take it."""
+"""The job's store as a `torch.distributed.Store` for process groups."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch.distributed import Store
 
 from hybridflow.process.store import Keys, StoreClient
 
-# C++ holds a store without holding the Python object that answers for it
+# C++ keeps a store without keeping the Python object that implements it
 _held: list[TorchStore] = []
 
 
 class TorchStore(Keys, Store):
-    """`torch.distributed.Store` over the connection of `keys`, which is held until `release` or
-    this process's end. `prefix` keeps the keys of one process group apart from others'."""
+    """A `torch.distributed.Store` over the connection of `keys`, which stays open until `release`
+    or the end of this process. `prefix` separates the keys of one process group from others'."""
 
     def __init__(self, keys: Keys, prefix: str = "") -> None:
         Store.__init__(self)
         Keys.__init__(self, keys.connection, prefix)
-        self._keys = keys  # those of a master hold the server
+        self._keys = keys  # for a master, this keeps the server alive
         _held.append(self)
 
     def release(self) -> None:
-        """End the connection of a group that has ended."""
+        """Close the connection of a group that was destroyed."""
         if self in _held:
             _held.remove(self)
         self.close()
@@ -35,14 +35,14 @@ class TorchStore(Keys, Store):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:
-        """Whether `append`, `multi_get` and `multi_set` are there."""
+        """Return True: `append`, `multi_get` and `multi_set` are available."""
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long `get` and `wait` wait from now on."""
+        """Set the timeout of later `get` and `wait` calls."""
         self.connection.timeout_s = timeout.total_seconds()
 
     def clone(self) -> TorchStore:
-        """Another connection with the same keys."""
+        """Open another connection with the same keys."""
         own = self.connection
         return TorchStore(StoreClient(own.host, own.port, own.timeout_s), self._prefix)

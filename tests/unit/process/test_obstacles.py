@@ -80,7 +80,7 @@ def test_another_version_of_a_library_is_refused_and_the_same_is_not(
     (other / "ray" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'nothing'}{os.pathsep}{other}")
     with pytest.raises(
-        ResourceError, match=f"{other} has ray of no known version.*remove {other} from PYTHONPATH"
+        ResourceError, match=f"{other} has ray of unknown version.*remove {other} from PYTHONPATH"
     ):
         require_none(("torch", "ray"))
     require_none(("torch", "numpy"))  # a run without Ray does not mind
@@ -98,7 +98,7 @@ def test_modules_of_pythons_names_in_its_path_are_refused(
 ) -> None:
     (tmp_path / "select.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ResourceError, match=r"has select\.py, as Python itself has"):
+    with pytest.raises(ResourceError, match=r"has select\.py, which hides Python's own"):
         require_none(())
 
 
@@ -113,5 +113,5 @@ def test_text_that_is_not_utf8_and_a_folder_that_was_removed_are_refused(
     with pytest.raises(ResourceError) as refused:
         require_none(())
     assert "ISO-8859-1" in str(refused.value) and "LC_ALL=C.UTF-8" in str(refused.value)
-    assert "working directory: it cannot be read" in str(refused.value)
+    assert "working directory: cannot be read" in str(refused.value)
     monkeypatch.chdir(tmp_path)

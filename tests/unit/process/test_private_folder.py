@@ -66,7 +66,7 @@ def test_a_tmpdir_that_is_full_or_may_not_be_written_is_named(
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     with pytest.raises(
-        ResourceError, match=f"no folder can be made in {parent}: No space left.*TMPDIR"
+        ResourceError, match=f"could not create a folder in {parent}: No space left.*TMPDIR"
     ):
         make_private_folder("a-")
 
