@@ -1,8 +1,8 @@
 """`python -m hybridflow.launch STEP`: the parts of a job that `launch/slurm/job.sh` and
 `launch/ray/cluster.sh` run.
 
-Each step imports what it needs itself: all nodes start at once, from one shared filesystem as a
-rule.
+Each step imports its own modules, because all nodes start at the same time, usually from one shared
+filesystem.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hybridflow.launch import records
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes options by their whole names alone."""
+    """An argument parser that does not accept abbreviated options."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
 
 
 def main(words: list[str]) -> int:
-    """Run one step; returns its exit status."""
+    """Run one step and return its exit status."""
     args = _parser().parse_args(words)
     try:
         return int(args.handler(args))
@@ -45,13 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m hybridflow.launch", description=__doc__)
     steps = parser.add_subparsers(dest="step", required=True)  # of the same class
 
-    check = steps.add_parser("preflight", help="check this node and the way to the others")
+    check = steps.add_parser("preflight", help="check this node and its connections to the others")
     check.add_argument("--min-open-files", type=int, default=4096)
     check.add_argument("--interface")
     check.add_argument("--timeout", type=float, default=60.0)
     check.set_defaults(handler=_preflight)
 
-    choose = steps.add_parser("judge", help="choose the nodes to use from what all of them said")
+    choose = steps.add_parser("judge", help="choose the nodes to use from all preflight records")
     choose.add_argument("--nodes", type=int, required=True)
     choose.add_argument("--max-clock-skew", type=float, default=2.0)
     choose.set_defaults(handler=_judge)
@@ -70,11 +70,11 @@ def _parser() -> argparse.ArgumentParser:
         step.add_argument("--dir", type=Path, required=True, help="folder of this start of the job")
     for step in (check, choose):
         step.add_argument(
-            "--hosts", required=True, help="all nodes of the allocation, with spaces between"
+            "--hosts", required=True, help="all nodes of the allocation, separated by spaces"
         )
 
     health = steps.add_parser(
-        "health", help="for a prolog: exit status 1 when something is wrong here"
+        "health", help="for a prolog: exit with status 1 if this node has a problem"
     )
     health.set_defaults(handler=_health)
     for step in (check, ray, health):
@@ -86,13 +86,13 @@ def _parser() -> argparse.ArgumentParser:
         step.add_argument("--start-timeout", type=float, default=300.0)
 
     private = steps.add_parser(
-        "private-folder", help="make a folder for `ray start --temp-dir` and print its path"
+        "private-folder", help="create a folder for `ray start --temp-dir` and print its path"
     )
-    private.add_argument("--prefix", required=True, help="of the private folder around it")
+    private.add_argument("--prefix", required=True, help="prefix of the private parent folder")
     private.set_defaults(handler=_private_folder)
 
     end = steps.add_parser(
-        "verdict", help="say why the job ended; exit status 75 asks for a requeue"
+        "verdict", help="print why the job ended; exit status 75 requests a requeue"
     )
     end.add_argument("--job-dir", type=Path, required=True)
     end.add_argument("--restart", type=int, required=True)
@@ -122,7 +122,7 @@ def _health(args: argparse.Namespace) -> int:
 
     wanted = preflight.Wanted(args.gpus, args.min_free_gib, args.min_shm_gib)
     problems = preflight.problems_here(Path(tempfile.gettempdir()), wanted)
-    print("; ".join(problems) or "in order", flush=True)
+    print("; ".join(problems) or "no problems found", flush=True)
     return int(bool(problems))
 
 
@@ -137,7 +137,7 @@ def _judge(args: argparse.Namespace) -> int:
         args.hosts.split(), found, args.nodes, args.max_clock_skew, errors
     )
     for host, why in bad.items():
-        print(f"hybridflow: {host} is left out: {why}", flush=True)
+        print(f"hybridflow: excluding {host}: {why}", flush=True)
     use = [{"node": record.node, "address": record.address} for record in chosen]
     records.write(args.dir / records.CHOSEN, {"use": use})
     (args.dir / "nodes.txt").write_text("".join(f"{record.node}\n" for record in chosen))
@@ -146,7 +146,7 @@ def _judge(args: argparse.Namespace) -> int:
 
 def _node(args: argparse.Namespace) -> int:
     sys.stdout.flush()
-    # srun's %N would be the host's name, not the node's
+    # srun's %N would be the name of the host, not of the node
     path = args.dir / records.NODE_LOG.format(_node_name())
     with path.open("ab") as log:
         os.dup2(log.fileno(), 1)

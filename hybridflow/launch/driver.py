@@ -1,9 +1,9 @@
 """The driver of a job: waits until every node has joined Ray, runs `hybridflow train` or a user's
-program, and passes on requests to stop.
+program, and forwards requests to stop.
 
-SIGUSR1 and SIGTERM ask the driver for a checkpoint (SIGUSR1) and end it when that takes too long;
-SIGUSR2 ends it now. The driver runs in a session of its own, since Slurm may signal the whole
-process group of a step.
+On SIGUSR1 or SIGTERM, it asks the driver for a checkpoint (with SIGUSR1), and ends it if that takes
+too long. On SIGUSR2, it ends the driver immediately. The driver runs in a separate session, because
+Slurm may signal the whole process group of a step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _POLL_S = 0.2
 
 
 class Driver:
-    """A `hybridflow` command, or a program, whose output goes to a log and to our own."""
+    """A `hybridflow` command, or a user's program, whose output goes to a log and to this
+    process's output."""
 
     def __init__(self, folder: Path, grace_s: float) -> None:
-        """`grace_s`: seconds that a checkpoint may take once it was asked for."""
+        """`grace_s`: seconds that a requested checkpoint may take."""
         self.folder = folder
         self.grace_s = grace_s
         self.process: subprocess.Popen[bytes] | None = None
@@ -45,24 +46,24 @@ class Driver:
         signal.signal(signal.SIGUSR2, lambda number, frame: self.end())
 
     def ask(self) -> None:
-        """Have the driver write a checkpoint and stop."""
+        """Ask the driver to write a checkpoint and stop."""
         if self.asked_at is None:
             self.asked_at = time.monotonic()
             self._send(signal.SIGUSR1)
 
     def end(self) -> None:
-        """Have the driver end at once, as after Ctrl-C."""
+        """Ask the driver to stop immediately, as with Ctrl-C."""
         if self.ended_at is None:
             self.ended_at = time.monotonic()
             self._send(signal.SIGTERM)
 
     def check(self) -> None:
-        """ResourceError when a node's Ray has ended, or the job is to stop, before the driver has
-        started."""
+        """Raise ResourceError if a node's Ray has exited, and RunStopped if the job was asked to
+        stop, before the driver has started."""
         if failed := records.failures(self.folder):
             raise ResourceError(f"{failed[0]['node']}: {failed[0]['what']}")
         if self.asked_at is not None or self.ended_at is not None:
-            raise RunStopped("stopped as asked, before the driver had started")
+            raise RunStopped("stopped on request before the driver had started")
 
     def run(self, words: Sequence[str], address: str) -> int:
         """Run the command of these words (`command`) to its end, with the address of Ray's head.
@@ -76,7 +77,7 @@ class Driver:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        if self.asked_at is not None:  # between the last check and the start
+        if self.asked_at is not None:  # a request between the last check and the start
             self._send(signal.SIGUSR1)
         with (self.folder / records.DRIVER_LOG).open("rb") as shown:
             while self.process.poll() is None:
@@ -90,8 +91,8 @@ class Driver:
         return status if status >= 0 else 128 - status
 
     def _hurry(self) -> None:
-        """Go from asking to ending, and from ending to killing, when time is up; end for a later
-        start of the job."""
+        """Escalate when time is up, from asking to ending, and from ending to killing. End the
+        driver if the job has a later start."""
         now = time.monotonic()
         # Slurm has lost this node and started the job on others
         if records.has_later_start(self.folder):
@@ -131,11 +132,11 @@ def run(
     """Wait for the cluster, then run the driver in it.
 
     Args:
-        folder: of this start of the job.
-        nodes: that must have joined.
+        folder: folder of this start of the job.
+        nodes: number of nodes that must have joined.
         words: see `command`.
-        start_timeout_s: for the nodes to join.
-        grace_s: for a checkpoint that was asked for.
+        start_timeout_s: seconds for the nodes to join.
+        grace_s: seconds for a requested checkpoint.
     """
     driver = Driver(folder, grace_s)
     deadline = time.monotonic() + start_timeout_s

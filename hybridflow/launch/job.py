@@ -1,4 +1,4 @@
-"""The sbatch file of a job: #SBATCH lines and settings, then the body that every job shares
+"""The sbatch file of a job: #SBATCH lines and settings, followed by the body that all jobs share
 (launch/slurm/job.sh)."""
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from hybridflow.errors import ConfigError
 from hybridflow.launch.site import Site
 from hybridflow.placement.preview import preview
 
-# of its time-out, for the others' files; the rest is for starting Python and for connecting
+# share of the timeout for waiting for the others' files; the rest is for starting Python and
+# connecting
 PREFLIGHT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a user asks for; paths are absolute.
+    """A requested job; paths are absolute.
 
     Attributes:
         words: the driver's command (`launch.driver.command`), for example ("train",
             "--config-name", "x").
-        nodes: that the run uses, those of `other_nodes` included.
+        nodes: number of nodes that the run uses, including `other_nodes`.
         other_nodes: how many of them are the second part of a heterogeneous job, with
             `other_options` of sbatch.
-        spares: further nodes, which take the place of bad ones.
+        spares: additional nodes, which replace bad ones.
         grace_s: seconds for a checkpoint before Slurm takes the nodes.
-        body: the file of launch/slurm/ that follows the settings; a site's `body` takes the place
-            of job.sh alone.
+        body: the file of launch/slurm/ that follows the settings; a site's `body` replaces only
+            job.sh.
     """
 
     name: str
@@ -56,11 +57,11 @@ class Job:
 
 
 def nodes_of(config: RunConfig, job: str = "train") -> int:
-    """How many nodes the run's processes and engines fill: with `cluster.devices_per_node` as
-    placement says.
+    """Return the number of nodes that the run's processes and engines fill; with
+    `cluster.devices_per_node`, as in placement.
 
     Raises:
-        ResourceError: no number of nodes with so many GPUs is enough.
+        ResourceError: no number of nodes with this many GPUs is enough.
     """
     if config.cluster.devices_per_node is not None and (placed := preview(config, job)) is not None:
         return max(config.cluster.nodes, len(placed.cluster.nodes))
@@ -70,29 +71,29 @@ def nodes_of(config: RunConfig, job: str = "train") -> int:
 
 
 def check(job: Job) -> None:
-    """ConfigError for numbers that do not fit together."""
+    """Raise ConfigError if the numbers are inconsistent."""
     if job.nodes < 1 or job.spares < 0 or not 0 <= job.other_nodes < job.nodes:
         raise ConfigError(
-            f"--nodes {job.nodes} --other-nodes {job.other_nodes} --spares {job.spares}: at least "
-            "one node must be of the first part, and none of the numbers may be negative"
+            f"--nodes {job.nodes} --other-nodes {job.other_nodes} --spares {job.spares}: the "
+            "first part must have at least one node, and no number may be negative"
         )
     if job.other_nodes and job.spares:
         raise ConfigError(
-            "--spares and --other-nodes exclude each other: a spare would be of the wrong part"
+            "--spares cannot be used with --other-nodes: a spare could not replace their nodes"
         )
     if job.grace_s < 1 or job.max_restarts < 0:
         raise ConfigError(
-            f"--grace {job.grace_s} --max-restarts {job.max_restarts}: at least 1 and 0 are needed"
+            f"--grace {job.grace_s} --max-restarts {job.max_restarts}: must be at least 1 and 0"
         )
     if "\n" in f"{job.name}{job.workdir}{job.out}{job.run_dir}":
         raise ConfigError("the run's name and folders may not contain line breaks")
 
 
 def render(job: Job, site: Site) -> str:
-    """The whole file.
+    """Return the complete file.
 
     Raises:
-        ConfigError: numbers that do not fit together, or a site's `body` that cannot be read.
+        ConfigError: the numbers are inconsistent, or a site's `body` cannot be read.
     """
     check(job)
     path = (
@@ -103,7 +104,7 @@ def render(job: Job, site: Site) -> str:
     try:
         body = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"site.body {path}: cannot be read ({error})") from error
+        raise ConfigError(f"site.body: could not read {path} ({error})") from error
     parts = ["#!/bin/bash", *_directives(job, site), "", *_settings(job, site), ""]
     return "\n".join(parts) + "\n" + body
 
@@ -129,7 +130,7 @@ def _directives(job: Job, site: Site) -> list[str]:
 
 
 def _part(job: Job, site: Site, nodes: int) -> list[str]:
-    """The options that each part of a heterogeneous job has."""
+    """Return the options of each part of a heterogeneous job."""
     asked = [f"--nodes={nodes}", "--ntasks-per-node=1"]
     asked += ["--exclusive"] if site.exclusive else []
     asked += [f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
@@ -171,8 +172,8 @@ def _settings(job: Job, site: Site) -> list[str]:
 
 
 def _launchers(job: Job, site: Site) -> list[str]:
-    """The words before a command on every node (SRUN), inside of srun (CONTAINER), and on this node
-    alone (HERE)."""
+    """Return the command prefixes for every node (SRUN), inside srun (CONTAINER), and for this node
+    only (HERE)."""
     container = site.container
     folders = [job.workdir] if job.out.is_relative_to(job.workdir) else [job.workdir, job.out]
     mounts = [*(f"{folder}:{folder}" for folder in folders), *container.mounts]
@@ -226,7 +227,8 @@ def _array(name: str, values: Sequence[str]) -> str:
 
 
 def _quoted(value: str) -> str:
-    """A value of an #SBATCH line; Slurm reads quotes and backslashes there as a shell does."""
+    """Quote a value of an #SBATCH line, in which Slurm reads quotes and backslashes as a shell
+    does."""
     if all(letter.isalnum() or letter in "-_./%:,@=+" for letter in value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,9 +1,9 @@
-"""Ray on one node of a job: starts it, watches it, says why it ended, and leaves nothing behind.
+"""Ray on one node of a job: starts it, monitors it, reports why it ended, and cleans up.
 
-Slurm sends SIGTERM to every process of a step when it is about to take the nodes. Ray must outlive
-that for as long as the driver writes its checkpoint: Ray runs in a session of its own, and this
-process only takes note. SIGUSR2, which the job's script sends, ends Ray. If this process is killed,
-a guard clears up.
+Slurm sends SIGTERM to every process of a step when it is about to take the nodes. Ray must keep
+running until the driver has written its checkpoint, so it runs in a separate session, and this
+process only records the signal. SIGUSR2, sent by the job's script, ends Ray. If this process is
+killed, a guard cleans up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridflow.process.private_folder import RAY, ROOM_FOR_RAY, make_private_fo
 from hybridflow.single_controller import guard
 from hybridflow.single_controller.cluster import SYSTEM_CONFIG
 
-# above the ports that Ray gives workers by default (10002-19999), below the ephemeral ones
+# above Ray's default worker ports (10002-19999), below the ephemeral ports
 FIRST_PORT = 20000
 PORTS = (
     "port",
@@ -43,15 +43,15 @@ PORTS = (
     "ray-client-server-port",
 )
 _TRIES = 16
-_STARTS = 3  # of Ray on a node, until all nodes have joined
+_STARTS = 3  # attempts to start Ray on a node, until all nodes have joined
 _POLL_S = 0.2
-_STACK = "*** StackTrace Information ***"  # after Ray's message
+_STACK = "*** StackTrace Information ***"  # follows Ray's message
 _LEAKING = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "PMI_", "PMIX_", "PALS_", "OMPI_", "HYDRA_")
 
 
 @dataclass(frozen=True)
 class RayOptions:
-    """How Ray is started on each node. `object_store_gib` None: as Ray chooses."""
+    """Options for starting Ray on each node. `object_store_gib` None: Ray's default."""
 
     gpus: int = 0
     object_store_gib: float | None = None
@@ -59,10 +59,9 @@ class RayOptions:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without Slurm's and the MPI launchers' variables, by which libraries would take Ray's workers
-    for MPI ranks, and without what a local run leaves in a Python that then submits: a Ray token,
-    which would take precedence over the job's, and the variable that confines Ray to one
-    machine."""
+    """Remove the variables of Slurm and MPI launchers, which would make libraries take Ray's
+    workers for MPI ranks. Also remove those that a local run sets in the submitting Python: a Ray
+    token, which would override the job's, and the variable that confines Ray to one machine."""
     dropped = ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
     kept: dict[str, str] = {}
     for name, value in environment.items():
@@ -72,9 +71,9 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def choose_ports(job_id: int, position: int, address: str) -> dict[str, int]:
-    """Free ports for Ray, by the name of `ray start`'s option: a block that follows from the job's
-    number and the node's position in the job, so that two jobs on a node do not meet, or one of the
-    next that is free.
+    """Choose free ports for Ray, by the name of `ray start`'s option. The block follows from the
+    job id and the node's position in the job, so that two jobs on a node do not collide; if it is
+    taken, the next free block is used.
 
     Raises:
         ResourceError: too many blocks are taken.
@@ -93,17 +92,17 @@ def choose_ports(job_id: int, position: int, address: str) -> dict[str, int]:
             return dict(zip(PORTS, ports, strict=True))
         tried.append(f"{ports[0]}-{ports[-1]}")
     raise ResourceError(
-        f"no free ports for Ray on {address}: of {', '.join(tried)} some are taken; see `ss -ltnp`"
+        f"no free ports for Ray on {address}: some of {', '.join(tried)} are taken; see `ss -ltnp`"
     )
 
 
 def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
-    """Start Ray on this node, when preflight has chosen it, and stay until Ray ends or SIGUSR2
-    comes.
+    """Start Ray on this node if preflight has chosen it, and wait until Ray ends or SIGUSR2
+    arrives.
 
     Returns:
-        0 when asked to stop or not chosen; 1 when Ray ended, with a `failed-NODE.json` that says
-        why.
+        0 if asked to stop or not chosen; 1 if Ray ended. Then `failed-NODE.json` contains the
+        reason.
     """
     chosen = (records.read(folder / records.CHOSEN) or {}).get("use", [])
     position = next((number for number, entry in enumerate(chosen) if entry["node"] == node), None)
@@ -113,7 +112,7 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
     asked: list[int] = []
 
     def stop(number: int, frame: object) -> None:
-        # SIGTERM ends a step whose other node has failed
+        # a step whose other node has failed is ended with SIGTERM
         if number == signal.SIGUSR2 or records.failures(folder):
             asked.append(number)
 
@@ -134,8 +133,8 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
 
 @contextmanager
 def _private_folder(job_id: int) -> Iterator[Path]:
-    """What Ray is given as its temporary folder, inside of a private one; a guard clears up if this
-    process dies."""
+    """Create Ray's temporary folder inside a private one. A guard removes it if this process
+    dies."""
     private = make_private_folder(f"hf-job-{job_id}-", ROOM_FOR_RAY)
     watching = subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, str(private), str(os.getpid())],
@@ -158,26 +157,25 @@ def _stay(
     asked: list[int],
     announce: Callable[[], bool] | None,
 ) -> int:
-    """Start Ray, again as long as not all nodes have joined, and wait for its end; the status of
-    `run`."""
+    """Start Ray, restarting it until all nodes have joined, and wait for its end. Returns the
+    status of `run`."""
     for start in range(1, _STARTS + 1):
         with _ray(node, folder, command, temporary) as ray:
             status = _wait(ray, folder, asked, announce)
             if status is None:
                 return 0
-            # Ray gives its own parts fixed times to start, which a busy node may exceed
+            # Ray's own components have fixed start-up deadlines, which a busy node may exceed
             # (ray-project/ray#65983).
             if start == _STARTS or (folder / records.DRIVER_LOG).exists():
-                # Told before the rest of Ray is cleared up, a driver on this node too: that would
-                # seem the cause.
+                # Reported before the rest of Ray is cleaned up. Otherwise a driver on this node
+                # would fail first and seem to be the cause.
                 log_tail = _ray_log(temporary) or records.tail(
                     folder / records.NODE_LOG.format(node)
                 )
-                _report(folder, node, f"Ray ended with status {status}", log_tail)
+                _report(folder, node, f"Ray exited with status {status}", log_tail)
                 return 1
         print(
-            f"{node}: Ray ended with status {status} before all nodes had joined; starting it "
-            "again",
+            f"{node}: Ray exited with status {status} before all nodes had joined; restarting it",
             flush=True,
         )
     return 1
@@ -187,7 +185,7 @@ def _stay(
 def _ray(
     node: str, folder: Path, command: list[str], temporary: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start Ray; at the end keep its logs and clear up."""
+    """Start Ray; at the end, keep its logs and clean up."""
     print(f"{node}: {' '.join(command[3:])}", flush=True)
     ray = subprocess.Popen(command, env=clean_environment(os.environ), start_new_session=True)
     try:
@@ -204,8 +202,8 @@ def _wait(
     asked: list[int],
     announce: Callable[[], bool] | None,
 ) -> int | None:
-    """Ray's exit status when it has ended by itself; None when something is in `asked`, or the job
-    has a later start elsewhere since Slurm has lost this node. `announce` is called until it
+    """Return Ray's exit status if it has exited by itself; None if `asked` is not empty, or the job
+    has a later start elsewhere because Slurm has lost this node. `announce` is called until it
     returns True."""
     while (status := ray.poll()) is None and not asked and not records.has_later_start(folder):
         if announce is not None and announce():
@@ -217,8 +215,8 @@ def _wait(
 def ray_command(
     head: str | None, address: str, ports: Mapping[str, int], temporary: Path, options: RayOptions
 ) -> list[str]:
-    """`ray start` in the foreground; `head` None starts the head."""
-    # Ray's CPUs only count slots; a small machine may hold more processes than it has cores.
+    """Return the command `ray start` in the foreground; `head` None starts the head."""
+    # Ray uses CPUs only to count slots; a small machine may run more processes than it has cores.
     words = [
         sys.executable,
         "-P",
@@ -233,7 +231,7 @@ def ray_command(
         f"--node-ip-address={address}",
         f"--temp-dir={temporary}",
     ]
-    # Workers take ports from the kernel: a fixed range would be shared with other jobs of the node.
+    # The kernel assigns worker ports: a fixed range would be shared with other jobs on the node.
     words += [
         "--min-worker-port=0",
         "--max-worker-port=0",
@@ -261,8 +259,8 @@ _OF_THE_HEAD = ("port", "ray-client-server-port")
 
 
 def _publish_head(folder: Path, address: str, port: int) -> bool:
-    """Tell the other nodes and the driver where the head is, once it listens; they send the job's
-    token there.
+    """Publish the head's address to the other nodes and the driver once it listens. They send the
+    job's token there.
 
     Raises:
         ResourceError: another user listens there.
@@ -270,9 +268,8 @@ def _publish_head(folder: Path, address: str, port: int) -> bool:
     users = listeners_at(address, port)
     if strangers := users - {os.getuid()}:
         raise ResourceError(
-            f"the port {port} of Ray's head on {address} was taken by the user with the number "
-            f"{min(strangers)} while Ray started; submit the job again, and see `ss -ltnp` on that "
-            "node"
+            f"port {port} of Ray's head on {address} was taken by user {min(strangers)} while Ray "
+            "was starting; see `ss -ltnp` on that node, and submit the job again"
         )
     if users:
         records.write(folder / records.HEAD, {"address": f"{address}:{port}"})
@@ -280,7 +277,7 @@ def _publish_head(folder: Path, address: str, port: int) -> bool:
 
 
 def _await_head(folder: Path, timeout_s: float) -> str:
-    """HOST:PORT of the head, once it accepts connections."""
+    """Return HOST:PORT of the head once it accepts connections."""
     deadline = time.monotonic() + timeout_s
     address = None
     while time.monotonic() < deadline:
@@ -294,9 +291,9 @@ def _await_head(folder: Path, timeout_s: float) -> str:
             except OSError:
                 pass  # not yet
         time.sleep(_POLL_S)
-    where = f"at {address}" if address else f"and {folder / records.HEAD} is absent"
+    where = f"at {address}" if address else f"({folder / records.HEAD} does not exist)"
     raise ResourceError(
-        f"Ray's head does not answer {where} after {timeout_s:.0f} s; look at the head node's log"
+        f"Ray's head did not answer {where} within {timeout_s:.0f} s; see the head node's log"
     )
 
 
@@ -322,7 +319,7 @@ def _report(folder: Path, node: str, what: str, log_tail: str) -> None:
 
 
 def _ray_log(temporary: Path) -> str:
-    """The end of what Ray's daemons wrote, those that say most first."""
+    """Return the end of the logs of Ray's daemons, the most informative ones first."""
     for name in (
         "ray_process_exit.log",
         "raylet.err",
@@ -337,7 +334,7 @@ def _ray_log(temporary: Path) -> str:
 
 
 def _keep_logs(temporary: Path, target: Path) -> None:
-    """Copy the daemons' logs, which lie on the node's own disk, into the job's folder."""
+    """Copy the daemons' logs from the node's local disk to the job's folder."""
     for source in temporary.glob("session_2*/logs/*"):
         if source.name.startswith(("raylet", "gcs_server", "ray_process_exit")):
             target.mkdir(parents=True, exist_ok=True)
@@ -345,8 +342,8 @@ def _keep_logs(temporary: Path, target: Path) -> None:
 
 
 def _stop(ray: subprocess.Popen[bytes]) -> None:
-    """End `ray start`; `guard.clear_up` ends the daemons. Asked to end, Ray would drain the node
-    for 30 seconds."""
-    with suppress(ProcessLookupError):  # it has ended
+    """End `ray start`; `guard.clear_up` ends the daemons. If asked to stop, Ray would drain the
+    node for 30 seconds."""
+    with suppress(ProcessLookupError):  # it has exited
         os.killpg(ray.pid, signal.SIGKILL)
     ray.wait()

@@ -1,7 +1,8 @@
-"""Checks of every node of a job before Ray starts: its own resources, the shared folder, its clock,
-and whether every node reaches every other.
+"""Checks of every node of a job before Ray starts: its resources, the shared folder, its clock, and
+the connections between all nodes.
 
-One process a node runs `check_node` at the same time; `choose` looks at what all of them said.
+One process per node runs `check_node`, all at the same time; `choose` evaluates all of their
+records.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hybridflow.errors import ResourceError
 from hybridflow.launch import records
 from hybridflow.observe.environment import query_gpus
 
-MARK = "preflight "  # begins the line with a node's record among what else srun prints
+MARK = "preflight "  # starts the line with a node's record, among other output of srun
 _GIB = 2**30
 _POLL_S = 0.1
 _CONNECT_S = 10.0
@@ -38,7 +39,7 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a node must have. `gpus` of 0: it is not looked for any."""
+    """Requirements of a node. `gpus` 0: GPUs are not checked."""
 
     gpus: int = 0
     min_free_gib: float = 5.0
@@ -49,7 +50,7 @@ class Wanted:
 
 @dataclass
 class Record:
-    """What a node says about itself and about the others."""
+    """A node's record of itself and of the other nodes."""
 
     node: str
     address: str = ""
@@ -57,9 +58,9 @@ class Record:
     nonce: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    # other node -> what is wrong between the two
+    # other node -> the problem between the two
     complaints: dict[str, str] = field(default_factory=dict)
-    # other node -> seconds its clock is ahead, at least
+    # other node -> minimum number of seconds by which its clock is ahead
     clocks: dict[str, float] = field(default_factory=dict)
 
 
@@ -71,25 +72,25 @@ def check_node(
     timeout_s: float,
     clock: Callable[[], float] = time.time,
 ) -> Record:
-    """Check this node, and the way to the others; nothing is raised for what is wrong, the record
-    says it.
+    """Check this node and its connections to the others. Problems are not raised but recorded.
 
     Args:
         node: this node's name in `hosts`.
         hosts: all nodes of the allocation.
-        folder: of this start of the job; every node must see the files that the others write there.
-        wanted: what the node must have.
-        timeout_s: how long to wait for the others' files.
+        folder: folder of this start of the job; every node must see the files that the others write
+            there.
+        wanted: requirements of the node.
+        timeout_s: seconds to wait for the others' files.
         clock: seconds since the epoch; replaced in tests.
     """
     record = Record(node, nonce=secrets.token_hex(8))
     deadline = time.monotonic() + timeout_s
-    # a network filesystem may show it late
+    # a network filesystem may show it with a delay
     while not folder.is_dir() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     if not folder.is_dir():
         record.problems.append(
-            f"{folder} is absent there; choose an output_dir that all nodes mount"
+            f"{folder} does not exist there; choose an output_dir that all nodes mount"
         )
         return record
     record.facts, record.problems = _resources(folder, wanted)
@@ -113,29 +114,29 @@ def check_node(
         )
     except OSError as error:
         record.problems.append(
-            f"cannot write into {folder} ({error}); choose an output_dir on a shared filesystem"
+            f"could not write to {folder} ({error}); choose an output_dir on a shared filesystem"
         )
         return record
     for other, found in _await((meeting / f"{other}.json" for other in others), deadline):
         if found is None:
             record.complaints[other] = (
-                f"its file in {folder} was not seen within {timeout_s:.0f} s; the node is down, or "
-                "the folder is not on a filesystem that both share: choose an output_dir that all "
-                "nodes mount"
+                f"its file did not appear in {folder} within {timeout_s:.0f} s; the node is down, "
+                "or the folder is not on a filesystem that both share: choose an output_dir that "
+                "all nodes mount"
             )
         else:
             _visit(record, other, found, clock)
     records.write(meeting / f"{node}.done", {})
     seen = [other for other in others if other in record.clocks]
-    # they may still be asking
+    # they may still be connecting to this node
     list(_await((meeting / f"{other}.done" for other in seen), deadline))
     server.close()
     return record
 
 
 def node_address(node: str, interface: str | None) -> str:
-    """The IPv4 address by which the other nodes reach this one: the interface's, or the one that
-    Slurm knows.
+    """Return the IPv4 address at which the other nodes reach this one: the interface's, or the one
+    known to Slurm.
 
     Raises:
         ResourceError: there is no such interface, it has no address, or the node's name has none.
@@ -148,7 +149,7 @@ def node_address(node: str, interface: str | None) -> str:
                 found.append(entry.address)
         if not found:
             raise ResourceError(
-                f"interface {interface} has no IPv4 address; there are "
+                f"interface {interface} has no IPv4 address; available: "
                 f"{', '.join(sorted(addresses))}"
             )
         return found[0]
@@ -173,7 +174,7 @@ def node_address(node: str, interface: str | None) -> str:
 
 
 def parse(output: str) -> dict[str, Record]:
-    """The records among what all nodes printed, by node. What is no record is left out."""
+    """Return the records in the output of all nodes, by node. Other output is ignored."""
     found = {}
     for line in output.splitlines():
         _, mark, text = line.partition(MARK)
@@ -187,7 +188,7 @@ def parse(output: str) -> dict[str, Record]:
 
 
 def print_record(record: Record) -> None:
-    """Print the record as one line, which srun hands on whatever the filesystem is like."""
+    """Print the record as one line, which srun forwards regardless of the filesystem."""
     print(MARK + json.dumps(asdict(record)), flush=True)
 
 
@@ -198,17 +199,16 @@ def choose(
     max_clock_skew_s: float,
     errors: str = "",
 ) -> tuple[list[Record], dict[str, str]]:
-    """The nodes to use, in the allocation's order, and what is wrong with each of those that are
-    left out.
+    """Return the nodes to use, in the allocation's order, and the problem of each excluded node.
 
     Raises:
-        ResourceError: fewer than `nodes` are good. Names each bad node, what is wrong, and what to
-            do.
+        ResourceError: fewer than `nodes` are usable. Names each bad node, its problem, and the
+            remedy.
     """
     bad = {
         host: (
-            f"it did not answer{_said(host, errors)}; ask for its state with `sinfo -R` and leave "
-            "it out (--exclude)"
+            f"it did not answer{_said(host, errors)}; see its state with `sinfo -R`, and exclude "
+            "it (--exclude)"
         )
         for host in hosts
         if host not in found
@@ -220,7 +220,7 @@ def choose(
         worst = max(good, key=lambda host: (counts[host], good.index(host)))
         accuser, _, why = next(pair for pair in pairs if worst in pair[:2])
         other = next(host for host in (accuser, *pairs[0][:2]) if host != worst)
-        bad[worst] = f"between it and {other}: {why}"
+        bad[worst] = f"problem with {other}: {why}"
         good.remove(worst)
     if len(good) < nodes:
         described = "\n".join(f"  {host}: {why}" for host, why in bad.items())
@@ -234,7 +234,7 @@ def choose(
 def _complaints(
     good: Sequence[str], found: Mapping[str, Record], max_clock_skew_s: float
 ) -> list[tuple[str, str, str]]:
-    """(accuser, accused, what is wrong) for each pair of good nodes that has something."""
+    """Return (accuser, accused, problem) for each pair of usable nodes with a problem."""
     pairs = []
     for host in good:
         record = found[host]
@@ -262,7 +262,8 @@ def _said(host: str, errors: str) -> str:
 
 
 def problems_here(folder: Path, wanted: Wanted) -> list[str]:
-    """What this node lacks, and whether `folder` takes a file that reaches the disk."""
+    """Return the problems of this node, including those with writing and syncing a file in
+    `folder`."""
     _, problems = _resources(folder, wanted)
     probe = folder / f".hybridflow-{os.getpid()}"
     try:
@@ -270,14 +271,14 @@ def problems_here(folder: Path, wanted: Wanted) -> list[str]:
             stream.write(b"x" * 4096)
             os.fsync(stream.fileno())
     except OSError as error:
-        problems.append(f"{folder} takes no file ({error})")
+        problems.append(f"could not write to {folder} ({error})")
     finally:
         probe.unlink(missing_ok=True)
     return problems
 
 
 def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]:
-    """Facts about this machine, and what falls short."""
+    """Return facts about this machine, and its unmet requirements."""
     temporary = Path(tempfile.gettempdir())
     free = {str(path): _free_gib(path) for path in (temporary, folder)}
     shm = _free_gib(Path("/dev/shm"))
@@ -287,23 +288,23 @@ def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]
     for path, gib in free.items():
         if gib < wanted.min_free_gib:
             problems.append(
-                f"{path} has {gib:.1f} GiB free, {wanted.min_free_gib:g} are needed; clear it, or "
-                "lower limits.min_free_gib"
+                f"{path} has {gib:.1f} GiB free, {wanted.min_free_gib:g} are needed; free space "
+                "there, or lower limits.min_free_gib"
             )
     if shm < wanted.min_shm_gib:
         problems.append(
-            f"/dev/shm has {shm:.1f} GiB free, {wanted.min_shm_gib:g} are needed; remove what "
-            "others left"
+            f"/dev/shm has {shm:.1f} GiB free, {wanted.min_shm_gib:g} are needed; remove leftover "
+            "files"
         )
     if files != resource.RLIM_INFINITY and files < wanted.min_open_files:
         problems.append(
-            f"{files} open files are allowed, {wanted.min_open_files} are needed; raise "
-            "LimitNOFILE of slurmd"
+            f"the limit on open files is {files}, {wanted.min_open_files} are needed; raise "
+            "slurmd's LimitNOFILE"
         )
     if len(gpus) < wanted.gpus:
         problems.append(
             f"{len(gpus)} of {wanted.gpus} GPUs are visible{f' ({trouble})' if trouble else ''}; "
-            "look at nvidia-smi and at the job's --gpus-per-node"
+            "check nvidia-smi and the job's --gpus-per-node"
         )
     facts = {
         "cpus": len(os.sched_getaffinity(0)),
@@ -324,13 +325,13 @@ def _free_gib(path: Path) -> float:
 
 
 def _answer(server: socket.socket, record: Record, clock: Callable[[], float]) -> None:
-    """Tell whoever connects who this is and what time it is, until the server is closed."""
+    """Send this node's name and time to every client, until the server is closed."""
     while True:
         try:
             connection, _ = server.accept()
         except OSError:
             return
-        # who asks may have gone, a stranger too: the others are answered
+        # the client may have disconnected, or be a foreign one: continue with the others
         with connection, suppress(OSError):
             said = {"node": record.node, "nonce": record.nonce, "time": clock()}
             connection.sendall(json.dumps(said).encode())
@@ -339,8 +340,8 @@ def _answer(server: socket.socket, record: Record, clock: Callable[[], float]) -
 def _visit(
     record: Record, other: str, found: Mapping[str, Any], clock: Callable[[], float]
 ) -> None:
-    """Connect to another node where its file says, compare what it answers with the file, and note
-    its clock."""
+    """Connect to another node at the address in its file, compare its answer with the file, and
+    record its clock."""
     address = (str(found.get("address", "")), int(found.get("port", 0)))
     try:
         started = clock()
@@ -348,7 +349,7 @@ def _visit(
             said = json.loads(connection.makefile("rb").read(4096))
         ended = clock()
         if not isinstance(said, dict):
-            raise ValueError(f"it says {said!r:.40}")
+            raise ValueError(f"unexpected answer {said!r:.40}")
     except (OSError, ValueError) as error:
         record.complaints[other] = (
             f"{record.node} cannot connect to {address[0]}:{address[1]} ({error}); check firewall "
@@ -361,8 +362,8 @@ def _visit(
             "another `interface`"
         )
         return
-    # the answer was written at some moment in between: what lies within says nothing, on a busy
-    # node that is seconds
+    # The answer was written at some moment in between, which on a busy node may be seconds. Only an
+    # offset beyond that interval counts.
     offset = float(said["time"]) - (started + ended) / 2
     record.clocks[other] = round(
         math.copysign(max(abs(offset) - (ended - started) / 2, 0.0), offset), 3
@@ -370,8 +371,8 @@ def _visit(
 
 
 def _await(paths: Iterable[Path], deadline: float) -> Iterable[tuple[str, dict[str, Any] | None]]:
-    """(name, content) of each file as soon as it is there; content None for those that are not by
-    the deadline."""
+    """Yield (name, content) of each file as soon as it exists; content is None for files that do
+    not exist by the deadline."""
     missing = list(paths)
     while missing:
         left = []

@@ -1,5 +1,5 @@
-"""Small JSON files in a job's folder, by which the parts of a job tell each other where they are
-and how they ended."""
+"""Small JSON files in a job's folder, in which the parts of a job publish their addresses and how
+they ended."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CHOSEN = "nodes.json"  # what preflight found: the nodes in use and their addresses, the head first
+CHOSEN = "nodes.json"  # preflight's result: the nodes in use and their addresses, the head first
 HEAD = "head.json"  # HOST:PORT of the cluster, written by the head's node
 FAILED = "failed-{}.json"  # by a node whose Ray ended, with the end of its log
-DRIVER_LOG = "driver.log"  # is there once all nodes have joined and `hybridflow train` starts
-NODE_LOG = "node-{}.log"  # what a node's process and `ray start` print
+DRIVER_LOG = "driver.log"  # exists once all nodes have joined and `hybridflow train` starts
+NODE_LOG = "node-{}.log"  # output of a node's process and of `ray start`
 ATTEMPTS = "attempts.jsonl"  # in the job's folder: how each restart ended
 
 
 def write(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file that readers see whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(value), encoding="utf-8")
@@ -26,7 +26,7 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """What the file holds; None while it is absent, or where it is no JSON object."""
+    """Return the file's content; None if it does not exist or is not a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -35,19 +35,19 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def failures(folder: Path) -> list[dict[str, Any]]:
-    """The nodes of a start whose Ray ended, the first one first."""
+    """Return the records of the nodes of a start whose Ray ended, the first failure first."""
     found = filter(None, map(read, folder.glob(FAILED.format("*"))))
     return sorted(found, key=lambda value: float(value.get("time", 0.0)))
 
 
 def has_later_start(folder: Path) -> bool:
-    """Whether the job has been started again since the start that this folder is of."""
+    """Return True if the job has been started again since the start of this folder."""
     restart = int(folder.name.rpartition("-")[2])
     return folder.with_name(f"restart-{restart + 1}").exists()
 
 
 def tail(path: Path, lines: int = 20) -> str:
-    """The last lines of a text file; empty where it cannot be read."""
+    """Return the last lines of a text file; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 65536))

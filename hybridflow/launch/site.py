@@ -1,4 +1,4 @@
-"""The site file: what an admin writes once for all users of a cluster."""
+"""The site file: settings that an admin writes once for all users of a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Container:
     """The image that every process of a job runs in."""
 
     kind: Literal["none", "pyxis", "apptainer"] = "none"
-    image: str | None = None  # of pyxis (srun --container-image) or a .sif file
+    image: str | None = None  # of pyxis (srun --container-image), or a .sif file
     mounts: tuple[str, ...] = ()  # SOURCE:TARGET; the working directory is always mounted
     python: str = "python3"  # in the image
 
@@ -37,19 +37,19 @@ class Environment:
 
 @dataclass(frozen=True)
 class Limits:
-    """What preflight asks of each node, and deadlines."""
+    """Preflight's requirements of each node, and deadlines."""
 
     min_free_gib: float = 5.0  # in the node's temporary folder and in the output folder
     min_shm_gib: float = 1.0  # /dev/shm, where Ray keeps objects
     min_open_files: int = 4096  # ulimit -n
     max_clock_skew_s: float = 2.0
     preflight_timeout_s: int = 120
-    # until every node of up to eight has joined Ray; each further one adds two seconds
+    # for up to eight nodes to join Ray; each further node adds two seconds
     start_timeout_s: int = 300
 
     def join_timeout_s(self, nodes: int) -> int:
-        """Seconds until every node must have joined Ray: they read its libraries from a disk that
-        all of them share."""
+        """Return the seconds within which every node must have joined Ray. It grows with the number
+        of nodes, because they read Ray's libraries from a shared disk."""
         return self.start_timeout_s + _JOIN_NODE_S * max(nodes - _JOIN_NODES, 0)
 
 
@@ -63,12 +63,12 @@ class Site:
     time: str | None = None
     gpus_per_node: int = 0
     exclusive: bool = True
-    sbatch: tuple[str, ...] = ()  # further options, as --constraint=h200
-    srun: tuple[str, ...] = ()  # further options of each step, as --mpi=none
-    # network interface of Ray; null: the address that Slurm knows the node by
+    sbatch: tuple[str, ...] = ()  # additional options, such as --constraint=h200
+    srun: tuple[str, ...] = ()  # additional options of each step, such as --mpi=none
+    # network interface of Ray; null: the node's address in Slurm
     interface: str | None = None
-    object_store_gib: float | None = None  # null: as Ray chooses
-    prolog: tuple[str, ...] = ()  # shell lines before anything else: module load, source, export
+    object_store_gib: float | None = None  # null: Ray's default
+    prolog: tuple[str, ...] = ()  # shell lines that run first: module load, source, export
     container: Container = field(default_factory=Container)
     environment: Environment = field(default_factory=Environment)
     limits: Limits = field(default_factory=Limits)
@@ -76,10 +76,11 @@ class Site:
 
 
 def read_site(path: Path | None) -> Site:
-    """The site file at `path`, else the one that $HYBRIDFLOW_SITE names, else plain defaults.
+    """Read the site file at `path`, otherwise the one in $HYBRIDFLOW_SITE. Without either, return
+    the defaults.
 
     Raises:
-        ConfigError: no such file, or a wrong key or value in it.
+        ConfigError: the file does not exist, or contains an invalid key or value.
     """
     named = os.environ.get(VARIABLE)
     path = path or (Path(named) if named else None)
@@ -91,20 +92,21 @@ def read_site(path: Path | None) -> Site:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"site file {path}: cannot be read ({error}); check --site or ${VARIABLE}"
+            f"could not read the site file {path} ({error}); check --site or ${VARIABLE}"
         ) from error
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"site file {path} is not YAML: {' '.join(str(error).split())}"
+            f"site file {path} is not valid YAML: {' '.join(str(error).split())}"
         ) from error
     site: Site = build_options(Site(), values, "site")
     container = site.container
     if container.kind != "none" and not container.image:
         raise ConfigError(
-            f"site.container.kind is {container.kind}: site.container.image names no image"
+            f"site.container.kind is {container.kind}, but no image is given; set "
+            "site.container.image"
         )
     if bool(site.environment.archive) != bool(site.environment.local):
         raise ConfigError(
-            "site.environment.archive and site.environment.local go together; set both or none"
+            "site.environment.archive and site.environment.local must be set together"
         )
     return site

@@ -1,4 +1,4 @@
-"""Asking Slurm: submit a job, say how it stands, show its logs, cancel it."""
+"""Slurm commands: submit a job, show its state and logs, cancel it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hybridflow.launch import records, verdict
 from hybridflow.launch.job import Job
 
 _TIMEOUT_S = 60.0
-_LOOK_S = 0.5  # between two looks at the output of a job that is followed
-_LOOKS = 10  # at the output for each question to slurmctld, which serves everybody
+_LOOK_S = 0.5  # interval between two reads of the output of a job that is followed
+_LOOKS = 10  # reads of the output per query of slurmctld, which all users share
 
 
 def submit(job: Job, script: str) -> str:
-    """Hand the script to sbatch; returns the job's number and keeps the script in the job's folder.
+    """Submit the script with sbatch. Returns the job id, and keeps the script in the job's folder.
 
     Raises:
-        ResourceError: there is no Slurm here, or it refuses the job.
+        ResourceError: Slurm is not available here, or rejects the job.
     """
     job.out.mkdir(parents=True, exist_ok=True)
-    # An allocation that the user is in would otherwise set options of the new job.
+    # Inside an allocation, the user's environment would set options of the new job.
     environment = {}
     for name, value in os.environ.items():
         if not name.startswith(("SLURM_", "SBATCH_")):
@@ -50,8 +50,8 @@ def submitted(job: Job, number: str) -> str:
 
 
 def status(job: str, out: Path) -> str:
-    """A line of Slurm's about the job, and one for each start that has ended. ResourceError: Slurm
-    does not answer."""
+    """Return Slurm's line about the job, and one for each start that has ended. Raises
+    ResourceError if Slurm does not answer."""
     lines = _queued(job) or [f"{job} is not in Slurm's queue"]
     attempts = verdict.read_attempts(out / job)
     lines += [f"  start {one.restart}: {one.outcome}, {one.why}" for one in attempts]
@@ -59,11 +59,11 @@ def status(job: str, out: Path) -> str:
 
 
 def follow(job: str, out: Path) -> Iterator[str]:
-    """The job's own output as it is written, to the end of the job: the driver's lines and the
+    """Yield the job's output as it is written, until the job ends: the driver's lines and the
     verdict of each start.
 
     Raises:
-        ResourceError: nothing is known of this job, or Slurm does not answer.
+        ResourceError: the job is unknown, or Slurm does not answer.
     """
     if not _queued(job):
         log_files(job, out)
@@ -78,7 +78,7 @@ def follow(job: str, out: Path) -> Iterator[str]:
                 file.seek(position)
                 added = file.read()
             if queued:
-                added = added[: added.rfind(b"\n") + 1]  # whole lines, which cut no character
+                added = added[: added.rfind(b"\n") + 1]  # whole lines, so no character is cut
             position += len(added)
             if added:
                 yield added.decode(errors="replace")
@@ -88,7 +88,7 @@ def follow(job: str, out: Path) -> Iterator[str]:
 
 
 def _queued(job: str) -> list[str]:
-    """Slurm's lines about a job that waits or runs; none once it has ended."""
+    """Return Slurm's lines about a pending or running job; none once it has ended."""
     try:
         listed = _ask(
             ["squeue", "--noheader", f"--jobs={job}", "--format=%i %T, %D nodes (%R), %M of %l"]
@@ -101,15 +101,15 @@ def _queued(job: str) -> list[str]:
 
 
 def log_files(job: str, out: Path) -> list[tuple[str, Path]]:
-    """(label, file) of everything that the job has written, by restart: preflight, driver, nodes.
+    """Return (label, file) of all logs of the job, by restart: preflight, driver, nodes.
 
     Raises:
-        ResourceError: nothing is known of this job here.
+        ResourceError: there are no logs of this job here.
     """
     folder = out / job
     if not folder.is_dir():
         raise ResourceError(
-            f"{folder} is absent: give the job's number, and the --output-dir that it was "
+            f"{folder} does not exist; pass the job's number, and the --output-dir that it was "
             "submitted with"
         )
     files = []
@@ -133,7 +133,7 @@ def log_files(job: str, out: Path) -> list[tuple[str, Path]]:
 
 
 def joined(files: Sequence[tuple[str, Path]]) -> str:
-    """All logs, each line with its label."""
+    """Return all logs as one text, each line with its label."""
     width = max((len(label) for label, _ in files), default=0)
     lines = []
     for label, path in files:
@@ -144,7 +144,7 @@ def joined(files: Sequence[tuple[str, Path]]) -> str:
 
 
 def cancel(jobs: Sequence[str]) -> None:
-    """Cancel the jobs. ResourceError: Slurm does not know one of them."""
+    """Cancel the jobs. Raises ResourceError if one of them is unknown to Slurm."""
     _ask(["scancel", *jobs])
 
 
@@ -163,8 +163,7 @@ def _ask(
         )
     except FileNotFoundError as error:
         raise ResourceError(
-            f"{words[0]} is not here: run this on a login node of a Slurm cluster, or load its "
-            "module"
+            f"{words[0]} not found; run this on a login node of a Slurm cluster, or load its module"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise ResourceError(
@@ -172,6 +171,6 @@ def _ask(
         ) from error
     if asked.returncode:
         raise ResourceError(
-            f"{words[0]}: {asked.stderr.strip() or f'ended with status {asked.returncode}'}"
+            f"{words[0]}: {asked.stderr.strip() or f'exited with status {asked.returncode}'}"
         )
     return asked.stdout

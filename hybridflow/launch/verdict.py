@@ -1,4 +1,4 @@
-"""Why a job ended, in one line, and what happens next: done, requeued, or given up."""
+"""The reason why a job ended, in one line, and what happens next: done, requeued, or given up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridflow.errors import ConfigError, RunStopped
 from hybridflow.launch import records
 
 STOPPED = RunStopped.exit_code
-SAME_STEP = 3  # so many starts in a row that end at the same checkpoint end the job
+SAME_STEP = 3  # the job is given up if this many consecutive starts end at the same checkpoint
 _TAIL = "--- last lines of its log ---"
 
 
@@ -24,8 +24,8 @@ class Attempt:
     restart: int
     outcome: str  # finished | stopped | failed
     why: str
-    checkpoint: str  # the folder of the checkpoint in force; empty without one
-    next: str  # done | requeue | give up | left to Slurm, which has ended this start itself
+    checkpoint: str  # the folder of the current checkpoint; empty if there is none
+    next: str  # done | requeue | give up | left to Slurm, which has already ended this start
 
 
 def judge(
@@ -39,32 +39,33 @@ def judge(
     state: str = "RUNNING",
     why: str = "",
 ) -> tuple[Attempt, str, int]:
-    """What happened, the tail of the log that shows it, and the exit status of the job's script: 75
-    requeues it.
+    """Determine how this start ended, the tail of the log that shows it, and the exit status of the
+    job's script: 75 requests a requeue.
 
     Args:
-        job_dir: the job's folder; attempts before this one are read from it, and this one is added.
-        restart: how often Slurm has started the job again.
-        max_restarts: after so many restarts a failure is final; stopping on request does not count.
-        run_dir: the run's folder, for the checkpoint in force.
-        driver_status: the driver's exit status; None when it did not run.
-        asked: whether Slurm had asked the job to stop.
-        state: the job's state at Slurm; only a running job is requeued.
-        why: what the script knows already.
+        job_dir: the job's folder. Earlier attempts are read from it, and this one is added.
+        restart: number of times that Slurm has restarted the job.
+        max_restarts: a failure after this many restarts is final; stopping on request does not
+            count.
+        run_dir: the run's folder, which contains the current checkpoint.
+        driver_status: the driver's exit status; None if it did not run.
+        asked: True if Slurm had asked the job to stop.
+        state: the job's state in Slurm; only a running job is requeued.
+        why: the reason, if the script knows it.
     """
     folder = job_dir / f"restart-{restart}"
     checkpoint = str(
         (records.read(run_dir / "checkpoints" / "latest.json") or {}).get("folder", "")
     )
     earlier = read_attempts(job_dir)
-    # srun reports a step whose node Slurm has lost as finished; the state of the job then says
-    # otherwise. UNKNOWN means that Slurm gave no answer, which does not contradict a driver that
-    # ended well
+    # srun reports a step as finished if Slurm has lost its node; the job's state then shows the
+    # loss. UNKNOWN means that Slurm gave no answer, which does not contradict a driver that ended
+    # well.
     if driver_status == 0 and state in ("RUNNING", "UNKNOWN"):
         return _note(job_dir, Attempt(restart, "finished", "finished", checkpoint, "done")), "", 0
     stopped = driver_status == STOPPED or (asked and driver_status is None)
     reason, log_tail = (
-        ("Slurm asked it to stop", "") if stopped else _cause(folder, driver_status, why)
+        ("stopped at Slurm's request", "") if stopped else _cause(folder, driver_status, why)
     )
     failed_before = sum(attempt.outcome == "failed" for attempt in earlier)
     lost = [attempt.checkpoint for attempt in earlier[-(SAME_STEP - 1) :]] + [checkpoint]
@@ -77,19 +78,17 @@ def judge(
     elif not stopped and (is_refused or failed_before >= max_restarts):
         reason += f" ({max_restarts} restarts used up)" if max_restarts and not is_refused else ""
     elif len(lost) == SAME_STEP and len(set(lost)) == 1:
-        reason += (
-            f"; given up: {SAME_STEP} starts in a row ended at {checkpoint or 'no checkpoint'}"
-        )
+        reason += f"; gave up: {SAME_STEP} starts in a row ended at {checkpoint or 'no checkpoint'}"
     else:
         then = "requeue"
         code = STOPPED
-        reason = f"{reason}; requeued, to go on from {checkpoint or 'the beginning'}"
+        reason = f"{reason}; requeued to resume from {checkpoint or 'the beginning'}"
     attempt = Attempt(restart, "stopped" if stopped else "failed", reason, checkpoint, then)
     return _note(job_dir, attempt), log_tail, code
 
 
 def read_attempts(job_dir: Path) -> list[Attempt]:
-    """How the earlier starts of a job ended, oldest first."""
+    """Return how the earlier starts of a job ended, oldest first."""
     try:
         lines = (job_dir / records.ATTEMPTS).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -109,7 +108,7 @@ def _note(job_dir: Path, attempt: Attempt) -> Attempt:
 
 
 def _cause(folder: Path, driver_status: int | None, why: str) -> tuple[str, str]:
-    """The first thing that went wrong, in one line, and the log that shows it."""
+    """Return the first failure in one line, and the log that shows it."""
     names = _node_names(folder)
     if failed := records.failures(folder):
         first = failed[0]
@@ -124,7 +123,7 @@ def _cause(folder: Path, driver_status: int | None, why: str) -> tuple[str, str]
     if place is None:
         shown = "\n".join(text.splitlines()[-20:])
         return (
-            f"the driver ended with status {driver_status} without a message{_last(shown)}",
+            f"the driver exited with status {driver_status} without a message{_last(shown)}",
             shown,
         )
     message, _, log_tail = text[place:].partition(_TAIL)
@@ -133,15 +132,15 @@ def _cause(folder: Path, driver_status: int | None, why: str) -> tuple[str, str]
 
 
 def _killed_agent(errors: Path) -> str:
-    """What srun said of a node whose own process ended, as when somebody or the kernel killed
-    it."""
+    """Return srun's message about a node whose own process ended, for example because a user or the
+    kernel killed it."""
     for line in records.tail(errors, 50).splitlines():
         if found := re.match(
             r"srun: error: (?:(\S+): tasks? \S+ (.+)|(Node failure on \S+|Task launch .+))", line
         ):
             return (
                 found[3]
-                or f"node {found[1].rstrip(':')}: the process that watches Ray ended ({found[2]})"
+                or f"node {found[1].rstrip(':')}: the process watching Ray exited ({found[2]})"
             )
     return ""
 
@@ -152,7 +151,7 @@ def _node_names(folder: Path) -> dict[str, str]:
 
 
 def _with_names(line: str, names: dict[str, str]) -> str:
-    """Node names in place of addresses."""
+    """Replace addresses by node names."""
     return re.sub(r"\d+\.\d+\.\d+\.\d+", lambda found: names.get(found[0], found[0]), line)
 
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# A Ray cluster by hand, without a scheduler: run it on each machine, the head first.
+# Starts a Ray cluster without a scheduler. Run it on each machine, starting with the head.
 #
 #   head:     launch/ray/cluster.sh head  10.0.0.1
 #   others:   launch/ray/cluster.sh join  10.0.0.1 10.0.0.2     (the head's address, then this machine's)
 #   train:    hybridflow train --config-name NAME cluster.address=10.0.0.1:20000 cluster.nodes=2
 #   or:       RAY_API_SERVER_ADDRESS=http://127.0.0.1:20008 ray job submit --working-dir . -- hybridflow train ...
-#   end:      launch/ray/cluster.sh stop                        (on each machine; other clusters of yours go on)
+#   stop:     launch/ray/cluster.sh stop                        (on each machine; your other clusters keep running)
 #
-# All machines need the same token: make it once, copy it, keep it from other users.
+# All machines need the same token. Create it once, copy it to each machine, and keep it private:
 #   (umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > ~/.hybridflow-ray-token)
-# Ray's folder, its sockets and logs among it, lies in a folder that only this user can enter; `stop` removes it.
+# Ray's folder, including its sockets and logs, is inside a folder that only this user can enter; `stop` removes it.
 # `ray job submit` needs the packages of requirements/ray-jobs.txt on the head. The dashboard listens on loopback.
 set -euo pipefail
 
@@ -18,21 +18,21 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.hyb
 export RAY_USAGE_STATS_ENABLED=0
 PYTHON=${PYTHON:-python3} # the one that has HybridFlow and Ray
 unset RAY_AUTH_TOKEN RAY_ADDRESS RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER
-FIRST_PORT=${FIRST_PORT:-20000} # below the ephemeral ports; a second cluster on the same machines needs another
+FIRST_PORT=${FIRST_PORT:-20000} # below the ephemeral ports; must differ for a second cluster on the same machines
 if [[ $action != stop && ! -s $RAY_AUTH_TOKEN_PATH ]]; then
-  echo "cluster.sh: $RAY_AUTH_TOKEN_PATH is missing or empty: make the token once and copy it to every machine" >&2
+  echo "cluster.sh: $RAY_AUTH_TOKEN_PATH is missing or empty; create the token once and copy it to every machine" >&2
   exit 2
 fi
 
 folder='' # Ray's own default, /tmp/ray, is open to every user of the machine
 if [[ $action == head || $action == join ]]; then
   folder=$("$PYTHON" -P -m hybridflow.launch private-folder --prefix "hf-cluster-$FIRST_PORT-") || {
-    echo "cluster.sh: no private folder could be made for Ray; set PYTHON to the Python that has HybridFlow" >&2
+    echo "cluster.sh: could not create a private folder for Ray; set PYTHON to the Python that has HybridFlow" >&2
     exit 2
   }
 fi
 
-# On loopback Ray would take the address of another interface for its own, and listen on all of them.
+# With a loopback address, Ray would use the address of another interface, and listen on all of them.
 [[ ${2:-} != 127.0.0.1 ]] || export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 
 services=(
@@ -53,7 +53,7 @@ case $action in
       "--node-ip-address=${3:?the address of this machine}" "${services[@]}"
     ;;
   stop)
-    # `ray stop` would end every Ray of this user on the machine, those of running jobs too
+    # `ray stop` would end all of this user's Ray processes on the machine, including those of running jobs
     mine="(--gcs_server_port=|--(gcs-)?address=[^ ]*:)$FIRST_PORT( |\$)"
     for signal in TERM KILL; do
       pkill "-$signal" -u "$(id -u)" -f -- "$mine" || break
@@ -66,11 +66,11 @@ case $action in
       find /tmp "${TMPDIR:-/tmp}" -maxdepth 1 -user "$(id -u)" -name "hf-cluster-$FIRST_PORT-*" -exec rm -rf -- {} +
       exit 0
     fi
-    echo "cluster.sh: processes of the cluster at port $FIRST_PORT do not end: $(pgrep -u "$(id -u)" -f -- "$mine" | xargs)" >&2
+    echo "cluster.sh: processes of the cluster at port $FIRST_PORT did not exit: $(pgrep -u "$(id -u)" -f -- "$mine" | xargs)" >&2
     exit 1
     ;;
   *)
-    echo "cluster.sh: $action is neither head, join nor stop" >&2
+    echo "cluster.sh: unknown action $action; use head, join or stop" >&2
     exit 2
     ;;
 esac

@@ -1,6 +1,6 @@
-# The body of a job of benchmarks. `hybridflow slurm render --bench SUITE --nodes N` puts the #SBATCH lines and the
-# settings before it. One task a node runs the suite, all at the same time and into one folder; then the first node
-# joins what they found. The last line names the nodes that stand out; the exit status is 1 when one does.
+# The body of a benchmark job. `hybridflow slurm render --bench SUITE --nodes N` prepends the #SBATCH lines and the
+# settings. One task per node runs the suite, all at the same time and into one folder; then the first node merges
+# their results. The last line names outlier nodes; the exit status is 1 if there is one.
 
 set -euo pipefail
 cd -- "$WORKDIR"
@@ -12,7 +12,7 @@ status=0
 # shellcheck disable=SC2016 # the nodes expand it
 srun "${SRUN[@]}" --ntasks-per-node=1 --mem=0 --cpu-bind=none --wait=0 "${CONTAINER[@]}" bash -c \
   'exec "$1" -P -m hybridflow.cli.main "${@:3}" --out "$2" --node "$SLURMD_NODENAME"' - "$PYTHON" "$DIR" "${TRAIN[@]}" \
-  --nodes "${HOSTS[@]}" || echo "hybridflow: the suite ended with status $? on a node; the report says what there is"
+  --nodes "${HOSTS[@]}" || echo "hybridflow: the suite exited with status $? on a node; see the report for the results"
 "${HERE[@]}" "$PYTHON" -P -m hybridflow.cli.main bench report "$DIR" --format html --out "$DIR/report.html"
 "${HERE[@]}" "$PYTHON" -P -m hybridflow.cli.main bench report "$DIR" --strict || status=$?
 exit "$status"

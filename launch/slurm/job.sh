@@ -1,20 +1,20 @@
-# The body of every HybridFlow job. `hybridflow slurm render` puts the #SBATCH lines and the settings before it; a site
-# may keep an edited copy (site.yaml: body). It runs on the first node of the allocation:
+# The body of every HybridFlow job. `hybridflow slurm render` prepends the #SBATCH lines and the settings; a site may
+# use an edited copy (site.yaml: body). It runs on the first node of the allocation:
 #
-#   preflight   every node checks itself and reaches every other; bad nodes are named, spares take their place
-#   Ray         one srun for all nodes: the first node that is used starts the head, the others join
-#   ready       until every node has joined, or a deadline
+#   preflight   every node checks itself and its connections to the others; spares replace bad nodes, which are named
+#   Ray         one srun for all nodes: the first selected node starts the head, the others join
+#   ready       wait until every node has joined, with a deadline
 #   driver      `hybridflow train`, on the head's node
-#   verdict     why it ended, on the last line of this output; requeue, or the exit status of the job
+#   verdict     why the job ended, on the last line of this output; then a requeue, or the job's exit status
 #
-# Files: $OUT/$SLURM_JOB_ID/restart-N/ has a log of each node and of the driver. `hybridflow slurm logs` joins them.
+# Files: $OUT/$SLURM_JOB_ID/restart-N/ has a log of each node and of the driver. `hybridflow slurm logs` merges them.
 
 set -euo pipefail
 cd -- "$WORKDIR"
 JOB_DIR=$OUT/$SLURM_JOB_ID
 RESTART=${SLURM_RESTART_COUNT:-0}
 DIR=$JOB_DIR/restart-$RESTART
-umask 077 # only the user reads tokens and logs
+umask 077 # only this user may read tokens and logs
 mkdir -p -- "$DIR"
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then # `hybridflow slurm logs 12_3` finds a task by its name
   ln -sfn -- "$SLURM_JOB_ID" "$OUT/${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
@@ -25,17 +25,17 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$DIR/token RAY_USAGE_STATS_ENABLE
 unset RAY_AUTH_TOKEN RAY_ADDRESS SLURM_CPU_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
 umask 022
 
-TRAIN=("${TRAIN[@]//%a/${SLURM_ARRAY_TASK_ID:-}}") # an array's tasks differ by %a in their settings
+TRAIN=("${TRAIN[@]//%a/${SLURM_ARRAY_TASK_ID:-}}") # the settings of array tasks differ by %a
 RUN_DIR=${RUN_DIR//%a/${SLURM_ARRAY_TASK_ID:-}}
 
-# Every node of the allocation by name, also of a heterogeneous job; scontrol knows gaps and several prefixes.
+# Names of all nodes of the allocation, also of a heterogeneous job; scontrol expands gaps and several prefixes.
 HOSTS=()
 for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
   list=SLURM_JOB_NODELIST_HET_GROUP_$group
   mapfile -t -O "${#HOSTS[@]}" HOSTS < <(scontrol show hostnames "${!list:-$SLURM_JOB_NODELIST}")
 done
 STEP=(srun "${SRUN[@]}" --overlap --mem=0 --cpu-bind=none --wait=0)
-# each NODE ...: sets ON to an srun of one task on each of these nodes.
+# each NODE ...: set ON to an srun command that runs one task on each of these nodes.
 each() {
   if ((${SLURM_HET_SIZE:-1} > 1)); then
     ON=("${STEP[@]}" --ntasks-per-node=1 "--het-group=0-$((SLURM_HET_SIZE - 1))")
@@ -45,7 +45,7 @@ each() {
 }
 
 asked=0 driver='' ray='' step='' driver_status=none why=''
-# Slurm is about to take the nodes (USR1: time limit, preemption; TERM): the driver writes a checkpoint and ends.
+# Slurm is about to take the nodes (USR1: time limit, preemption; TERM): have the driver write a checkpoint and exit.
 ask() {
   asked=1
   [[ -z $driver ]] || kill -USR1 "$driver" 2> /dev/null || true
@@ -53,7 +53,7 @@ ask() {
 }
 trap ask USR1 TERM
 
-# A signal interrupts `wait`: wait again until the process has ended, and return its status.
+# A signal interrupts `wait`, so wait again until the process has exited, and return its status.
 ended() {
   local status
   while :; do
@@ -62,7 +62,7 @@ ended() {
     kill -0 "$1" 2> /dev/null || return "$status"
   done
 }
-# In the background, so that a signal is heard at once.
+# Run in the background, so that signals are handled immediately.
 run() {
   "$@" &
   step=$!
@@ -72,7 +72,7 @@ run() {
   return "$status"
 }
 
-# A busy slurmctld drops a question now and then: ask three times.
+# A busy slurmctld occasionally drops a request: try three times.
 again() {
   local tries=3
   until "$@"; do
@@ -87,9 +87,9 @@ finish() {
     kill -USR2 "$driver" 2> /dev/null || true # end now
   fi
   [[ -z $driver ]] || { driver_status=0 && ended "$driver" || driver_status=$?; }
-  [[ -z $ray ]] || kill -USR2 "$ray" 2> /dev/null || true # USR2 has each node stop Ray and clear up
+  [[ -z $ray ]] || kill -USR2 "$ray" 2> /dev/null || true # each node stops Ray and cleans up
   [[ -z $ray ]] || ended "$ray" || true
-  # Where Slurm lost this node for a while, the job may have a later start elsewhere: only the present start is requeued.
+  # If Slurm lost this node for a while, the job may have a later start elsewhere. Only the current start is requeued.
   local state='' start=''
   read -r state start < <(again squeue --noheader --Format=State,RestartCnt --jobs "$SLURM_JOB_ID" 2> /dev/null) || true
   [[ ${start:-$RESTART} == "$RESTART" ]] || state=REQUEUED
@@ -98,7 +98,7 @@ finish() {
     --driver-status "$driver_status" --why "$why" || status=$?
   rm -f -- "$DIR/token"
   if ((status == 75)); then
-    again scontrol requeue "$SLURM_JOB_ID" || echo "hybridflow: Slurm does not requeue this job; submit it again to go on"
+    again scontrol requeue "$SLURM_JOB_ID" || echo "hybridflow: Slurm refused the requeue; resubmit the job to resume"
   fi
   exit "$status"
 }
@@ -110,7 +110,7 @@ if [[ -n $ARCHIVE ]]; then # the environment on each node's own disk
     || { why="the environment $ARCHIVE could not be unpacked into $LOCAL on every node"; finish; }
 fi
 
-# A node that cannot be reached at all ends the others' step: name it, and ask the rest again.
+# An unreachable node ends the step of all others: name it, and retry with the rest.
 TRY=("${HOSTS[@]}")
 : > "$DIR/preflight.err"
 while ((${#TRY[@]} > 0)); do
@@ -125,14 +125,14 @@ while ((${#TRY[@]} > 0)); do
   ((asked == 0 && ${#REST[@]} < ${#TRY[@]})) || break
   TRY=("${REST[@]}")
 done
-((asked)) && { why='it was asked to stop before the driver had started'; finish; }
+((asked)) && { why='stopped on request before the driver had started'; finish; }
 run "${HERE[@]}" "$PYTHON" -P -m hybridflow.launch judge --dir "$DIR" --hosts "${HOSTS[*]}" --nodes "$NODES" \
-  --max-clock-skew "$MAX_CLOCK_SKEW" || { why='preflight found too few good nodes'; finish; }
+  --max-clock-skew "$MAX_CLOCK_SKEW" || { why='preflight found too few usable nodes'; finish; }
 mapfile -t USE < "$DIR/nodes.txt"
 
 each "${USE[@]}"
 "${ON[@]}" --kill-on-bad-exit=1 "${CONTAINER[@]}" \
-  "$PYTHON" -P -m hybridflow.launch node --dir "$DIR" "${RAY[@]}" > "$DIR/ray.err" 2>&1 & # each node has a log of its own
+  "$PYTHON" -P -m hybridflow.launch node --dir "$DIR" "${RAY[@]}" > "$DIR/ray.err" 2>&1 & # each node has its own log
 ray=$!
 
 "${STEP[@]}" --nodes=1 --ntasks=1 "--nodelist=${USE[0]}" "${CONTAINER[@]}" \
@@ -141,7 +141,7 @@ ray=$!
 driver=$!
 ((asked)) && ask
 
-# The first of the two to end decides; the other one is stopped.
+# When either of the two exits, the other one is stopped.
 while kill -0 "$ray" 2> /dev/null && kill -0 "$driver" 2> /dev/null; do
   wait -n "$ray" "$driver" || true
 done

@@ -43,10 +43,10 @@ VICTIMS: dict[str, tuple[Callable[[str], psutil.Process], str]] = {
     "engine": (engine, "engine"),
     "raylet": (lambda job: find(job, "raylet/raylet", "127.0.0.12"), "node n2: Ray ended"),
     "head": (lambda job: find(job, "gcs_server"), "node n1: Ray ended"),
-    "agent": (agent_of_second_node, "node n2: the process that watches Ray ended (Killed)"),
+    "agent": (agent_of_second_node, "node n2: the process watching Ray exited (Killed)"),
     "driver": (
         lambda job: find(job, "hybridflow.cli.main sft"),
-        "the driver ended with status 137",
+        "the driver exited with status 137",
     ),
 }
 

@@ -48,7 +48,7 @@ def test_a_recipe_runs_over_two_nodes_and_a_spare_takes_the_place_of_a_bad_one(j
     site = jobs.site("spare", python=wrong_clock(jobs))
     job = jobs.submit(name, "--site", site, "--spares", "1", *jobs.recipe("two", 2))
     assert jobs.end(job) == "COMPLETED", jobs.logs(job)
-    assert "n2 is left out: between it and n" in jobs.output(job) and jobs.steps(name) == [1, 2]
+    assert "excluding n2: problem with n" in jobs.output(job) and jobs.steps(name) == [1, 2]
     last = jobs.attempts(job)[-1]["restart"]  # a start may have failed on a busy machine
     assert (jobs.start_folder(job, last) / "nodes.txt").read_text().split() == ["n1", "n3"]
     assert jobs.last_line(job) == f"hybridflow: job {job}, start {last}, finished: finished"
@@ -318,7 +318,7 @@ def test_a_job_that_fails_at_the_same_step_is_given_up(jobs: Jobs) -> None:
     )
     assert jobs.end(job) == "FAILED"
     assert [attempt["next"] for attempt in jobs.attempts(job)] == ["requeue", "requeue", "give up"]
-    assert "given up: 3 starts in a row ended at sft_step_1" in jobs.last_line(job)
+    assert "gave up: 3 starts in a row ended at sft_step_1" in jobs.last_line(job)
     assert "is not finite: rank 0 micro-batch 0" in jobs.last_line(job)
 
 

@@ -127,7 +127,7 @@ def test_a_question_that_slurm_has_dropped_is_asked_again(
     [
         ({"nodes": 0}, "--nodes 0"),
         ({"nodes": 2, "other_nodes": 2}, "--other-nodes 2"),
-        ({"nodes": 3, "other_nodes": 1, "spares": 1}, "exclude each other"),
+        ({"nodes": 3, "other_nodes": 1, "spares": 1}, "--spares cannot be used with --other-nodes"),
         ({"grace_s": 0}, "--grace 0"),
         ({"name": "a\nb"}, "line breaks"),
     ],
@@ -141,7 +141,7 @@ def test_an_admin_may_keep_an_edited_body(tmp_path: Path) -> None:
     body = tmp_path / "job.sh"
     body.write_text("echo edited\n")
     assert render(JOB, replace(SITE, body=str(body))).endswith("\necho edited\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="could not read"):
         render(JOB, replace(SITE, body=str(tmp_path / "none.sh")))
 
 
@@ -151,14 +151,14 @@ def test_the_shipped_site_file_has_every_key_and_reads_back(tmp_path: Path) -> N
     bad = tmp_path / "site.yaml"
     for text, message in (
         ("partion: x", "did you mean site.partition"),
-        ("container: {kind: pyxis}", "names no image"),
-        ("environment: {archive: x.tar}", "go together"),
-        ("[", "is not YAML"),
+        ("container: {kind: pyxis}", "set site.container.image"),
+        ("environment: {archive: x.tar}", "must be set together"),
+        ("[", "is not valid YAML"),
     ):
         bad.write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_site(bad)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="could not read"):
         read_site(tmp_path / "absent.yaml")
 
 

@@ -58,7 +58,7 @@ def test_a_head_that_never_answers_is_said_within_the_deadline(tmp_path: Path) -
     use = [{"node": name, "address": "127.0.0.1"} for name in ("n1", "n2")]
     records.write(tmp_path / records.CHOSEN, {"use": use})
     assert run("n2", tmp_path, RayOptions(start_timeout_s=0.3), 9) == 1
-    assert "Ray's head does not answer" in records.failures(tmp_path)[0]["what"]
+    assert "Ray's head did not answer" in records.failures(tmp_path)[0]["what"]
 
 
 @pytest.mark.parametrize(("joined", "starts"), [(False, 3), (True, 1)])
@@ -74,7 +74,7 @@ def test_ray_is_started_again_until_all_nodes_have_joined(
     monkeypatch.setattr(node, "ray_command", lambda *given: command)
     assert run("n1", folder, RayOptions(), 9) == 1
     [failed] = records.failures(folder)
-    assert failed["what"] == "Ray ended with status 3"
+    assert failed["what"] == "Ray exited with status 3"
     assert failed["tail"].splitlines() == ["the agent is late"] * starts
 
 
@@ -149,7 +149,7 @@ def test_a_stranger_at_the_port_of_the_head_is_told_to_nobody(
     monkeypatch.setattr(node, "ray_command", command)
     assert run("n1", folder, RayOptions(), 9) == 1
     strangers[0].communicate()
-    assert "taken by the user with the number 65534" in records.failures(folder)[0]["what"]
+    assert "taken by user 65534" in records.failures(folder)[0]["what"]
     assert records.read(folder / records.HEAD) is None
 
 

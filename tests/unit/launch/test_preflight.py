@@ -62,13 +62,13 @@ def test_a_folder_that_is_not_shared_names_the_node(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     found = check_all({"n1": tmp_path / "a", "n2": tmp_path / "b"}, hosts, wait_s=0.5)
     with pytest.raises(
-        ResourceError, match=r"n2: between it and n1: .*choose an output_dir that all nodes mount"
+        ResourceError, match=r"n2: problem with n1: .*choose an output_dir that all nodes mount"
     ):
         choose(hosts, found, 2, 2.0)
     found = check_all({"n1": tmp_path / "a", "n2": tmp_path / "absent"}, hosts, wait_s=0.5)
     with pytest.raises(
         ResourceError,
-        match=r"n2: \S+absent is absent there; choose an output_dir that all nodes mount",
+        match=r"n2: \S+absent does not exist there; choose an output_dir that all nodes mount",
     ):
         choose(hosts, found, 2, 2.0)
 
@@ -139,7 +139,7 @@ def test_something_else_at_the_port_of_a_node_is_said() -> None:
         threading.Thread(target=answer, daemon=True).start()
         found = {"address": "127.0.0.1", "port": server.getsockname()[1], "nonce": "n"}
         preflight._visit(record, "n1", found, lambda: 0.0)
-    assert "it says [1]" in record.complaints["n1"]
+    assert "unexpected answer [1]" in record.complaints["n1"]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_records_are_found_among_what_else_is_printed(capsys: pytest.CaptureFixt
 def test_an_interface_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_address("n1", "lo") == "127.0.0.1"
     with pytest.raises(
-        ResourceError, match=r"interface nothing9 has no IPv4 address; there are .*lo"
+        ResourceError, match=r"interface nothing9 has no IPv4 address; available: .*lo"
     ):
         node_address("n1", "nothing9")
 
@@ -208,4 +208,4 @@ def test_the_health_of_a_node_names_what_it_lacks(
         tmp_path, Wanted(min_free_gib=1e9, min_shm_gib=0.0, min_open_files=1)
     )
     assert lacking and "GiB free" in lacking[0]
-    assert "takes no file" in preflight.problems_here(tmp_path / "absent", wanted)[-1]
+    assert "could not write to" in preflight.problems_here(tmp_path / "absent", wanted)[-1]

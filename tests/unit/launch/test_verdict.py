@@ -49,20 +49,20 @@ def test_a_node_that_failed_first_is_the_cause_and_not_what_the_driver_made_of_i
     for node, at in (("n1", 2.0), ("n2", 1.0)):
         told = {
             "node": node,
-            "what": "Ray ended with status 1",
+            "what": "Ray exited with status 1",
             "tail": f"raylet of {node} died",
             "time": at,
         }
         records.write(job / "restart-0" / records.FAILED.format(node), told)
     (job / "restart-0" / "driver.log").write_text("hybridflow: Ray is lost\n")
     attempt, _, _ = judge(job, 0, 0, job / "run", 1)
-    assert attempt.why == "node n2: Ray ended with status 1: raylet of n2 died"
+    assert attempt.why == "node n2: Ray exited with status 1: raylet of n2 died"
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("srun: error: n2: task 1: Killed", "node n2: the process that watches Ray ended (Killed)"),
+        ("srun: error: n2: task 1: Killed", "node n2: the process watching Ray exited (Killed)"),
         ("srun: error: Node failure on n2", "Node failure on n2"),
         (
             (
