@@ -40,19 +40,19 @@ def check(tensors: dict[str, torch.Tensor], dtypes: dict[str, tuple[torch.dtype,
         accepted = dtypes.get(name, (tensor.dtype,))
         if tensor.dtype not in accepted:
             raise ValueError(
-                f"{name} is {tensor.dtype}; {' or '.join(map(str, accepted))} is accepted"
+                f"{name} is {tensor.dtype}; expected {' or '.join(map(str, accepted))}"
             )
         if tensor.device != device:
             raise ValueError(
-                f"{name} is on {tensor.device}, the first tensor on {device}; they must be on one "
-                "device"
+                f"{name} is on {tensor.device}, the first tensor on {device}; all tensors must be "
+                "on one device"
             )
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
-                "contiguous; give tensor.contiguous()"
+                "contiguous; pass tensor.contiguous()"
             )
         if max(tensor.shape, default=0) > LARGEST:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; dimensions are at most {LARGEST}"
+                f"{name} has shape {tuple(tensor.shape)}; dimensions must be at most {LARGEST}"
             )

@@ -34,8 +34,8 @@ def digest(body: torch.Tensor, seed: int) -> torch.Tensor:
     """
     if body.dim() != 1 or body.dtype != torch.uint8 or not body.is_contiguous():
         raise ValueError(
-            f"body is {body.dtype} {tuple(body.shape)}, strides {body.stride()}; give bytes in a "
-            "row"
+            f"body is {body.dtype} {tuple(body.shape)}, strides {body.stride()}; expected "
+            "contiguous bytes"
         )
     whole = body.numel() // 8 * 8
     aligned = body.storage_offset() % 8 == 0 and body.data_ptr() % 8 == 0

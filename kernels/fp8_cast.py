@@ -37,7 +37,7 @@ def block_scales(weights: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     rows, columns = block
     whole = pad(weights.float(), (0, -c % columns, 0, -r % rows))
     amax = whole.view(n, -(-r // rows), rows, -(-c // columns), columns).abs().amax(dim=(2, 4))
-    # a tensor, because torch on a GPU multiplies by a number's reciprocal, which rounds otherwise
+    # a tensor, because torch on a GPU multiplies by a number's reciprocal, which rounds differently
     scales = amax / torch.full_like(amax, FP8_MAX)
     return torch.where(amax == 0, 1.0, scales.clamp_min(_LEAST))
 
@@ -77,7 +77,7 @@ def write_weights(
         or min(row, column) < 0
     ):
         raise ValueError(
-            f"{tuple(out.shape)} from ({row}, {column}) on is not inside weights of "
+            f"out of shape {tuple(out.shape)} at ({row}, {column}) is not inside weights of shape "
             f"{tuple(weights.shape)}"
         )
     if in_kernel(weights, block):
@@ -104,7 +104,7 @@ def _strip_rows(weights: torch.Tensor, rows: int) -> int:
 def _check(weights: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
     if weights.dim() != 3 or not weights.is_floating_point():
         raise ValueError(
-            f"weights are {weights.dtype} {tuple(weights.shape)}; give floats [n, r, c]"
+            f"weights are {weights.dtype} {tuple(weights.shape)}; expected floats [n, r, c]"
         )
     if (
         out.dim() != 3
@@ -113,8 +113,8 @@ def _check(weights: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None
         or len(out) != len(weights)
     ):
         raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; {dtype} [{len(weights)}, ...] "
-            f"on {weights.device} is written"
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; expected {dtype} "
+            f"[{len(weights)}, ...] on {weights.device}"
         )
 
 

@@ -219,13 +219,14 @@ def _check(
         )
     if targets.shape != hidden.shape[:1]:
         raise ValueError(
-            f"targets are {tuple(targets.shape)} for {len(hidden)} rows of hidden states"
+            f"targets have shape {tuple(targets.shape)}, but hidden has {len(hidden)} rows"
         )
     if grad_weight is not None:
         check({"hidden": hidden, "grad_weight": grad_weight}, {"grad_weight": (torch.float32,)})
         if grad_weight.shape != weight.shape:
             raise ValueError(
-                f"grad_weight is {tuple(grad_weight.shape)} for a weight of {tuple(weight.shape)}"
+                f"grad_weight has shape {tuple(grad_weight.shape)}, but weight has "
+                f"{tuple(weight.shape)}"
             )
 
 
@@ -240,8 +241,9 @@ def _check_best(
     k = logits.shape[-1]
     if logits.shape != (len(hidden), k) or rows.shape != logits.shape or not 1 <= k <= len(weight):
         raise ValueError(
-            f"the highest logits of {len(hidden)} rows over {len(weight)} columns were asked for "
-            f"in {tuple(logits.shape)} and {tuple(rows.shape)}"
+            "best must have two outputs [n, k] with 1 <= k <= v: for the highest logits of "
+            f"{len(hidden)} rows over {len(weight)} columns, got {tuple(logits.shape)} and "
+            f"{tuple(rows.shape)}"
         )
 
 

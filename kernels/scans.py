@@ -157,10 +157,10 @@ def _check(
             raise ValueError(f"{name} has shape {tuple(column.shape)}; it must have one dimension")
         if name != "lengths" and len(column) != total:
             raise ValueError(
-                f"{name} has {len(column)} tokens, the {len(lengths)} rows have {total}"
+                f"{name} has {len(column)} tokens, but the {len(lengths)} rows have {total}"
             )
     if len(lengths) and int(lengths.min()) < 0:
-        raise ValueError(f"a row has a length of {int(lengths.min())}")
+        raise ValueError(f"lengths must not be negative, got {int(lengths.min())}")
 
 
 class _Kept:

@@ -106,7 +106,7 @@ class Slices:
         if any(
             piece.block is not None or piece.dtype != piece.tensor.dtype for piece in self._slices
         ):
-            raise ValueError("slices that are cast, or made of blocks, have no way back")
+            raise ValueError("slices that are cast or quantised cannot be scattered")
         return self._pass(payload, seed, scatter=True)
 
     def _pass(self, payload: torch.Tensor, seed: int, scatter: bool) -> torch.Tensor:
@@ -151,7 +151,7 @@ class Slices:
         ):
             raise ValueError(
                 f"the payload is {payload.dtype} {tuple(payload.shape)}, strides "
-                f"{payload.stride()}; the slices fill {self._nbytes} bytes in a row"
+                f"{payload.stride()}; expected {self._nbytes} contiguous bytes"
             )
         if self._slices and payload.device != self._slices[0].tensor.device:
             raise ValueError(
@@ -269,21 +269,21 @@ def _check(slices: Sequence[Slice], nbytes: int) -> None:
     for piece in slices:
         if piece.begin != at or at % piece.dtype.itemsize:
             raise ValueError(
-                f"a slice of {piece.dtype} begins at byte {piece.begin}, where {at} bytes are "
-                "filled; slices fill a message without gaps, each from a multiple of its element's "
-                "size on"
+                f"a slice of {piece.dtype} begins at byte {piece.begin} after {at} filled bytes; "
+                "slices must fill the message without gaps, each aligned to its element size"
             )
         if piece.tensor.dim() != 3 or (
             piece.block is None and tuple(piece.size) != tuple(piece.tensor.shape)
         ):
             raise ValueError(
-                f"a slice of {tuple(piece.size)} is to be filled from {tuple(piece.tensor.shape)}"
+                f"a slice of shape {tuple(piece.size)} does not match its tensor of shape "
+                f"{tuple(piece.tensor.shape)}"
             )
         if piece.tensor.device != slices[0].tensor.device:
             raise ValueError(f"slices are on {piece.tensor.device} and {slices[0].tensor.device}")
         at = piece.end
     if at != nbytes:
-        raise ValueError(f"slices of {at} bytes are to fill a message of {nbytes}")
+        raise ValueError(f"the slices have {at} bytes, but the message has {nbytes}")
 
 
 def _move(slices: Sequence[Slice], payload: torch.Tensor, scatter: bool) -> None:

@@ -105,7 +105,7 @@ def test_zeros_and_what_is_not_finite() -> None:
     ("weights", "out", "message"),
     [
         (torch.zeros(1, 4, 4), torch.zeros(1, 4, 4), "out is torch.float32"),
-        (torch.zeros(4, 4), torch.zeros(1, 4, 4, dtype=torch.float8_e4m3fn), "give floats"),
+        (torch.zeros(4, 4), torch.zeros(1, 4, 4, dtype=torch.float8_e4m3fn), "expected floats"),
         (
             torch.zeros(1, 4, 4).int(),
             torch.zeros(1, 4, 4, dtype=torch.float8_e4m3fn),

@@ -147,8 +147,8 @@ def test_on_policy_v_trace_is_gae() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lengths_S": torch.tensor([2, 2])}, "rewards has 5 tokens, the 2 rows have 4"),
-        ({"lengths_S": torch.tensor([6, -1])}, "a row has a length of -1"),
+        ({"lengths_S": torch.tensor([2, 2])}, "rewards has 5 tokens, but the 2 rows have 4"),
+        ({"lengths_S": torch.tensor([6, -1])}, "lengths must not be negative, got -1"),
         ({"lengths_S": torch.tensor([2, 3], dtype=torch.int32)}, "lengths is torch.int32"),
         ({"values_T": torch.zeros(4)}, "values has 4 tokens"),
         ({"values_T": torch.zeros(5, device="meta")}, "values is on meta"),
@@ -157,7 +157,7 @@ def test_on_policy_v_trace_is_gae() -> None:
             {"values_T": torch.zeros(10)[::2]},
             "values of shape .5,. and strides .2,. is not contiguous",
         ),
-        ({"mask_T": torch.ones(5)}, "mask is torch.float32; torch.bool is accepted"),
+        ({"mask_T": torch.ones(5)}, "mask is torch.float32; expected torch.bool"),
     ],
 )
 def test_what_would_be_read_wrongly_is_refused(
