@@ -20,8 +20,8 @@ def copy_weights(
     """Copy every rectangle of the only trainer rank into whole tensors. Returns the bytes written.
 
     Args:
-        layout, held: the rank's layout, and its tensors by the layout's buffer names.
-        target: a tensor for each name of the catalog.
+        layout, held: the rank's layout, and its tensors keyed by the layout's buffer names.
+        target: one tensor per name in the catalog.
     """
     written = 0
     for number in range(len(layout.tensor)):

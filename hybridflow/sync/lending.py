@@ -1,14 +1,14 @@
-"""Messages in memory shared by sender and receiver: one protocol for host and GPU memory.
+"""Messages in memory shared by sender and receiver, with one protocol for host and GPU memory.
 
 Every (sender, receiver) pair has a few slots and a small file with counters. The sender packs into
-a slot (`lend`) and the receiver writes the engine's buffers from it (`borrow`), so each byte is
-copied once on either side. A `SlotMemory` decides where the slots are stored and how one side
-detects that the other's work on a slot has completed: immediately on a CPU, with inter-process
-events on GPUs. Files are anonymous (`memfd_create`) and passed as `/proc/PID/fd/N`. They have no
-name to clean up and are freed with the last process that maps them, even after a crash.
+a slot (`lend`) and the receiver copies from it into the engine's buffers (`borrow`), so each byte
+is copied once per side. A `SlotMemory` decides where the slots are stored and how one side detects
+that the other's work on a slot has completed: immediately on a CPU, with inter-process events on
+GPUs. Files are anonymous (`memfd_create`) and opened by the peer through `/proc/PID/fd/N`. They
+have no name to clean up and are freed with the last process that maps them, even after a crash.
 
 A waiter sleeps until notified (`Notifier`) and is woken immediately if the peer process exits. No
-device ever waits for another process: all waits are on the host, with a deadline.
+device ever waits for another process. All waits are on the host and have a deadline.
 
 A counter is written after the data it refers to. x86 preserves that order for readers; on other
 machines a torn message fails its checksum and the sync fails.
@@ -41,7 +41,7 @@ _TAKEN = 8
 _SENDER_LEFT = 16
 _RECEIVER_LEFT = 24
 _LABELS = 32
-_SPIN_S = 5e-5  # about the cost of going to sleep and being woken
+_SPIN_S = 5e-5  # about the cost of sleeping and being woken
 _SETTLE_S = 2e-4  # polling interval for a device, which cannot notify
 # longest sleep: aborting the session from another thread of this process does not wake the waiter
 _LOOK_S = 0.1
@@ -51,8 +51,8 @@ class Slots(Protocol):
     """The slots of a pair, as seen from one side."""
 
     def at(self, slot: int, nbytes: int) -> Payload:
-        """Return the first `nbytes` of a slot; the same object as long as the slot's memory does
-        not change."""
+        """Return the first `nbytes` of a slot. Returns the same object until the slot's memory
+        changes."""
 
     def hand_over(self, slot: int) -> None:
         """Order this side's pending work on the slot before the other side's next access."""
@@ -108,12 +108,12 @@ def open_pipes(process: int, receiver: Sequence[int]) -> tuple[int, int]:
 
 
 class Notifier:
-    """Wakes the other side of a pair, which waits for the shared memory to change.
+    """Wakes the other side of a pair when the shared memory has changed.
 
     There is one pipe in each direction, polled together with the peer's process. Polling with
     sleeps would be too slow for waits of microseconds and wasteful for waits of seconds. Pipes are
-    used because another process can open them through `/proc/PID/fd/N`, which is impossible for an
-    eventfd. The notifier owns its two descriptors.
+    used rather than an eventfd because another process can open them through `/proc/PID/fd/N`. The
+    notifier owns its two descriptors.
     """
 
     def __init__(self, reads: int, writes: int, watch: PeerWatch) -> None:
@@ -135,10 +135,10 @@ class Notifier:
                 os.write(self._fds[1], b"\0")
 
     def wait(self, is_ready: Callable[[], bool], deadline: float) -> bool:
-        """Wait until `is_ready`, and return its value.
+        """Wait until `is_ready()` is true and return its last value.
 
-        Also returns when the other side notifies, when its process exits, and at the latest at the
-        `deadline` (monotonic).
+        Also returns when the other side notifies, when its process exits, and at `deadline`
+        (`time.monotonic`).
         """
         if _spin(is_ready):
             return True
@@ -197,13 +197,13 @@ class _Segment:
             else (_RECEIVER_LEFT, _SENDER_LEFT)
         )
         self.count = 0  # messages that this side has written or started to read
-        self._before = 0  # the count at the last rewind
+        self._before = 0  # count at the last rewind
 
     def free_slot(self, tag: int, nbytes: int) -> Payload:
-        """Wait until the receiver has taken the previous message in the next slot, and return the
-        slot."""
+        """Wait until the receiver has consumed the previous message in the next slot, and return
+        the slot."""
         if nbytes > self._slot_bytes:
-            what = f"a message of {nbytes} bytes does not fit into a slot of {self._slot_bytes}"
+            what = f"a message of {nbytes} bytes does not fit in a slot of {self._slot_bytes} bytes"
             raise self._member.failure(self._peer, tag, what)
         slot = self.count % self._num_slots
         taken = max(self._before, self.count - self._num_slots + 1)
@@ -213,7 +213,7 @@ class _Segment:
         return self._slots.at(slot, nbytes)
 
     def publish(self, tag: int, nbytes: int) -> None:
-        """Make the message in `free_slot` visible to the receiver."""
+        """Make the message in the slot returned by `free_slot` visible to the receiver."""
         slot = self.count % self._num_slots
         self._slots.hand_over(slot)
         label = _LABELS + 2 * slot
@@ -231,8 +231,8 @@ class _Segment:
         found = (int(self._header[label]), int(self._header[label + 1]))
         if found != (tag, nbytes):
             what = (
-                f"{nbytes} bytes were expected, message {found[0]} of {found[1]} bytes came; the "
-                "two sides have different plans"
+                f"expected {nbytes} bytes, got message {found[0]} of {found[1]} bytes; the two "
+                "sides have different plans"
             )
             raise self._member.failure(self._peer, tag, what)
         payload = self._slots.at(slot, nbytes)
@@ -246,8 +246,8 @@ class _Segment:
         self._notifier.notify()
 
     def rewind(self) -> None:
-        """Skip to the first slot. The sender waits there until all earlier messages have been
-        taken."""
+        """Wrap around to the first slot. The sender blocks until all earlier messages have been
+        consumed."""
         self._before = self.count
         self.count = -(-self.count // self._num_slots) * self._num_slots
         if self._mine == _RECEIVER_LEFT:
@@ -264,15 +264,14 @@ class _Segment:
     def _settle(self, tag: int, slot: int) -> None:
         """Wait until the other side's work on a slot has completed.
 
-        The wait is on the host, not on the device: a device that waits for an exited process would
-        never return.
+        The host waits, not the device: a device waiting for an exited process would hang forever.
         """
         deadline = time.monotonic() + self._member.endpoint.timeout_s
         while not self._slots.is_ready(slot):
             ended = self._watch.has_ended()
             # checked after `has_ended`: an abort sets it before releasing the watch
             if self._header[self._mine]:
-                raise self._member.failure(self._peer, tag, "the session was given up meanwhile")
+                raise self._member.failure(self._peer, tag, "the session was aborted meanwhile")
             if ended and not self._slots.is_ready(slot):
                 raise self._member.lost(self._peer, tag)
             if time.monotonic() > deadline:
@@ -287,8 +286,8 @@ class _Segment:
             ended = self._watch.has_ended()
             left = bool(self._header[self._theirs])
             if self._header[self._mine]:
-                raise self._member.failure(self._peer, tag, "the session was given up meanwhile")
-            # the peer may have finished its part just before
+                raise self._member.failure(self._peer, tag, "the session was aborted meanwhile")
+            # the peer may have finished just before it exited
             if (ended or left) and not is_ready():
                 raise self._member.lost(
                     self._peer,
@@ -300,7 +299,7 @@ class _Segment:
 
 
 class _End:
-    """Operations that both ends share."""
+    """Operations shared by both ends."""
 
     member: Member
     _segments: dict[int, _Segment]
@@ -309,7 +308,7 @@ class _End:
         segment = self._segments.get(peer)
         if segment is None:
             raise self.member.failure(
-                peer, tag, "the session was given up before, or has no such rank"
+                peer, tag, "the session was already aborted, or has no such rank"
             )
         return segment
 
@@ -333,7 +332,7 @@ class Sender(_End):
 
     def __init__(self, member: Member, memory: SlotMemory) -> None:
         self.member = member
-        # per receiver: its segment, the sender's pipe ends, the receiver's pipe ends
+        # per receiver: descriptors of the segment, the sender's and the receiver's pipe ends
         fds = {
             peer: [
                 os.memfd_create(f"hybridflow-{member.rank}-{peer}", os.MFD_CLOEXEC),
@@ -401,14 +400,14 @@ class Receiver(_End):
                     os.close(fd)
             except OSError as error:
                 what = (
-                    f"its memory cannot be opened ({error}); both need one user, or use the "
-                    "transport p2p"
+                    f"could not open its memory ({error}); run both ranks as the same user, or set "
+                    "rollout.sync.transport=p2p"
                 )
                 raise member.failure(peer, 0, what) from error
         meeting.store.set(f"mapped/{member.rank}", "")
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """Register a receive. The copy is made by `wait`."""
+        """Register a receive. `wait` makes the copy."""
         arrival = _Arrival(self, self._segment(peer, tag), peer, tag, into)
         self._pending[peer].append(arrival)
         return arrival
@@ -490,8 +489,8 @@ def _watches(member: Member, meeting: Meeting) -> dict[int, PeerWatch]:
             raise member.failure(
                 peer,
                 0,
-                "the two ranks are not on one host (or in one process namespace); use the "
-                "transport p2p",
+                "the two ranks are not on the same host (or in the same PID namespace); set "
+                "rollout.sync.transport=p2p",
             )
     return watches
 
@@ -508,5 +507,5 @@ def _wait_for_maps(member: Member, meeting: Meeting) -> None:
         )
         raise WeightSyncError(
             f"session {member.endpoint.session}: engine ranks {missing} did not map the memory of "
-            f"trainer rank {member.rank} within {member.endpoint.timeout_s:g} s; look at their logs"
+            f"trainer rank {member.rank} within {member.endpoint.timeout_s:g} s; see their logs"
         ) from error

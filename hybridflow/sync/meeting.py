@@ -52,12 +52,14 @@ class Member:
         return WeightSyncError(
             f"session {self.endpoint.session}: {self.side} rank {self.rank}, message {tag} with "
             f"{self.peer_side} rank {peer} over {self.endpoint.transport}: {what} (deadline "
-            f"{self.endpoint.timeout_s:g} s); give the session up and sync again"
+            f"{self.endpoint.timeout_s:g} s); abort the session and retry the sync"
         )
 
     def late(self, peer: int, tag: int) -> WeightSyncError:
         """Build the error for a peer that is connected but unresponsive."""
-        return self.failure(peer, tag, f"the peer did nothing for {self.endpoint.timeout_s:g} s")
+        return self.failure(
+            peer, tag, f"the peer made no progress for {self.endpoint.timeout_s:g} s"
+        )
 
     def lost(self, peer: int, tag: int, why: str = "its process has ended") -> WeightSyncError:
         """Build the error for a peer that died."""
@@ -65,8 +67,8 @@ class Member:
 
 
 def both_ends(open_end: Callable[[Member, torch.device], Any]) -> tuple[OpenEnd, OpenEnd]:
-    """Return `open_sender` and `open_receiver` of a `Transport` that opens both ends in the same
-    way."""
+    """Return `open_sender` and `open_receiver` for a `Transport` whose two ends are opened by the
+    same function."""
 
     def opened_as(side: str) -> OpenEnd:
         return lambda endpoint, rank, device: open_end(Member(endpoint, side, rank), device)
@@ -78,8 +80,8 @@ def refuse_device(member: Member, device: torch.device, instead: str) -> None:
     """Raise WeightSyncError unless the buffers are on the CPU. The message suggests `instead`."""
     if device.type != "cpu":
         raise WeightSyncError(
-            f"the transport {member.endpoint.transport} carries CPU buffers, {member.side} rank "
-            f"{member.rank} has them on {device}; {instead}"
+            f"transport {member.endpoint.transport} carries CPU buffers, but {member.side} rank "
+            f"{member.rank} has its buffers on {device}; {instead}"
         )
 
 
@@ -89,7 +91,7 @@ class Meeting:
 
     Attributes:
         store: the store under the session's name.
-        peers: the announcement of each rank of the other side.
+        peers: announcements of the other side's ranks, by rank.
     """
 
     store: Keys
@@ -122,12 +124,12 @@ def meet(member: Member, **said: Any) -> Meeting:
         missing = [" rank ".join(key.split("/")[-2:]) for key in error.missing]
         raise WeightSyncError(
             f"session {endpoint.session}, {member.side} rank {member.rank}: {', '.join(missing)} "
-            f"did not come within {endpoint.timeout_s:g} s; look at the logs of those ranks"
+            f"did not arrive within {endpoint.timeout_s:g} s; see the logs of those ranks"
         ) from error
     except StoreError as error:
         raise WeightSyncError(
-            f"session {endpoint.session}, {member.side} rank {member.rank}: {error}; look at the "
-            "log of the process that holds the store"
+            f"session {endpoint.session}, {member.side} rank {member.rank}: {error}; see the log "
+            "of the process that runs the store"
         ) from error
     return Meeting(store, found)
 
@@ -137,8 +139,9 @@ def _store(endpoint: Endpoint, deadline: float) -> StoreClient:
         return client_store(endpoint.host, endpoint.port, max(deadline - time.monotonic(), 0.1))
     except RuntimeError as error:
         raise WeightSyncError(
-            f"session {endpoint.session}: no store answers at {endpoint.host}:{endpoint.port} "
-            f"within {endpoint.timeout_s:g} s ({error}); is the trainer up?"
+            f"session {endpoint.session}: could not reach the store at "
+            f"{endpoint.host}:{endpoint.port} within {endpoint.timeout_s:g} s ({error}); check "
+            "that the trainer is running"
         ) from error
 
 
@@ -166,7 +169,7 @@ class PeerWatch:
     def has_ended(self) -> bool:
         """Return True if the process is known to have exited. Thread-safe, even against a
         concurrent `close`."""
-        # a new poll object per call, as two threads cannot wait on the same one
+        # a new poll object per call, because two threads cannot wait on the same one
         poll = select.poll()
         fd = self.fd
         if fd >= 0:
@@ -198,7 +201,7 @@ class Peers:
         if (ended := self.ended()) and peer not in ended:
             names = ", ".join(f"{self._member.peer_side} rank {rank}" for rank in ended)
             return self._member.failure(
-                peer, tag, f"given up, because the process of {names} has ended"
+                peer, tag, f"session aborted because the process of {names} has ended"
             )
         return self._member.lost(peer, tag) if ended else self._member.lost(peer, tag, reason)
 

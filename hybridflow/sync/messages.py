@@ -1,12 +1,12 @@
-"""A rank's part of a plan: its messages in order, with the position of every slice in its own
+"""A rank's part of a plan: its messages in order, with every slice's position in the rank's
 buffers.
 
 A message contains the slices of one bucket from one sender to one receiver, concatenated without
 gaps. Slices with wider elements come first, so every slice is aligned to its element size. A
-message can be split into parts that fit in a cache, each sent as a message: after packing, the part
-is still cached when its checksum is computed and when it is sent. Sender and receiver process
-messages in the order of (step, part, peer). A message with the lowest step and part can therefore
-always proceed, and no cycle of waits is possible.
+message can be split into cache-sized parts, each sent as a separate message. A part is then still
+cached when its checksum is computed and when it is sent. Sender and receiver process messages in
+the order (step, part, peer). The message with the lowest step and part can therefore always
+proceed, so no cycle of waits is possible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridflow.reshard.regions import group_rows
 from hybridflow.reshard.slices import SlicePlan, piece_columns
 
 MAX_PARTS = 4096  # per bucket
-_LARGE = 4  # a slice of at least a fourth of a part becomes a separate part
+_LARGE = 4  # a slice of at least a quarter of a part becomes a separate part
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Message:
 
 
 class Messages:
-    """View of a plan from single ranks.
+    """Per-rank view of a plan.
 
     Args:
         part_bytes: larger messages are split into parts of at most this size; 0 keeps buckets

@@ -1,4 +1,4 @@
-"""From the engines' layouts to a proven plan, and from the plan to each rank's schedule.
+"""Building a proven plan from the engines' layouts, and each rank's schedule from the plan.
 
 The first trainer rank does this once, before the first step, and posts one schedule per rank. A
 rank reads only its own messages, never the whole plan. All schedules contain the plan's digest,
@@ -34,8 +34,8 @@ RECEIVER = "receiver"
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """The layout of one engine: its name and the layout digest of each rank (posted under
-    `layout_key`)."""
+    """An engine's name and the layout digest of each of its ranks. The layouts are posted under
+    `layout_key`."""
 
     name: str
     layouts: tuple[str, ...]
@@ -97,7 +97,7 @@ class PlanFacts:
         unused = (
             f"{len(self.unused)} tensors unused ({', '.join(self.unused[:3])})"
             if self.unused
-            else "no tensor unused"
+            else "no unused tensors"
         )
         return (
             f"weight sync plan {self.digest[:12]} proven: {self.slices} slices, {total / 1e6:.1f} "
@@ -134,8 +134,8 @@ def engine_layout(store: StoreClient, engines: Sequence[EngineLayout], timeout_s
     """Build the engines' side of the plan from the posted layouts.
 
     Raises:
-        WeightSyncError: an engine has a parameter that its own loader does not fill. Names engine,
-            rank and parameter.
+        WeightSyncError: an engine has a parameter that its loader does not fill. The message names
+            the engine, rank and parameter.
     """
     classes: dict[str, RankLayout] = {}
     for engine in engines:
@@ -172,7 +172,7 @@ def plan_and_prove(
     staging_bytes: int,
     allow_unused: Collection[str] = (),
 ) -> tuple[SlicePlan, Proof]:
-    """Make and prove a plan with which a trainer rank can serve all engines at once within
+    """Make and prove a plan that lets a trainer rank serve all engines concurrently within
     `staging_bytes`.
 
     Raises:
@@ -193,7 +193,7 @@ def plan_and_prove(
 def post_schedules(
     store: StoreClient, plan: SlicePlan, proof: Proof, part_bytes: int = 0
 ) -> PlanFacts:
-    """Post the schedule of every rank of both sides. Returns the summary for the driver.
+    """Post the schedules of all ranks on both sides. Returns the summary for the driver.
 
     `part_bytes` is passed to `Messages`.
     """
@@ -240,8 +240,8 @@ def post_catalog(
     dtype: str,
     quantisation: BlockQuantisation | None = None,
 ) -> None:
-    """Post the HF tensors {name: shape} for tracing the engines' loaders. A quantisation adds their
-    scales."""
+    """Post the HF tensors {name: shape} for tracing the engines' loaders, plus their scales if a
+    quantisation is given."""
     shapes, dtypes = quantisation.checkpoint(tensors) if quantisation is not None else (tensors, {})
     catalog = {
         "dtype": dtype,
@@ -261,12 +261,12 @@ def make_weight_plan(
     part_bytes: int = 0,
     quantisation: BlockQuantisation | None = None,
 ) -> PlanFacts:
-    """Make and prove the plan, and post the schedule of every rank.
+    """Make and prove the plan, and post every rank's schedule.
 
     Args:
         source: the trainer's layout, over `Catalog.of(family.tensors(), quantisation)`
             (`megatron_layout`, `fsdp_layout`).
-        engines: the posted layouts of each engine, in the plan's order.
+        engines: each engine's posted layouts, in the plan's order.
         staging_bytes: memory per rank for messages in flight.
         wait_s: timeout for each posted layout.
         part_bytes: size of a part, see `Messages`.

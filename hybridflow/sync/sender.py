@@ -35,7 +35,7 @@ class WeightSender:
 
     Args:
         rank: this trainer rank's number in the plan.
-        parameters: returns this rank's tensors by the names of its layout; called once per sync.
+        parameters: returns this rank's tensors by layout name; called once per sync.
         open_channel: `transports.open_sender`, or a function that wraps its result.
     """
 
@@ -65,13 +65,13 @@ class WeightSender:
         during the call.
 
         Args:
-            go_timeout_s: how long an engine may take to pause and get ready.
+            go_timeout_s: maximum time for an engine to pause and get ready.
 
         Returns:
             One outcome per order that this rank sends for.
         """
         if self._schedule is None or self._store is None:
-            raise WeightSyncError(f"trainer rank {self.rank} has no plan to send by")
+            raise WeightSyncError(f"trainer rank {self.rank} has no plan; call adopt() first")
         parameters = self._parameters()
         running = []
         for order in orders:
@@ -121,7 +121,7 @@ class _Link:
         self._channel: SendChannel | None = None
 
     def stream(self, parameters: Mapping[str, torch.Tensor]) -> int:
-        """Send all messages. Returns the bytes of weights."""
+        """Send all messages. Returns the number of weight bytes sent."""
         if self._channel is None:
             device = next(iter(parameters.values())).device
             self._channel = self._open(self.endpoint, self.rank, device)
@@ -148,7 +148,9 @@ class _Sending:
         self.order = order
         self.parameters = parameters
         self.go_timeout_s = go_timeout_s
-        self.outcome = Outcome(order.engine, order.number, "stale", "did not end", rank=link.rank)
+        self.outcome = Outcome(
+            order.engine, order.number, "stale", "did not finish", rank=link.rank
+        )
         self.thread = threading.Thread(target=self._run, name=f"send-{order.engine}", daemon=True)
         self._called_off = False
 

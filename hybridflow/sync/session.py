@@ -41,15 +41,15 @@ _NOTHING = "nothing"
 class Order:
     """One attempt to deliver one version to one engine.
 
-    It is created by the driver and read by senders, engine worker and engine ranks.
+    Created by the driver; read by the senders, the engine worker and the engine ranks.
 
     Attributes:
         engine: name, for error messages.
-        number: index among the engines of the plan.
-        endpoint: endpoint of the session that carries the messages. Its `timeout_s` limits every
-            single wait of this attempt.
+        number: index among the plan's engines.
+        endpoint: endpoint of the session that carries the messages. Its `timeout_s` limits each
+            individual wait of this attempt.
         attempt: unique within the session.
-        version: version of the weights.
+        version: weight version.
         plan: digest of the slice plan.
         staged: if True, receive everything before any rank of the engine copies; if False, write
             messages as they arrive.
@@ -71,7 +71,8 @@ class Order:
         return cls(**{**data, "endpoint": Endpoint.from_dict(data["endpoint"])})
 
     def describe(self) -> str:
-        """Format for messages: `weight version 3 to engine-0 (session engine-0.1, attempt 7)`."""
+        """Return a description such as `weight version 3 to engine-0 (session engine-0.1, attempt
+        7)`."""
         return (
             f"weight version {self.version} to {self.engine} (session {self.endpoint.session}, "
             f"attempt {self.attempt})"
@@ -97,7 +98,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Announcement:
-    """The plan and the version that a sender is ready to send."""
+    """The plan and weight version that a sender is ready to send."""
 
     plan: str
     version: int
@@ -158,7 +159,7 @@ class Board:
         Raises:
             WeightSyncError: the engine worker called the order off, or the deadline has passed.
         """
-        self._wait({self._key("go"): ""}, timeout_s, "the engine worker has not said go")
+        self._wait({self._key("go"): ""}, timeout_s, "no go from the engine worker")
         answer = self.store.get(self._key("go")).decode()
         if answer != _GO:
             raise WeightSyncError(f"{self.order.describe()} was called off: {answer}")
@@ -166,8 +167,8 @@ class Board:
     # ---- the engine worker
 
     def announcements(self, timeout_s: float) -> dict[int, Announcement]:
-        """Wait for the announcements of all senders. Raises WeightSyncError naming those missing at
-        the deadline."""
+        """Wait for the announcements of all senders. Raises a WeightSyncError that names those
+        missing at the deadline."""
         keys = {sender: self._key(f"announced/{sender}") for sender in self.order.endpoint.senders}
         names = {key: f"trainer rank {sender}" for sender, key in keys.items()}
         self._wait(names, timeout_s, "no announcement from")
@@ -181,14 +182,13 @@ class Board:
         self.store.compare_set(self._key("go"), "", _GO)
 
     def call_off(self, reason: str) -> None:
-        """Call the order off: no rank may copy any more, and senders waiting for go stop
+        """Call the order off. From then on no rank may copy, and senders waiting for go stop
         waiting."""
         self.decide(ABORT)
         self.store.compare_set(self._key("go"), "", reason)
 
     def reports(self, timeout_s: float) -> dict[int, RankReport]:
-        """Return the reports of the engine's ranks by rank in the plan, without those missing at
-        the timeout."""
+        """Return the engine ranks' reports by plan rank, without those missing at the timeout."""
         return read_reports(self.store, self._key("done"), self.order.endpoint.receivers, timeout_s)
 
     def clear(self) -> None:
@@ -207,7 +207,7 @@ class Board:
 
     @property
     def report_prefix(self) -> str:
-        """Key prefix of engine ranks' reports: `PREFIX/RANK`."""
+        """Key prefix of the engine ranks' reports, `PREFIX/RANK`."""
         return self._key("done")
 
     def staged(self, rank: int) -> None:
@@ -215,16 +215,15 @@ class Board:
         self.store.set(self._key(f"staged/{rank}"), "1")
 
     def wait_all_staged(self, timeout_s: float) -> None:
-        """Wait until every rank of the engine is staged. Raises WeightSyncError naming those that
-        are not."""
+        """Wait until every rank of the engine is staged. Raises a WeightSyncError that names those
+        that are not."""
         names = {}
         for rank in self.order.endpoint.receivers:
             names[self._key(f"staged/{rank}")] = f"rank {rank}"
-        self._wait(names, timeout_s, "not everything has arrived at")
+        self._wait(names, timeout_s, "weights not fully received by")
 
     def decide(self, wish: str) -> str:
-        """Decide COMMIT or ABORT. The first caller's wish wins, and all callers get the same
-        result."""
+        """Decide COMMIT or ABORT. The first caller's wish wins; all callers get the same result."""
         return self.store.compare_set(self._key("decision"), "", wish).decode()
 
     def decision(self) -> str:
@@ -258,7 +257,8 @@ def connect(host: str, port: int, timeout_s: float) -> StoreClient:
         return client_store(host, port, timeout_s)
     except RuntimeError as error:
         raise WeightSyncError(
-            f"the sync's store at {host}:{port} cannot be reached within {timeout_s:g} s: {error}"
+            f"could not reach the weight-sync store at {host}:{port} within {timeout_s:g} s: "
+            f"{error}"
         ) from error
 
 
@@ -270,7 +270,7 @@ def wait_for(store: StoreClient, keys: Sequence[str], timeout_s: float) -> bool:
     except RuntimeError as error:
         if "timeout" in str(error).lower() or "timed out" in str(error).lower():
             return False
-        raise WeightSyncError(f"the sync's store cannot be reached any more: {error}") from error
+        raise WeightSyncError(f"lost the connection to the weight-sync store: {error}") from error
     return True
 
 
@@ -278,7 +278,7 @@ def read(store: StoreClient, key: str, timeout_s: float) -> Any:
     """Read the JSON under a key. Raises WeightSyncError if the key does not exist by the
     deadline."""
     if not wait_for(store, [key], timeout_s):
-        raise WeightSyncError(f"{key} is not in the sync's store after {timeout_s:g} s")
+        raise WeightSyncError(f"{key} not found in the weight-sync store after {timeout_s:g} s")
     return json.loads(store.get(key))
 
 
@@ -301,20 +301,20 @@ def read_reports(
 
 
 def problem_of(error: BaseException) -> str:
-    """Format an error: the message alone for WeightSyncError, with the type for others."""
+    """Format an error. Errors other than WeightSyncError are prefixed with their type."""
     return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
 
 
 def answer_deadline(timeout_s: float) -> float:
     """Return the timeout in seconds of a control call to an engine.
 
-    It covers one wait to meet, one for a message, and the time to report.
+    Covers one wait for the rendezvous, one for a message, and the time to report.
     """
     return 2 * timeout_s + REPORT_GRACE_S
 
 
 def refuse(order: Order, reason: str) -> Outcome:
-    """Build the outcome of an order to an engine that cannot take it, and notify its senders."""
+    """Build the outcome of an order that the engine cannot accept, and notify its senders."""
     with suppress(RuntimeError, WeightSyncError):
         Board.open(order).call_off(reason)
     return Outcome(order.engine, order.number, "refused", f"{order.describe()}: {reason}")

@@ -23,8 +23,8 @@ from hybridflow.sync.payload import DIGEST_BYTES, Digest, Payload, digest, messa
 from hybridflow_kernels.fp8_cast import write_scales, write_weights
 from hybridflow_kernels.slices import Slice, Slices
 
-# The sender creates fp8 and nothing else operates on it. It is copied as bytes, which every kernel
-# on every device supports.
+# Only the sender operates on fp8 values. Elsewhere they are copied as bytes, which every kernel on
+# every device supports.
 _DTYPES = {name: torch.uint8 if name == FP8 else getattr(torch, name) for name in ITEM_BYTES}
 
 
@@ -62,8 +62,8 @@ class Copies:
         self.device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
 
     def whole(self, number: int) -> Payload | None:
-        """Return the message's bytes in the buffer, or None unless it is one contiguous slice
-        without a cast."""
+        """Return the message's bytes in the buffer if it is one contiguous slice without a cast,
+        otherwise None."""
         return self._whole[number]
 
     def pack(self, number: int, payload: Payload, seed: int) -> Digest:
@@ -203,22 +203,22 @@ def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
     whole = buffers.get(item.buffer)
     if whole is None:
         raise WeightSyncError(
-            f"the plan names a buffer {item.buffer}, which this rank does not have; make the plan "
-            "from this rank's layout"
+            f"the plan's buffer {item.buffer} does not exist on this rank; make the plan from this "
+            "rank's layout"
         )
     shape = (*(1,) * (DIMS - whole.dim()), *whole.shape)
     if any(start + size > full for start, size, full in zip(starts, sizes, shape, strict=True)):
         raise WeightSyncError(
-            f"{item.buffer} has shape {tuple(whole.shape)}, the plan takes {sizes} from {starts} "
-            "on; make the plan from this rank's layout"
+            f"{item.buffer} has shape {tuple(whole.shape)}, but the plan reads {sizes} starting at "
+            f"{starts}; make the plan from this rank's layout"
         )
     view = rectangle(whole.detach(), starts, sizes)
     return view.view(torch.uint8) if item.dtype == FP8 and item.blocks is None else view
 
 
 def rectangle(buffer: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    """Return `buffer[start : +size]`, with the buffer viewed in the number of dimensions of layouts
-    and plans."""
+    """Return `buffer[start : start + size]`, with the buffer viewed in the number of dimensions
+    used by layouts and plans."""
     view = buffer[(None,) * (DIMS - buffer.dim())]
     for axis, (first, length) in enumerate(zip(start, size, strict=True)):
         view = view.narrow(axis, int(first), int(length))
@@ -240,7 +240,7 @@ class _Staging:
     def __init__(self, rank: int, slots: int = 2) -> None:
         self.rank = rank
         self.slots = slots
-        # for the last messages and buffers, valid until these move
+        # prepared for the last messages and buffers; valid until the buffers move
         self._copies: Copies | None = None
         # those messages, and the buffers' addresses
         self._prepared: tuple[Sequence[Message], list[tuple[str, int]]] = ((), [])
@@ -252,8 +252,8 @@ class _Staging:
         self._keys: list[int] = []
 
     def begin(self, channel: object, messages: Sequence[Message]) -> list[int]:
-        """Begin a sync and return the checksum seeds of its messages. Both ends count a session's
-        syncs alike."""
+        """Begin a sync and return the checksum seeds of its messages. Both ends count the session's
+        syncs identically."""
         if channel is not self._channel:
             self.forget()  # some views may refer to the previous channel's memory
             self._channel = channel

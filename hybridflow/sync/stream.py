@@ -84,19 +84,18 @@ class _RankSync:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Add the contents of the current message to a transport's error, which contains only
-        numbers."""
+        """Add the current message's bucket and first buffer to a transport's error, which contains
+        only numbers."""
         try:
             yield
         except WeightSyncError as error:
             first = self.at
             where = ""
             if isinstance(first, int):
-                where = " while checksums were exchanged"
+                where = " while exchanging checksums"
                 first = next(message for message in self.messages if message.peer == self.at)
             raise WeightSyncError(
-                f"{error}{where} (bucket {first.bucket}, {first.items[0].buffer} and what follows "
-                "it)"
+                f"{error}{where} (bucket {first.bucket}, starting at {first.items[0].buffer})"
             ) from error
 
     def take(self, number: int, payload: Payload) -> None:
@@ -140,7 +139,7 @@ class _RankSync:
 def send_stream(
     messages: Sequence[Message], buffers: Buffers, channel: SendChannel, staging: SendStaging
 ) -> StreamStats:
-    """Send a trainer rank's messages, and to each peer the checksums of its messages.
+    """Send a trainer rank's messages, then the checksums to each peer.
 
     Slices are cast to the engine's dtypes while packing.
 
@@ -190,7 +189,7 @@ def _send_from_slabs(sync: _RankSync, channel: SendChannel) -> int:
 
 
 def _send_lent(sync: _RankSync, channel: LendingSendChannel) -> int:
-    """Pack directly into the transport's memory. Returns the bytes of it that were used."""
+    """Pack directly into the transport's memory. Returns the bytes of that memory used."""
     channel.rewind()
     used: dict[int, int] = {}
     for number, message in enumerate(sync.messages):
@@ -203,8 +202,8 @@ def _send_lent(sync: _RankSync, channel: LendingSendChannel) -> int:
 
 
 class Received:
-    """A received sync. If staged, the engine's buffers are not written before `commit`, which also
-    frees the memory."""
+    """A received sync. If staged, `commit` writes the engine's buffers and frees the staging
+    memory."""
 
     def __init__(self, stats: StreamStats, commit: Commit | None) -> None:
         self.stats = stats
@@ -212,7 +211,7 @@ class Received:
 
     @torch.no_grad()
     def commit(self, buffers: Buffers) -> float:
-        """Write everything into `buffers` and return the seconds taken. Does nothing if it was
+        """Write everything into `buffers` and return the seconds taken. No-op if the weights were
         received in place."""
         start = time.perf_counter()
         if self._commit is not None:
@@ -240,7 +239,7 @@ def receive_stream(
             that they have not moved.
 
     Raises:
-        WeightSyncError: a peer is lost or late, a message differs from what was sent (named), or a
+        WeightSyncError: a peer is lost or late, a message was corrupted (the error names it), or a
             buffer is missing or has another shape. The session must be aborted. The buffers are
             untouched if `staged`, otherwise a mixture of old and new.
     """
@@ -339,7 +338,7 @@ def _receive_and_keep(sync: _RankSync, channel: LendingReceiveChannel) -> tuple[
 
 
 def _receive_lent(sync: _RankSync, channel: LendingReceiveChannel) -> int:
-    """Scatter directly from the transport's memory. Returns the bytes of it that were used."""
+    """Scatter directly from the transport's memory. Returns the bytes of that memory used."""
     used: dict[int, int] = {}
     for number, message in enumerate(sync.messages):
         sync.at = message
@@ -351,8 +350,8 @@ def _receive_lent(sync: _RankSync, channel: LendingReceiveChannel) -> int:
 
 
 def _note(used: dict[int, int], payload: Payload) -> None:
-    """Update `used`, {address in the transport's memory: maximum bytes used}, with the memory of a
-    message."""
+    """Record a message's memory in `used`, {address in the transport's memory: maximum bytes
+    used}."""
     where = payload.tensor.data_ptr()
     used[where] = max(used.get(where, 0), payload.nbytes)
 
@@ -368,12 +367,12 @@ def _checksums(sync: _RankSync, channel: ReceiveChannel, peer: int) -> torch.Ten
 
 
 def _compare(sync: _RankSync, peer: int, sent: torch.Tensor) -> None:
-    """Raise WeightSyncError for a peer's first message with a wrong checksum."""
+    """Raise WeightSyncError if a checksum differs, naming the peer's first such message."""
     wrong = first_difference(sync.digests(peer), sent)
     if wrong is not None:
         message = [message for message in sync.messages if message.peer == peer][wrong]
         raise WeightSyncError(
-            f"engine rank {sync.staging.rank}: what arrived from trainer rank {peer} of bucket "
-            f"{message.bucket} (from {message.items[0].buffer} on, {message.nbytes} bytes) has "
-            "another checksum than what was sent; give the session up and sync again"
+            f"engine rank {sync.staging.rank}: checksum mismatch in the message from trainer rank "
+            f"{peer}, bucket {message.bucket} (starting at {message.items[0].buffer}, "
+            f"{message.nbytes} bytes); abort the session and retry the sync"
         )

@@ -130,7 +130,7 @@ def test_a_stalled_peer_is_named_at_the_deadline(bad: tuple[str, Facts, Path], s
     transport, facts, _ = bad
     outcomes = [rank[f"stall {side}"] for rank in facts]
     _peers_know(
-        transport, outcomes, side, cases.DEADLINE, word=f"did nothing for {cases.DEADLINE:g} s"
+        transport, outcomes, side, cases.DEADLINE, word=f"made no progress for {cases.DEADLINE:g} s"
     )
 
 
@@ -153,15 +153,13 @@ def _peers_know(transport: str, outcomes: Facts, side: str, deadline_s: float, w
     for outcome in named:
         assert f"(deadline {deadline_s:g} s)" in outcome["error"]
         assert outcome["seconds"] < 30.0
-        assert re.search(r"\(bucket \d+, \S+ and what follows it\)$", outcome["error"]), outcome[
-            "error"
-        ]
+        assert re.search(r"\(bucket \d+, starting at \S+\)$", outcome["error"]), outcome["error"]
     assert all(o["right"] is not True for o in outcomes if side == "trainer" and "right" in o)
 
 
 def test_a_rank_that_does_not_come_is_named(bad: tuple[str, Facts, Path]) -> None:
     for rank in (0, cases.TRAINERS):
-        assert "trainer rank 9 did not come within 1 s" in bad[1][rank]["absent"]
+        assert "trainer rank 9 did not arrive within 1 s" in bad[1][rank]["absent"]
 
 
 def test_after_every_fault_a_new_session_works_and_nothing_is_left(

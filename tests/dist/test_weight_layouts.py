@@ -112,7 +112,7 @@ def test_every_layout_reaches_every_engine(world: SyncWorld) -> None:
                 if "expert" not in key or is_sparse(world.model)
             }
         )
-        assert "no tensor unused" in world.plan_line
+        assert "no unused tensors" in world.plan_line
         report = world.sync(world.train(seed))
         assert report.stale == {}, name
         differences = {number: world.difference(number, seed) for number in numbers}

@@ -38,7 +38,7 @@ def test_every_element_arrives_at_every_sync(facts: list[dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize("side", ["trainer", "engine"])
 @pytest.mark.parametrize(
-    ("deed", "word"), [("kill", "its process has ended"), ("stall", "did nothing for")]
+    ("deed", "word"), [("kill", "its process has ended"), ("stall", "made no progress for")]
 )
 def test_a_peer_that_dies_or_stalls_is_named(
     facts: list[dict[str, Any]], deed: str, word: str, side: str

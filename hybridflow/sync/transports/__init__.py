@@ -1,5 +1,5 @@
-"""Transports for a slice plan's messages from trainer ranks to the ranks of one engine, one per
-file.
+"""Transports that carry a slice plan's messages from trainer ranks to the ranks of one engine, one
+per file.
 
 Each transport declares where it runs.
 """
@@ -37,8 +37,8 @@ def chosen(wanted: str, platform: Platform, shares_devices: bool = False) -> str
 
 
 def part_bytes(transport: str, platform: Platform) -> int:
-    """Return the part size for `Messages` in bytes. A part stays cached from packing to sending; 0:
-    whole buckets."""
+    """Return the part size for `Messages` in bytes, chosen so that a part stays cached from packing
+    to sending. 0 means whole buckets."""
     return platform.cache_bytes * TRANSPORTS.get(transport).parts
 
 
@@ -51,7 +51,7 @@ def open_sender(endpoint: Endpoint, rank: int, device: torch.device | str = "cpu
 
     Raises:
         WeightSyncError: no such transport or rank, or a rank did not arrive within the endpoint's
-            `timeout_s` (it is named).
+            `timeout_s` (the message names it).
     """
     transport = _transport(endpoint, rank, endpoint.senders, "trainer")
     return transport.open_sender(endpoint, rank, torch.device(device))
@@ -68,7 +68,7 @@ def open_receiver(
 def _transport(endpoint: Endpoint, rank: int, ranks: tuple[int, ...], side: str) -> Transport:
     if rank not in ranks:
         raise WeightSyncError(
-            f"{side} rank {rank} takes no part in session {endpoint.session}, its {side} ranks are "
+            f"{side} rank {rank} is not in session {endpoint.session}, whose {side} ranks are "
             f"{list(ranks)}"
         )
     try:

@@ -1,4 +1,4 @@
-"""The transport interface: ordered messages between the senders and the receivers of one session.
+"""The transport interface: ordered messages between a session's senders and receivers.
 
 A session connects the trainer ranks that hold weights for one engine with that engine's ranks. It
 is reused over many syncs and does not belong to any global process group. After any failure it is
@@ -19,8 +19,8 @@ from hybridflow.sync.payload import Payload
 if TYPE_CHECKING:
     import torch
 
-# Tag of the last message to a peer in a sync, which contains the checksums of the others. Bucket
-# indices are below 2^19.
+# Tag of the last message to a peer in a sync, the one with the checksums. Bucket indices are below
+# 2^19.
 LAST_TAG = (1 << 31) - 1
 
 
@@ -37,7 +37,7 @@ class Endpoint:
         receivers: engine ranks as numbered in the plan, ascending.
         message_bytes: size of the largest message.
         timeout_s: maximum wait for any one message.
-        slots: messages per pair of ranks that may be in flight at a time, two or more.
+        slots: maximum messages in flight per pair of ranks, at least 2.
     """
 
     transport: str
@@ -65,8 +65,8 @@ class Work(Protocol):
         """Wait until the payload may be reused (sender) or read (receiver).
 
         Raises:
-            WeightSyncError: the peer is lost, or the endpoint's `timeout_s` has passed. Names
-                session, peer, message and deadline.
+            WeightSyncError: the peer is lost, or the endpoint's `timeout_s` has passed. The message
+                names the session, peer, message and deadline.
         """
 
 
@@ -75,7 +75,7 @@ class _Done:
         """Return immediately."""
 
 
-DONE = _Done()  # work of a payload that may be reused immediately
+DONE = _Done()  # the `Work` of a payload that may be reused immediately
 
 
 class SendChannel(Protocol):
@@ -126,8 +126,8 @@ class LendingSendChannel(SendChannel, Protocol):
         """
 
     def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
-        """Wait for free memory for the next message to `peer` and return it, to be filled and
-        passed to `send`.
+        """Wait for free memory for the next message to `peer` and return it. The caller fills it
+        and passes it to `send`.
 
         Returns the same object in every sync if `rewind` is called before each.
 
@@ -169,7 +169,8 @@ class LendingReceiveChannel(ReceiveChannel, Protocol):
 
 @dataclass(frozen=True)
 class Transport:
-    """How to carry messages from trainer ranks to the ranks of one engine, and where that works.
+    """How to carry messages from trainer ranks to the ranks of one engine, and the placements that
+    support it.
 
     Attributes:
         open_sender, open_receiver: called with endpoint, rank and device; block until all ranks of

@@ -1,10 +1,10 @@
-"""Messages through GPU memory shared by two processes of a node; over NCCL between nodes.
+"""Messages through GPU memory shared by two processes on a node, and over NCCL between nodes.
 
-The protocol is that of `sync.lending`, as for shared memory on CPUs. A slot is memory of the
-sender's GPU, exported once per session when its first message is sent. The receiver copies from it
-into its parameters, which are in memory that cannot be exported. Each side records an event after
-its work on a slot, and the other side queries that event. The transport supports trainer and
-engines that share GPUs, which NCCL rejects, and any two GPUs of a node.
+Uses the protocol of `sync.lending`, like shared memory on CPUs. A slot is memory on the sender's
+GPU, exported once per session when its first message is sent. The receiver copies from it into its
+parameters, whose memory cannot be exported. Each side records an event after its work on a slot,
+and the other side queries that event. The transport supports a trainer and engines that share GPUs,
+which NCCL rejects, and any two GPUs of a node.
 
 If an engine's ranks or its senders are on several nodes, pairs within a node use such slots. Other
 pairs use a process group (`p2p`). In that group NCCL connects only pairs that exchange messages,
@@ -36,8 +36,8 @@ _LEAST = 1 << 16
 def _open(member: Member, device: torch.device) -> Any:
     if device.type != "cuda":
         raise WeightSyncError(
-            f"the transport {member.endpoint.transport} carries buffers of GPUs, {member.side} "
-            f"rank {member.rank} has them on {device}; use shared_memory"
+            f"transport {member.endpoint.transport} carries GPU buffers, but {member.side} rank "
+            f"{member.rank} has its buffers on {device}; use shared_memory"
         )
     return join_nodes(
         member,
@@ -47,7 +47,8 @@ def _open(member: Member, device: torch.device) -> Any:
 
 
 def join_nodes(member: Member, near: Callable[[Member], Any], far: Callable[[], Any]) -> Any:
-    """Open a rank's channel: `near` among the ranks of its node, `far` among all ranks, or both."""
+    """Open a rank's channel: `near` connects the ranks of its node, `far` connects all ranks. Opens
+    both if needed."""
     endpoint = member.endpoint
     meeting = meet(member)
     sides = {"trainer": endpoint.senders, "engine": endpoint.receivers}
@@ -92,7 +93,7 @@ class _Joined:
 
 
 class DeviceMemory:
-    """Slots in memory of the sender's GPU.
+    """Slots in the sender's GPU memory.
 
     Args:
         device: device of this process.
@@ -105,7 +106,7 @@ class DeviceMemory:
         self._events: dict[int, Any] = {}
 
     def file_bytes(self, endpoint: Endpoint) -> int:
-        """Return the bytes for the handles of the slots' memory."""
+        """Return the bytes needed for the handles of the slots' memory."""
         return endpoint.slots * _NOTE_BYTES
 
     def offer(self, member: Member, peer: int) -> Any:
@@ -114,7 +115,7 @@ class DeviceMemory:
         return self._events[peer].handles
 
     def open(self, member: Member, peer: int, offered: Any, file: torch.Tensor) -> _DeviceSlots:
-        """Open the pair's slots, which have no memory yet."""
+        """Open the pair's slots. They have no memory yet."""
         mine = self._events.pop(peer)
         theirs = self._peer.PeerEvents(offered, self._device)
         return _DeviceSlots(member, self._device, self._peer, file, mine, theirs)

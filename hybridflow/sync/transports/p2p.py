@@ -2,17 +2,18 @@
 GPU buffers.
 
 The group is created directly from the session's store. It neither reads nor modifies
-`torch.distributed`'s global state, so the same process may also have Megatron's or SGLang's groups.
+`torch.distributed`'s global state, so it coexists with Megatron's or SGLang's groups in a process.
 NCCL matches messages by order and ignores tags; both sides process messages in the same order
 anyway.
 
-**NCCL.** An NCCL kernel occupies its device until the other side's kernel runs, and kernels of one
+**NCCL.** An NCCL kernel occupies its device until the other side's kernel runs, and kernels on one
 device may share a queue even across sessions. Two senders that start messages to two engines in
-different orders would deadlock. Therefore a receiver announces in the store when it starts to wait
-for a message and has received all earlier ones, and a sender starts a message only then. Everything
-in a sender's queue can then complete without any other kernel being started, regardless of the
-order in which engines are served. A session has one communicator. All its pairs are connected
-before the first message, because NCCL connects a pair at its first message, and that call blocks.
+different orders would deadlock. Therefore a receiver announces in the store that it is waiting for
+a message and has received all earlier ones, and only then does the sender start that message.
+Everything in a sender's queue can then complete without any other kernel being started, regardless
+of the order in which engines are served. A session has one communicator. All its pairs are
+connected before the first message, because NCCL connects a pair at its first message, and that call
+blocks.
 """
 
 from __future__ import annotations
@@ -88,13 +89,12 @@ class PeerToPeer:
             return member.failure(
                 ended[0],
                 0,
-                "the session could not be opened, because that rank's process has ended "
-                f"({reason})",
+                f"could not open the session because that rank's process has ended ({reason})",
             )
         return WeightSyncError(
-            f"session {member.endpoint.session}, {member.side} rank {member.rank}: no process "
-            f"group with {member.peer_side} ranks {list(member.peers)} within "
-            f"{member.endpoint.timeout_s:g} s: {reason}; look at the logs of those ranks"
+            f"session {member.endpoint.session}, {member.side} rank {member.rank}: could not "
+            f"create a process group with {member.peer_side} ranks {list(member.peers)} within "
+            f"{member.endpoint.timeout_s:g} s: {reason}; see the logs of those ranks"
         )
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class OverGloo(PeerToPeer):
         endpoint = self.member.endpoint
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=endpoint.timeout_s)
-        # by default gloo listens on the address of the host name
+        # by default gloo listens on the address that the host name resolves to
         is_loopback = endpoint.host in ("localhost", "::1") or endpoint.host.startswith("127.")
         options._devices = [
             dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
@@ -140,7 +140,7 @@ class OverGloo(PeerToPeer):
 
     def _start(self, method: str, peer: int, tag: int, payload: Payload) -> Work:
         if self._group is None:
-            raise self.member.failure(peer, tag, "the session was given up before")
+            raise self.member.failure(peer, tag, "the session was already aborted")
         try:
             work = getattr(self._group, method)([payload.tensor], self._place[peer], tag)
         except RuntimeError as error:
@@ -176,10 +176,10 @@ class OverNccl(PeerToPeer):
         client = client_store(endpoint.host, endpoint.port, endpoint.timeout_s)
         self._notes = Keys(client.connection, f"transport/{endpoint.session}/ready/")
         self._counts: Counter[int] = Counter()  # messages announced to, or by, each peer so far
-        # half of the messages in flight; the rest are being processed
+        # half of the slots are in flight while the other half are processed
         self._together = max(1, endpoint.slots // 2)
         self._next: _Batch | None = None  # receiver only: not started yet
-        # receiver only: in order; the first has been announced
+        # receiver only: started batches in order, the first of which has been announced
         self._started: deque[_Batch] = deque()
         self._connect()
 
@@ -187,7 +187,7 @@ class OverNccl(PeerToPeer):
         import torch.distributed as dist
 
         options = dist.ProcessGroupNCCL.Options()
-        # because the watchdog kills the process when a transfer times out
+        # the watchdog would kill the process when a transfer times out
         options._timeout = timedelta(days=30)
         options.config.max_ctas = _MOST_CTAS
         with _making:
@@ -203,7 +203,7 @@ class OverNccl(PeerToPeer):
     def _connect(self) -> None:
         """Create the communicator and connect all pairs by sending one byte each.
 
-        NCCL has no timeout for either, so they run in another thread and this one waits with a
+        NCCL has no timeout for either, so they run in another thread while this one waits with a
         deadline.
         """
         failed: list[BaseException] = []
@@ -226,7 +226,7 @@ class OverNccl(PeerToPeer):
         while thread.is_alive() and time.monotonic() < deadline and not self.peers.ended_now():
             thread.join(_POLL_S)
         if thread.is_alive():
-            failed.append(TimeoutError("NCCL has not connected them"))
+            failed.append(TimeoutError("NCCL did not connect"))
         if failed:
             error = failed[0]
             if not isinstance(error, WeightSyncError):
@@ -235,7 +235,7 @@ class OverNccl(PeerToPeer):
             raise error from failed[0]
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Start sending once the receiver waits for this message."""
+        """Start sending once the receiver is waiting for this message."""
         self._wait_for_receiver(peer, tag)
         batch = _Batch([("send", payload, peer, tag)])
         self.start(batch)
@@ -261,7 +261,7 @@ class OverNccl(PeerToPeer):
         if batch.work is not None:
             return None
         if group is None:
-            raise self.member.failure(peer, tag, "the session was given up before")
+            raise self.member.failure(peer, tag, "the session was already aborted")
         try:
             group._start_coalescing()
             for method, payload, rank, number in batch.parts:
@@ -281,7 +281,7 @@ class OverNccl(PeerToPeer):
         self.start(batch)
 
     def _announce(self, batch: _Batch) -> None:
-        """Tell the senders that this rank now waits for exactly these messages."""
+        """Announce to the senders that this rank is waiting for exactly these messages."""
         for _, _, peer, tag in batch.parts:
             self._counts[peer] += 1
             try:
@@ -290,8 +290,8 @@ class OverNccl(PeerToPeer):
                 raise self._without_store(peer, tag, error) from error
 
     def ended(self, batch: _Batch) -> None:
-        """Mark a receiver's batch as received, like all earlier ones, and let the senders of the
-        next batch start."""
+        """Mark a receiver's batch and all earlier ones as received, and let the senders of the next
+        batch start."""
         if batch not in self._started:
             return
         while self._started.popleft() is not batch:
@@ -300,13 +300,13 @@ class OverNccl(PeerToPeer):
             self._announce(self._started[0])
 
     def _wait_for_receiver(self, peer: int, tag: int) -> None:
-        """Wait until the peer waits for the next message from this rank."""
+        """Block until the peer is waiting for the next message from this rank."""
         key = f"{peer}/{self.member.rank}/{self._counts[peer] + 1}"
         deadline = time.monotonic()
         deadline += self.member.endpoint.timeout_s
         while True:
             if not self.is_open:
-                raise self.member.failure(peer, tag, "the session was given up before")
+                raise self.member.failure(peer, tag, "the session was already aborted")
             try:
                 self._notes.wait(
                     [key], timedelta(seconds=max(0.0, min(_LOOK_S, deadline - time.monotonic())))
@@ -324,7 +324,7 @@ class OverNccl(PeerToPeer):
 
     def _without_store(self, peer: int, tag: int, error: StoreError) -> WeightSyncError:
         return self.member.failure(
-            peer, tag, str(error) if self.is_open else "the session was given up before"
+            peer, tag, str(error) if self.is_open else "the session was already aborted"
         )
 
     def close(self) -> None:
@@ -375,7 +375,7 @@ class _NcclTransfer:
                 raise channel.member.lost(ended[0], self._tag)
             time.sleep(_POLL_S)
         if not channel.is_open:
-            raise channel.member.failure(self._peer, self._tag, "the session was given up before")
+            raise channel.member.failure(self._peer, self._tag, "the session was already aborted")
         if not done:
             raise channel.member.late(self._peer, self._tag)
 
@@ -389,6 +389,6 @@ def _first_line(error: BaseException) -> str:
 
 
 open_sender, open_receiver = both_ends(open_end)
-# Larger messages for gloo, which hands each to another thread and performs a handshake with the
-# receiver.
+# Larger messages suit gloo, which hands each message to another thread and performs a handshake
+# with the receiver.
 TRANSPORTS.register("p2p", Transport(open_sender, open_receiver, devices=("cpu", "cuda"), parts=4))

@@ -1,7 +1,7 @@
-"""Messages through memory that sender and receiver both map, for CPU buffers of engines on the
+"""Messages through memory mapped by both sender and receiver, for CPU buffers of engines on the
 trainer's host.
 
-The protocol is that of `sync.lending`; a pair's slots are in its file.
+Uses the protocol of `sync.lending`. A pair's slots are in its file.
 """
 
 from __future__ import annotations

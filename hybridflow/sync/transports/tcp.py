@@ -1,15 +1,15 @@
 """Messages over one TCP connection per pair of ranks, for CPU buffers and any placement, without
 extra threads or copies.
 
-`send` returns once the kernel has the bytes, so the payload may be reused. The receiver
-acknowledges the first of every `slots` messages and the last of a sync, which reveals a dead or
-stalled receiver to the sender. (An acknowledgement per message of 1 MiB costs a tenth of copying
-it.) For comparison, gloo uses a thread in every rank and performs a handshake with the receiver
-before each message.
+`send` returns once the kernel has buffered the bytes, so the payload may be reused. The receiver
+acknowledges the first of every `slots` messages and the last of a sync, so that the sender detects
+a dead or stalled receiver. (Acknowledging every 1 MiB message would cost a tenth of copying it.)
+For comparison, gloo uses a thread in every rank and performs a handshake with the receiver before
+each message.
 
-A receiver listens on the address from which the trainer's store is reachable, on loopback if the
-store is there, and publishes its port through the store. Both ends of a connection prove that they
-know the job's secret before any message is sent.
+A receiver listens on the interface that routes to the trainer's store (loopback if the store is
+there) and publishes its port through the store. Both ends of a connection prove that they know the
+job's secret before any message is sent.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connecti
                     (said["host"], said["port"]), rank, _purpose(member, rank, peer), deadline
                 )
             except OSError as error:
-                what = f"it cannot be reached at {said['host']}:{said['port']} ({error})"
+                what = f"could not reach it at {said['host']}:{said['port']} ({error})"
                 raise member.failure(peer, 0, what) from error
             on_error.callback(links[peer].close)
         on_error.pop_all()
@@ -74,7 +74,7 @@ def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Connec
 
 
 class _Link:
-    """The connection with one peer."""
+    """The connection to one peer."""
 
     __slots__ = ("count", "pending", "socket")
 
@@ -93,7 +93,7 @@ class _Link:
 class Connections:
     """Either end of a session.
 
-    The number of calls per message is kept minimal: with 1 MiB of message data in the cache, the
+    The number of calls per message is kept minimal: 1 MiB of message data fills the cache, so the
     code of each call must be fetched from memory.
     """
 
@@ -135,8 +135,8 @@ class Connections:
         self._write(link, peer, tag, (_TAKEN.pack(tag),), _TAKEN.size)
 
     def _is_acknowledged(self, link: _Link, tag: int) -> bool:
-        """Return True if the receiver acknowledges the next message. Both ends count in the same
-        way."""
+        """Return True if the receiver acknowledges the next message. Both ends count messages the
+        same way."""
         link.count += 1
         return link.count % self.member.endpoint.slots == 1 or tag == LAST_TAG
 
@@ -165,12 +165,12 @@ class Connections:
             raise self._problem(peer, tag, ConnectionResetError("it has closed the connection"))
 
     def _no_link(self, peer: int, tag: int) -> NoReturn:
-        raise self.member.failure(peer, tag, "the session was given up before, or has no such rank")
+        raise self.member.failure(peer, tag, "the session was already aborted, or has no such rank")
 
     def _problem(self, peer: int, tag: int, error: OSError) -> WeightSyncError:
         """Build the error for a broken or stalled connection."""
         if peer not in self._links:
-            return self.member.failure(peer, tag, "the session was given up meanwhile")
+            return self.member.failure(peer, tag, "the session was aborted meanwhile")
         if isinstance(error, (TimeoutError, BlockingIOError)):
             return self.member.late(peer, tag)
         return self.peers.lost(peer, tag, str(error) or type(error).__name__)
@@ -224,8 +224,8 @@ class _Transfer:
         self.channel.read(self.link, self.peer, self.tag, header, form.size)
         if (found := form.unpack(header)) != wanted:
             what = (
-                f"message and bytes {list(wanted)} were expected, {list(found)} came; the two "
-                "sides have different plans"
+                f"expected message and bytes {list(wanted)}, got {list(found)}; the two sides have "
+                "different plans"
             )
             raise self.channel.member.failure(self.peer, self.tag, what)
 
@@ -275,7 +275,7 @@ def _timeval(seconds: float) -> bytes:
 def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float) -> socket.socket:
     """Connect and verify the other end.
 
-    Retries a few times if the connection is closed during the greeting, which happens if too many
+    Retries a few times if the connection is closed during the greeting, which happens when too many
     unknown clients connect.
     """
     for tries_left in reversed(range(_TRIES)):
@@ -285,7 +285,7 @@ def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float)
             try:
                 link.sendall(_RANK.pack(rank))
                 if greet(link, purpose, left) is None:
-                    raise ConnectionRefusedError("who listens there does not know the job's secret")
+                    raise ConnectionRefusedError("the listener does not know the job's secret")
             except (ConnectionResetError, BrokenPipeError):
                 if not tries_left:
                     raise
@@ -328,7 +328,7 @@ class _Greeter:
             for link in self._links.values():
                 link.close()
             missing = sorted(self._missing)
-            what = f"no connection came from trainer ranks {missing}"
+            what = f"trainer ranks {missing} did not connect"
             raise self._member.failure(missing[0], 0, what) from error
         finally:
             for task in (accepting, *self._tasks):

@@ -190,7 +190,7 @@ def test_a_device_that_never_gets_there_is_an_error_at_the_deadline(
     send(sender, 7, 1)
     with pytest.raises(
         WeightSyncError,
-        match=r"message 7 with trainer rank 0 over cuda_ipc: the peer did nothing for",
+        match=r"message 7 with trainer rank 0 over cuda_ipc: the peer made no progress for",
     ):
         receiver.borrow(0, 7, 100)
     sender.close()
@@ -208,7 +208,7 @@ def test_another_thread_gives_up_what_a_device_has_not_done(store: int, device: 
 
     thread = threading.Thread(target=give_up)
     thread.start()
-    with pytest.raises(WeightSyncError, match="the session was given up meanwhile"):
+    with pytest.raises(WeightSyncError, match="the session was aborted meanwhile"):
         receiver.borrow(0, 7, 100)
     thread.join()
     sender.close()
@@ -237,6 +237,6 @@ def test_buffers_of_a_cpu_are_refused() -> None:
     endpoint = Endpoint("cuda_ipc", "s", "127.0.0.1", 1, (0,), (0,), 8, 1.0)
     for opened in (cuda_ipc.open_sender, cuda_ipc.open_receiver):
         with pytest.raises(
-            WeightSyncError, match=r"carries buffers of GPUs, .* rank 0 has them on cpu"
+            WeightSyncError, match=r"carries GPU buffers, .* rank 0 has its buffers on cpu"
         ):
             opened(endpoint, 0, CPU)

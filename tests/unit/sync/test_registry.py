@@ -40,7 +40,7 @@ class Keys:
 
     def _key(self, peer, tag):
         if not self.open:
-            raise self.member.failure(peer, tag, "the session was given up before")
+            raise self.member.failure(peer, tag, "the session was already aborted")
         self.counts[peer] += 1
         pair = (self.member.rank, peer) if self.member.side == "trainer" else (peer, self.member.rank)
         return f"{pair[0]}-{pair[1]}-{self.counts[peer]}-{tag}"
