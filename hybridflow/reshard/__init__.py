@@ -1,2 +1,2 @@
-"""Plans which slice of which tensor is sent from which trainer rank to which engine rank. The
-planner is pure."""
+"""Planning of weight transfers: which trainer rank sends which slice of a tensor to which engine
+rank. The planner has no side effects."""

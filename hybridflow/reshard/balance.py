@@ -1,4 +1,4 @@
-"""Assigns a sender to each slice among the ranks that hold it, minimising the load of the busiest
+"""Assigns each slice to one of the ranks that hold it, minimising the load of the busiest
 sender."""
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def holder_sets(regions: Regions, source: Layout) -> tuple[list[Array], Array]:
 def assign_sources(table: Deliveries, regions: Regions, source: Layout, receivers: Array) -> Sends:
     """Split every delivery among the ranks that hold it.
 
-    Sets of holders are processed from small to large, so that large sets even out the loads left by
+    Holder sets are processed from small to large, so that large sets even out the loads left by
     small ones. Within a set, the ordered deliveries are cut into one consecutive run per rank,
     sized to level the ranks' loads. The smallest unit is one receiver of one delivery. For nested
-    sets (Megatron's data-parallel groups) the result is optimal up to one slice.
+    sets (Megatron's data-parallel groups) the result is optimal to within one slice.
 
     Args:
-        receivers: `[C]` number of target ranks of each class.
+        receivers: `[C]` number of target ranks per class.
     """
     sets, of_region = holder_sets(regions, source)
     load = np.zeros(source.num_ranks, dtype=np.float64)
@@ -76,7 +76,7 @@ def _share(
     target = np.cumsum(_fill(load[ranks], float(weight.sum())))
     ends = np.cumsum(weight)
     unit_first = np.concatenate([[0], np.cumsum(counts)])
-    # a cut at byte x is in row r, between two of its receivers
+    # a cut at byte x falls within row r, between two of its receivers
     cut_row = np.minimum(np.searchsorted(ends, target[:-1], side="right"), len(rows) - 1)
     into = (target[:-1] - (ends - weight)[cut_row]) / np.maximum(nbytes[cut_row], 1)
     cuts = unit_first[cut_row] + np.clip(np.rint(into), 0, counts[cut_row]).astype(np.int64)
@@ -90,7 +90,7 @@ def _share(
 
 
 def _fill(load: Array, amount: float) -> Array:
-    """Return the amount that each entry receives when `amount` is distributed to level `load`."""
+    """Return each entry's share when `amount` is distributed to level `load`."""
     ordered = np.sort(load)
     levels = (amount + np.cumsum(ordered)) / np.arange(1, len(load) + 1)
     level = levels[np.flatnonzero(levels > ordered)[-1]] if amount > 0 else ordered[0]

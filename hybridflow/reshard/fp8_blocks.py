@@ -3,8 +3,8 @@ it holds.
 
 A rank whose region of `X.weight` consists of whole blocks can also provide the same region in fp8
 and the matching rectangle of `X.weight_scale_inv`. That rectangle is a separate piece, in a buffer
-that exists only in the plan. A sender computes both from whole blocks while packing, so any part of
-its output equals that part of the whole tensor's fp8 form.
+that exists only in the plan. A sender computes both from whole blocks while packing, so its output
+equals the corresponding part of the quantised whole tensor.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Quantised:
     """A catalog's fp8 tensors as columns.
 
     Attributes:
-        scale_of, weight_of: `[T]` index of each weight's scales and of each scale tensor's weights,
-            -1 if there is none.
+        scale_of: `[T]` index of each weight's scales, or -1.
+        weight_of: `[T]` index of each scale tensor's weights, or -1.
         block: `[T, 3]` block sizes of weights and scales.
     """
 
@@ -54,7 +54,7 @@ class Quantised:
 
     @classmethod
     def of(cls, catalog: Catalog) -> Quantised:
-        """Build the columns from the catalog's table of scales."""
+        """Build the columns from the catalog's `scales`."""
         scale_of, weight_of = (np.full(len(catalog.names), -1, dtype=np.int64) for _ in range(2))
         block = np.ones_like(catalog.shapes)
         weight = catalog.scales[:, 0]
@@ -64,18 +64,18 @@ class Quantised:
         return cls(scale_of, weight_of, block)
 
     def weight_rows(self, tensor: Array) -> Array:
-        """Return the rows of a piece table's column `tensor` that are weights with scales,
+        """Return the rows of a piece table's `tensor` column that are weights with scales,
         ascending."""
         return np.flatnonzero((tensor != PADDING) & (self.scale_of[tensor] >= 0))
 
     def scale_rows(self, tensor: Array) -> Array:
-        """Return the rows of a piece table's column `tensor` that are scales, ascending."""
+        """Return the rows of a piece table's `tensor` column that are scales, ascending."""
         return np.flatnonzero((tensor != PADDING) & (self.weight_of[tensor] >= 0))
 
 
 def enclosing(start: Array, size: Array, block: Array, full: Array) -> tuple[Array, Array]:
-    """Extend rectangles of tensors of shape `full` to whole blocks. Returns (start, size); all are
-    `[N, 3]`."""
+    """Extend rectangles of tensors of shape `full` to whole blocks. Returns (start, size). All
+    arrays are `[N, 3]`."""
     first = start // block * block
     return first, np.minimum(-(-(start + size) // block) * block, full) - first
 
@@ -88,7 +88,7 @@ def blocks_of_scales(start: Array, size: Array, block: Array, full: Array) -> tu
 def with_scales(source: Layout, catalog: Catalog) -> Layout:
     """Extend the trainer's layout with the scales that it can compute.
 
-    In each class, the k-th piece of scales belongs to the k-th piece of weights with scales.
+    In each class, the k-th scale piece belongs to the k-th piece of weights that have scales.
 
     Raises:
         WeightSyncError: a rank's piece cuts through a block.
@@ -148,10 +148,10 @@ def _refuse_cut(
     full = catalog.shapes[int(rank.tensor[row]), 1:].tolist()
     raise WeightSyncError(
         f"trainer rank {first_rank} holds [{low[0]}:{high[0]}, {low[1]}:{high[1]}] of {name} "
-        f"{full} in one piece ({rank.names[int(rank.buffer[row])]}): this cuts through an fp8 "
-        f"block of {int(block[1])} x {int(block[2])}, whose scale no rank could compute alone. "
-        "Choose actor.parallel.tensor (or expert_tensor) so that a rank's rows and columns, and a "
-        "head's, are multiples of the block, name the module in "
+        f"{full} in one piece ({rank.names[int(rank.buffer[row])]}), which cuts through an fp8 "
+        f"block of {int(block[1])} x {int(block[2])}, so no rank could compute its scale alone. "
+        "Set actor.parallel.tensor (or expert_tensor) so that the rows and columns per rank and "
+        "per head are multiples of the block, add the module to "
         "quantization_config.modules_to_not_convert, or serve in bfloat16"
     )
 
@@ -159,22 +159,22 @@ def _refuse_cut(
 def made_by_sender(
     catalog: Catalog, layout: RankLayout, piece: Array, start: Array, size: Array, dtypes: list[str]
 ) -> dict[int, tuple[int, tuple[int, ...], Blocks]]:
-    """Find the deliveries of a rank that must be computed from blocks.
+    """Find a rank's deliveries that must be computed from blocks.
 
     Args:
-        piece: `[N]` row of the layout's pieces that each delivery comes from.
+        piece: `[N]` source row of each delivery among the layout's pieces.
         start, size: `[N, 3]` the slices, in coordinates of the HF tensor.
         dtypes: `N` wire dtypes.
 
     Returns:
-        {row: (piece to read, start of the slice within the computed output, blocks)}.
+        {row: (piece to read, slice start within the computed output, blocks)}.
     """
     if not len(catalog.scales):
         return {}
     table = Quantised.of(catalog)
     tensor = layout.tensor[piece]
     is_scale = table.weight_of[tensor] >= 0
-    # the k-th piece of scales belongs to the k-th piece with scales (`with_scales`)
+    # the k-th scale piece belongs to the k-th piece with scales (`with_scales`)
     weight_rows = table.weight_rows(layout.tensor)
     scale_rows = table.scale_rows(layout.tensor)
     read = piece.copy()

@@ -1,5 +1,5 @@
-"""The trainer's layout with parameters sharded by rows over all ranks (FSDP2), under their Hugging
-Face names.
+"""The trainer's layout when parameters are sharded by rows over all ranks (FSDP2), under their
+Hugging Face names.
 
 FSDP2 splits dimension 0 as `torch.chunk` does: every rank gets ceil(rows / ranks) rows, the last
 ranks fewer or none. A rank's shard is one rectangle of one HF tensor, so slices are sent directly
@@ -16,14 +16,14 @@ from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 
 
 def shard_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return (first row, number of rows) of a rank's shard of a tensor with `rows` rows."""
+    """Return (first row, number of rows) of a rank's shard of a `rows`-row tensor."""
     share = -(-rows // ranks)
     start = min(rank * share, rows)
     return start, min(share, rows - start)
 
 
 def fsdp_tensors(family: Family, rank: int, ranks: int) -> list[LocalTensor]:
-    """Return the tensors of a rank. Tensors without a row on this rank are omitted."""
+    """Return a rank's tensors, without those that have no rows on this rank."""
     found = []
     for name, shape in family.tensors().items():
         start, rows = shard_rows(shape[0], rank, ranks)

@@ -1,10 +1,10 @@
-"""Columnar layouts of both sides: which rectangle of which HF tensor is stored where in which
-buffer of which rank.
+"""Columnar layouts of both sides: for each rank and buffer, the rectangles of HF tensors stored in
+it.
 
-Ranks with the same contents share a `RankLayout` (a *class* of ranks): 2,048 Megatron ranks have
-512 distinct layouts, and 1,024 ranks of 32 equal engines have 32. Shapes are left-padded with ones
-to three dimensions, so that a rectangle of an HF matrix and its position in a stack of experts
-`[expert, row, column]` differ only by an offset.
+Ranks with the same contents share a `RankLayout` (a *class* of ranks). For example, 2,048 Megatron
+ranks have 512 distinct layouts, and 1,024 ranks of 32 equal engines have 32. Shapes are left-padded
+with ones to three dimensions, so that a rectangle of an HF matrix and its position in a stack of
+experts `[expert, row, column]` differ only by an offset.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hybridflow.models.fp8 import FP8, BlockQuantisation
 from hybridflow.models.layout import Coordinates, LocalTensor
 
 DIMS = 3
-PADDING = -1  # tensor index of elements that the loader fills with zeros
+PADDING = -1  # tensor index of elements that the loader zero-fills
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
-# Padding by number of dimensions, precomputed because the loop over all pieces of a model uses it.
+# Padding by number of dimensions, precomputed for the loop over all pieces of a model.
 _ZEROS = [(0,) * (DIMS - n) for n in range(DIMS + 1)]
 _ONES = [(1,) * (DIMS - n) for n in range(DIMS + 1)]
 
@@ -38,8 +38,8 @@ def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
     """
     if len(values) > DIMS:
         raise WeightSyncError(
-            f"a tensor of shape {tuple(values)} has more than {DIMS} dimensions, which the slice "
-            "plan does not handle"
+            f"tensors of more than {DIMS} dimensions are not supported in a slice plan, got shape "
+            f"{tuple(values)}"
         )
     return (*((fill,) * (DIMS - len(values))), *values)
 
@@ -56,9 +56,9 @@ def columns_of(table: Any) -> dict[str, Any]:
 class Catalog:
     """The HF tensors that both sides refer to: names and shapes `[T, 3]`.
 
-    `scales` `[S, 4]` has one row per tensor that some engine takes in block-wise fp8: (tensor
-    index, index of its scales, rows per block, columns per block). The scales are tensors of the
-    catalog too.
+    `scales` `[S, 4]` has one row per tensor that some engine loads in block-wise fp8: (tensor
+    index, index of its scales, rows per block, columns per block). The scales are also tensors in
+    the catalog.
     """
 
     names: tuple[str, ...]
@@ -75,7 +75,7 @@ class Catalog:
         pairs: list[tuple[int, ...]] = []
         if quantisation is not None:
             shapes, dtypes = quantisation.checkpoint(tensors)
-            # the scales directly follow their tensor
+            # scales directly follow their tensor
             pairs = []
             for position, name in enumerate(shapes):
                 if dtypes.get(name) == FP8:
@@ -150,9 +150,9 @@ class RankLayout:
                     )
         except (KeyError, IndexError) as error:
             reason = (
-                "no tensor of the checkpoint"
+                "not in the checkpoint"
                 if isinstance(error, KeyError)
-                else f"of more than {DIMS} dimensions"
+                else f"a tensor of more than {DIMS} dimensions"
             )
             raise WeightSyncError(
                 f"{local.name} is filled from {piece.source}, which is {reason}"
@@ -160,7 +160,7 @@ class RankLayout:
         names = tuple(local.name for local in tensors)
         if len(set(names)) != len(names):
             raise WeightSyncError(
-                "a rank's layout names a buffer twice: "
+                "duplicate buffers in a rank's layout: "
                 f"{sorted({n for n in names if names.count(n) > 1})[:4]}"
             )
         dtypes = [local.dtype or dtype for local in tensors]
@@ -174,11 +174,12 @@ class RankLayout:
         shapes: Sequence[Sequence[int]],
         rows: Sequence[tuple[int, ...]],
     ) -> RankLayout:
-        """The layout of buffers with these names, dtypes and shapes.
+        """Build a layout from buffers and a table of pieces.
 
         Args:
-            rows: a piece each: its tensor's place in the catalog or PADDING, where the piece begins
-                there and its size, the buffer's place, and where it begins there.
+            names, dtypes, shapes: the buffers.
+            rows: one tuple per piece: catalog index of its tensor or PADDING, start and size in the
+                tensor, index of the buffer, and start in the buffer.
         """
         table = np.array(rows, dtype=np.int64).reshape(-1, 2 + 3 * DIMS)
         return cls(

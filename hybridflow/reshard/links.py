@@ -61,8 +61,8 @@ def link_loads(plan: SlicePlan) -> LinkLoads:
 def egress_bound(plan: SlicePlan) -> float:
     """Return a lower bound on the busiest sender's bytes.
 
-    For every set of holders, the bytes that only ranks of the set can send are divided by the size
-    of the set. The bound is the maximum over the sets.
+    For every set of holders, divide the bytes that only its ranks can send by the size of the set.
+    The bound is the maximum over all sets.
     """
     sets, of_region = holder_sets(plan.regions, plan.source)
     table = plan.deliveries
@@ -86,15 +86,15 @@ def egress_bound(plan: SlicePlan) -> float:
 
 
 def staging_peak(plan: SlicePlan) -> tuple[int, int]:
-    """Return peak staging bytes of the busiest (sender, receiver), with two messages or two buckets
-    in flight."""
+    """Return the peak staging bytes of the busiest sender and of the busiest receiver, with two
+    messages or two buckets in flight."""
     table = plan.deliveries
     sends = plan.sends
     width = int(table.bucket.max(initial=0)) + 1
     buckets = np.zeros(len(plan.target.classes) * width, dtype=np.int64)
     np.add.at(buckets, table.receiver * width + table.bucket, table.nbytes)
-    # upper bound for a sender's message to one receiver: all that it sends of the bucket to the
-    # receiver's class
+    # upper bound on a sender's message to one receiver: everything in the bucket that it sends to
+    # the receiver's class
     row = sends.delivery
     key = sends.source * len(buckets) + table.receiver[row] * width + table.bucket[row]
     _, group = np.unique(key, return_inverse=True)

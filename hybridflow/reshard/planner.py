@@ -1,6 +1,6 @@
-"""Builds slice plans: intersect, bucket, choose sources.
+"""Builds slice plans: intersects both layouts, fills buckets and assigns senders.
 
-The planner is pure and vectorised; a model of 10^12 parameters takes seconds.
+The planner is vectorised and has no side effects. A model of 10^12 parameters takes seconds.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CASTS = ("float32", "bfloat16", "float16")
 
 
 def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: int) -> SlicePlan:
-    """Plan the transfer of all tensors that the target's pieces name.
+    """Plan the transfer of all tensors in the target's pieces.
 
     Args:
-        catalog: includes the scales of tensors that an engine takes in block-wise fp8. The source
+        catalog: includes the scales of tensors that an engine loads in block-wise fp8. The source
             layout may omit them.
-        staging_bytes: memory per rank, sender or receiver, for messages in flight. It holds two
-            buckets.
+        staging_bytes: memory for messages in flight per rank, sender or receiver. Two buckets must
+            fit in it.
 
     Raises:
         WeightSyncError: the source lacks a tensor that the target needs, a dtype pair has no
@@ -114,14 +114,14 @@ def _intersect(catalog: Catalog, regions: Table, need: Table) -> Table:
     if len(short):
         names = sorted({catalog.names[t] for t in need["tensor"][short].tolist()})
         raise WeightSyncError(
-            f"no trainer rank holds all of {', '.join(names[:4])} ({len(names)} tensors); is a "
-            "pipeline stage left out?"
+            f"no trainer rank holds all of {', '.join(names[:4])} ({len(names)} tensors); check "
+            "that no pipeline stage is missing"
         )
     return {"need": i, "region": regions["part"][j], "start": start, "size": size}
 
 
 def _atoms(need: Table) -> tuple[Array, Array]:
-    """Return (atom of each target piece, True for each atom that is filled from several tensors).
+    """Return (atom of each target piece, True for each atom filled from several tensors).
 
     An atom is an engine buffer, or one matrix of a stack.
     """
@@ -147,8 +147,8 @@ def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Tabl
     if (step < 1).any():
         most = int((nbytes // length)[step < 1].max())
         raise WeightSyncError(
-            f"one row of a tensor has {most} bytes, a bucket {bucket_bytes}; set the staging bytes "
-            f"to {2 * most} or more"
+            f"a tensor row of {most} bytes does not fit in a bucket of {bucket_bytes} bytes; set "
+            f"the staging bytes to at least {2 * most}"
         )
     table = Quantised.of(catalog)
     tensor = need["tensor"][rows["need"][large]]
@@ -172,7 +172,7 @@ def _order(rows: Table, need: Table) -> Table:
     np.minimum.at(lead, atom, need["tensor"])
     mine = atom[rows["need"]]
     tensor = need["tensor"][rows["need"]]
-    # slices of an atom with one tensor are separate units
+    # slices of a single-tensor atom are separate units
     position = np.where(fused[mine], lead[mine], tensor)
     # np.lexsort sorts by its last key first
     order = np.lexsort(
@@ -187,7 +187,7 @@ def _order(rows: Table, need: Table) -> Table:
 
 
 def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -> Table:
-    """Assign units in order to the buckets of each class, as many per bucket as fit."""
+    """Fill each class's buckets with units in order, as many per bucket as fit."""
     nbytes = boxes.volumes(rows["size"]) * rows["item"]
     first = np.flatnonzero(np.diff(rows["unit"], prepend=-1))
     units = np.add.reduceat(nbytes, first) if len(first) else np.empty(0, dtype=np.int64)
@@ -197,8 +197,8 @@ def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -
         name = layout.names[int(need["buffer"][worst])]
         most = int(units.max())
         raise WeightSyncError(
-            f"the fused engine tensor {name} takes {most} bytes and may not be split, a bucket has "
-            f"{bucket_bytes}; set the staging bytes to {2 * most} or more"
+            f"the fused engine tensor {name} ({most} bytes) cannot be split and does not fit in a "
+            f"bucket of {bucket_bytes} bytes; set the staging bytes to at least {2 * most}"
         )
     numbers = []
     current = 0
@@ -241,9 +241,9 @@ def _table(rows: Table, need: Table) -> Deliveries:
 
 
 def _phases(table: Deliveries, target: Layout) -> Array:
-    """Return the first bucket of each engine rank, spread evenly.
+    """Return each engine rank's first bucket, spread evenly over the buckets.
 
-    If all ranks began with layer 0, they would queue at the first pipeline stage.
+    If all ranks started with layer 0, they would queue at the first pipeline stage.
     """
     last = np.zeros(len(target.classes), dtype=np.int64)
     np.maximum.at(last, table.receiver, table.bucket)
@@ -258,34 +258,34 @@ def _phases(table: Deliveries, target: Layout) -> Array:
 
 
 def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tuple[str, str], ...]:
-    """Return the pairs (trainer dtype, engine dtype) that differ. The sender casts them while
+    """Return the (trainer dtype, engine dtype) pairs that differ. The sender casts while
     packing."""
     have = {dtype for rank in source.classes for dtype in rank.dtypes}
     need = {dtype for rank in target.classes for dtype in rank.dtypes}
     bad = sorted((have - {*CASTS}) | (need - {*CASTS, FP8}))
     if bad:
         raise WeightSyncError(
-            f"no conversion between {', '.join(bad)} and the other side's dtypes; the plan casts "
-            f"among {', '.join(CASTS)}, and from these to block-wise {FP8}"
+            f"no conversion between {', '.join(bad)} and the other side's dtypes; supported are "
+            f"casts among {', '.join(CASTS)} and from these to block-wise {FP8}"
         )
     problem = next(_fp8_faults(catalog, target), None)
     if problem is not None:
         raise WeightSyncError(
-            f"{problem}; plan with the scales of the model's quantization_config, or serve in "
-            "bfloat16"
+            f"{problem}; add the scales of the model's quantization_config to the catalog, or "
+            "serve in bfloat16"
         )
     return tuple((a, b) for a, b in product(sorted(have), sorted(need)) if a != b)
 
 
 def _fp8_faults(catalog: Catalog, target: Layout) -> Iterator[str]:
-    """Yield fp8 engine buffers whose tensor has no scales, and engine buffers for scales that are
-    not float32."""
+    """Yield fp8 engine buffers whose tensor has no scales, and engine scale buffers that are not
+    float32."""
     table = Quantised.of(catalog)
     without_scales = table.scale_of < 0
     are_scales = table.weight_of >= 0
     rules = (
-        (without_scales, CASTS, f"is to be filled in {FP8}, for which the catalog has no scales"),
-        (are_scales, (SCALE_DTYPE,), f"takes scales, which are {SCALE_DTYPE}, in another dtype"),
+        (without_scales, CASTS, f"is in {FP8}, but the catalog has no scales for it"),
+        (are_scales, (SCALE_DTYPE,), f"contains scales but is not in {SCALE_DTYPE}"),
     )
     for rank in target.classes:
         for tensors, wanted, problem in rules:

@@ -1,17 +1,18 @@
-"""Proves a slice plan before any transfer, from its data alone and without the planner's code.
+"""Proves a slice plan before any transfer, using only the plan's data and none of the planner's
+code.
 
 The proof shows that:
 
 - every element of every engine buffer is written exactly once or is declared padding;
 - every slice is within one region that its sender holds;
 - every engine rank of a class is served once;
-- every HF tensor is used completely by every engine, or listed as unused;
+- every HF tensor is fully used by every engine, or listed as unused;
 - fused tensors are sent in one bucket, and no bucket exceeds its limit;
-- senders hold all blocks from which they compute fp8 weights and scales, and an engine that takes a
-  weight in fp8 also takes its scales.
+- senders hold all blocks from which they compute fp8 weights and scales, and an engine that loads a
+  weight in fp8 also loads its scales.
 
 Exact coverage of a box by rectangles is shown with signed corners (`cover_faults`), whereas the
-planner intersects and subtracts.
+planner intersects and subtracts rectangles.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Proof:
     """Result of a proof.
 
     Attributes:
-        slices, elements, padding: number of slices, of target elements and of padding elements.
-        unused: HF tensors that no engine takes.
+        slices, elements, padding: number of slices, target elements and padding elements.
+        unused: HF tensors that no engine uses.
         digest: the plan's hash.
     """
 
@@ -73,9 +74,9 @@ def prove(plan: SlicePlan, allow_unused: Collection[str] = ()) -> Proof:
     ]
     faults += _block_faults(plan)
     unused, partial = tensor_use(plan.catalog, plan.target)
-    faults += [f"an engine takes only a part of {name}" for name in partial]
+    faults += [f"an engine uses only part of {name}" for name in partial]
     faults += [
-        f"no part of {name} is taken by some engine; leave it out of the model or allow it"
+        f"some engine does not use {name}; remove it from the model or add it to allow_unused"
         for name in unused
         if name not in allow_unused
     ]
@@ -90,11 +91,13 @@ def prove(plan: SlicePlan, allow_unused: Collection[str] = ()) -> Proof:
 def compare_buffers(
     layout: Mapping[str, Sequence[int]], actual: Mapping[str, Sequence[int]], where: str
 ) -> None:
-    """Check that an engine rank's buffers are those of its layout.
+    """Check that an engine rank's buffers match its layout.
+
+    Args:
+        where: engine and rank, for the message.
 
     Raises:
-        WeightSyncError: lists extra, missing and differently shaped buffers. `where` names the
-            engine and rank.
+        WeightSyncError: lists extra and missing buffers and those with another shape.
     """
     extra = sorted(actual.keys() - layout.keys())
     missing = sorted(layout.keys() - actual.keys())
@@ -104,16 +107,16 @@ def compare_buffers(
             unlike.append((name, tuple(layout[name]), tuple(actual[name])))
     if extra or missing or unlike:
         raise WeightSyncError(
-            f"{where}: the engine's buffers are not those of the layout: extra {extra[:_SHOWN]}, "
-            f"missing {missing[:_SHOWN]}, of another shape {unlike[:_SHOWN]}"
+            f"{where}: the engine's buffers do not match the layout: extra {extra[:_SHOWN]}, "
+            f"missing {missing[:_SHOWN]}, with another shape {unlike[:_SHOWN]}"
         )
 
 
 def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
-    """Return the HF tensors that some engine does not take, and those that some engine takes only
-    in part.
+    """Return the HF tensors that some engine does not use, and those that some engine uses only
+    partly.
 
-    Scales are required only from engines that take the weight in fp8.
+    Only engines that load a weight in fp8 must use its scales.
     """
     pieces = _pieces(target)
     in_fp8 = _is_fp8(target)[_column(target, "tensor") != PADDING]
@@ -128,7 +131,7 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
         tensor = pieces["tensor"][mine]
         start = pieces["start"][mine]
         size = pieces["size"][mine]
-        # several ranks may take the same rectangle
+        # several ranks may use the same rectangle
         _, first = np.unique(_codes(tensor, *start.T, *size.T), return_index=True)
         tensor = tensor[first]
         start = start[first]
@@ -151,10 +154,10 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class CoverFault:
-    """A fault in the cover of one key.
+    """A coverage fault of one key.
 
-    `kind` is `beyond` (out of bounds), `overlap` (`elements` is the number of pairs) or `missing`
-    (`elements` is the number of elements).
+    `kind` is `beyond` (out of bounds), `overlap` (`elements` counts pairs) or `missing` (`elements`
+    counts elements).
     """
 
     key: int
@@ -163,10 +166,9 @@ class CoverFault:
 
 
 def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[CoverFault]:
-    """Find the keys whose rectangles do not cover `[0, bounds[key])` exactly once. The result is
-    empty if all do.
+    """Find the keys whose rectangles do not cover `[0, bounds[key])` exactly once.
 
-    A function on a grid that is zero far out is determined by its differences along all axes. The
+    A grid function with finite support is determined by its differences along all axes. The
     differences of a rectangle's indicator function are its corners with alternating signs. So
     rectangles cover a box exactly once if and only if their signed corners sum to those of the box.
 
@@ -192,7 +194,7 @@ def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[C
 def _unlike_their_bounds(
     key: Array, start: Array, size: Array, bounds: Array, beyond: Array
 ) -> Array:
-    """Return the keys, without those of `beyond`, whose signed corners differ from those of `[0,
+    """Return the keys, except those in `beyond`, whose signed corners differ from those of `[0,
     bounds[key])`."""
     keys = np.concatenate([key, np.arange(len(bounds))])
     low = np.concatenate([start, np.zeros_like(bounds)])
@@ -214,8 +216,8 @@ def _unlike_their_bounds(
 
 
 def _codes(*columns: Array) -> Array:
-    """Encode each row of non-negative integer columns as one number `[N]`, equal only for equal
-    rows."""
+    """Encode each row of non-negative integer columns as one number. Returns `[N]`, equal only for
+    equal rows."""
     codes = np.zeros(len(columns[0]), dtype=np.int64)
     span = 1
     for column in columns:
@@ -240,7 +242,7 @@ def _meeting(start: Array, size: Array) -> int:
 
 
 def _union(start: Array, size: Array) -> int:
-    """Count the elements in the union of the rectangles, on the grid formed by all their bounds."""
+    """Count the elements in the union of the rectangles, on the grid formed by their bounds."""
     low = np.zeros_like(start)
     high = np.zeros_like(start)
     volume = np.ones((), dtype=np.int64)
@@ -264,13 +266,14 @@ def _column(layout: Layout, name: str) -> Array:
 
 
 def _first_pieces(layout: Layout) -> Array:
-    """Return the row of each class's first piece in the concatenated columns, and the number of
-    rows."""
+    """Return the row of each class's first piece in the concatenated columns, followed by the total
+    number of rows."""
     return np.cumsum([0, *(len(rank.tensor) for rank in layout.classes)])
 
 
 def _is_fp8(layout: Layout) -> Array:
-    """Return whether each piece of all classes, padding included, belongs to a buffer in fp8."""
+    """Return a mask of the pieces of all classes, including padding, that belong to an fp8
+    buffer."""
     flags = []
     for rank in layout.classes:
         flags.append((np.array(rank.dtypes, dtype=object) == FP8)[rank.buffer])
@@ -278,12 +281,13 @@ def _is_fp8(layout: Layout) -> Array:
 
 
 def _piece_of_delivery(plan: SlicePlan) -> Array:
-    """Return the row of each delivery's piece in the concatenated columns of the target."""
+    """Return the row of each delivery's piece in the target's concatenated columns."""
     return _first_pieces(plan.target)[plan.deliveries.receiver] + plan.deliveries.piece
 
 
 def _pieces(layout: Layout) -> dict[str, Array]:
-    """Concatenate all pieces of all classes except padding: class, and columns of `RankLayout`."""
+    """Concatenate the pieces of all classes, without padding. Columns: class and those of
+    `RankLayout`."""
     real = _column(layout, "tensor") != PADDING
     pieces = {
         "class": np.repeat(np.arange(len(layout.classes)), np.diff(_first_pieces(layout)))[real]
@@ -294,7 +298,7 @@ def _pieces(layout: Layout) -> dict[str, Array]:
 
 
 def _scales(catalog: Catalog) -> tuple[Array, Array, Array]:
-    """Return `scale_of` and `weight_of` (-1: none) of each tensor, and its block size `[T, 3]`."""
+    """Return `scale_of`, `weight_of` (-1 for none) and block size `[T, 3]` of each tensor."""
     scale_of, weight_of = np.full((2, len(catalog.names)), -1, dtype=np.int64)
     block = np.ones_like(catalog.shapes)
     for weight, scale, *sizes in catalog.scales.tolist():
@@ -310,9 +314,7 @@ def _scales(catalog: Catalog) -> tuple[Array, Array, Array]:
 def _refuse(faults: Sequence[str]) -> None:
     if faults:
         more = f" (and {len(faults) - _SHOWN} more)" if len(faults) > _SHOWN else ""
-        raise WeightSyncError(
-            f"the slice plan cannot be proven: {'; '.join(faults[:_SHOWN])}{more}"
-        )
+        raise WeightSyncError(f"could not prove the slice plan: {'; '.join(faults[:_SHOWN])}{more}")
 
 
 def _buffer_faults(side: str, layout: Layout) -> Iterator[str]:
@@ -328,7 +330,7 @@ def _buffer_faults(side: str, layout: Layout) -> Iterator[str]:
         rank = int(np.flatnonzero(layout.rank_class == number)[0])
         name = layout.classes[number].names[fault.key - int(first[number])]
         problem = {
-            "beyond": "a piece reaches beyond it",
+            "beyond": "a piece extends past its end",
             "overlap": f"{fault.elements} pairs of pieces overlap",
             "missing": f"{fault.elements} elements are not written",
         }[fault.kind]
@@ -344,7 +346,7 @@ def _bounds_faults(side: str, catalog: Catalog, layout: Layout) -> Iterator[str]
     )
     for row in np.flatnonzero(beyond.any(axis=1))[:_SHOWN].tolist():
         yield (
-            f"{side}: a piece of {catalog.names[int(pieces['tensor'][row])]} is empty or reaches "
+            f"{side}: a piece of {catalog.names[int(pieces['tensor'][row])]} is empty or extends "
             "beyond the tensor"
         )
 
@@ -385,8 +387,7 @@ def _outside_their_regions(plan: SlicePlan, tensor: Array) -> Iterator[str]:
     )
     for row in np.flatnonzero(outside | (regions.tensor[table.region] != tensor))[:_SHOWN].tolist():
         yield (
-            f"slice {row} of {plan.catalog.names[int(tensor[row])]} is not inside the region that "
-            "it is cut from"
+            f"slice {row} of {plan.catalog.names[int(tensor[row])]} is not inside its source region"
         )
 
 
@@ -405,13 +406,13 @@ def _not_held(plan: SlicePlan, tensor: Array) -> Iterator[str]:
     for row in np.flatnonzero(~np.isin(codes[count:], codes[:count]))[:_SHOWN].tolist():
         name = plan.catalog.names[int(tensor[sends.delivery[row]])]
         yield (
-            f"trainer rank {int(sends.source[row])} is to send a slice of {name} that it does not "
+            f"trainer rank {int(sends.source[row])} is assigned a slice of {name} that it does not "
             "hold"
         )
 
 
 def _service_faults(plan: SlicePlan) -> Iterator[str]:
-    """Yield deliveries that some rank of the class gets twice or not at all."""
+    """Yield deliveries that some rank of the class receives twice or not at all."""
     sends = plan.sends
     table = plan.deliveries
     counts = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))[table.receiver]
@@ -420,8 +421,8 @@ def _service_faults(plan: SlicePlan) -> Iterator[str]:
     )
     for fault in faults:
         yield (
-            f"delivery {fault.key} does not reach each of its {int(counts[fault.key])} engine "
-            f"ranks once ({fault.kind})"
+            f"delivery {fault.key} is not sent exactly once to each of its "
+            f"{int(counts[fault.key])} engine ranks ({fault.kind})"
         )
 
 
@@ -445,8 +446,7 @@ def _overfull(plan: SlicePlan) -> Iterator[str]:
 def _split_over_buckets(plan: SlicePlan) -> Iterator[str]:
     table = plan.deliveries
     piece = _piece_of_delivery(plan)
-    # an atom: the part of an engine buffer (all of it, or one matrix of a stack) that several
-    # tensors fill
+    # an atom is an engine buffer, or one matrix of a stack, that is filled from several tensors
     atom = _codes(
         table.receiver,
         _column(plan.target, "buffer")[piece],
@@ -459,7 +459,7 @@ def _split_over_buckets(plan: SlicePlan) -> Iterator[str]:
         layout = plan.target.classes[int(table.receiver[row])]
         yield (
             f"the fused engine tensor {layout.names[int(layout.buffer[table.piece[row]])]} is "
-            "split over buckets"
+            "split across buckets"
         )
 
 
@@ -482,14 +482,14 @@ def _dtype_faults(plan: SlicePlan) -> Iterator[str]:
             (rank.tensor != PADDING) & (dtype == FP8) & (scale_of[rank.tensor] < 0)
         )[:1].tolist():
             yield (
-                f"the engine's {rank.names[int(rank.buffer[row])]} is {FP8}, for which the catalog "
-                "has no scales"
+                f"the engine's {rank.names[int(rank.buffer[row])]} is in {FP8}, but the catalog "
+                "has no scales for it"
             )
         others = (rank.tensor != PADDING) & (weight_of[rank.tensor] >= 0) & (dtype != "float32")
         for row in np.flatnonzero(others)[:1].tolist():
             yield (
-                f"the engine's {rank.names[int(rank.buffer[row])]} takes scales in another dtype "
-                "than float32"
+                f"the engine's {rank.names[int(rank.buffer[row])]} contains scales but is not in "
+                "float32"
             )
 
 
@@ -510,11 +510,11 @@ def _scales_without_weights(plan: SlicePlan) -> Iterator[str]:
         first = int(np.flatnonzero(plan.source.rank_class == number)[0])
         if len(weights) != len(scales):
             yield (
-                f"trainer rank {first} has {len(weights)} pieces of weights with scales and "
-                f"{len(scales)} of scales"
+                f"trainer rank {first} has {len(weights)} pieces of weights with scales but "
+                f"{len(scales)} scale pieces"
             )
             continue
-        # a sender computes its k-th piece of scales from its k-th piece of weights
+        # a sender computes its k-th scale piece from its k-th weight piece
         wanted = rank.tensor[scales]
         weight = weight_of[wanted]
         block = blocks[wanted]
@@ -524,7 +524,7 @@ def _scales_without_weights(plan: SlicePlan) -> Iterator[str]:
         unlike |= (rank.start[weights] + rank.size[weights] != end).any(axis=1)
         for row in np.flatnonzero(unlike)[:_SHOWN].tolist():
             yield (
-                f"trainer rank {first} does not hold the weights of its part of "
+                f"trainer rank {first} does not hold the weights for its part of "
                 f"{catalog.names[int(wanted[row])]}"
             )
 
@@ -547,5 +547,5 @@ def _slices_of_part_blocks(plan: SlicePlan) -> Iterator[str]:
     for row in np.flatnonzero(outside.any(axis=1))[:_SHOWN].tolist():
         yield (
             f"slice {int(rows[row])} of {plan.catalog.names[int(tensor[row])]} needs fp8 blocks "
-            "that reach beyond the region it is made of"
+            "that extend beyond the region it is computed from"
         )

@@ -38,25 +38,25 @@ def pairs_of_equal_key(left: Array, right: Array) -> tuple[Array, Array]:
 
 
 def intersect(start_a: Array, size_a: Array, start_b: Array, size_b: Array) -> tuple[Array, Array]:
-    """Intersect two sets row by row. Rows without an intersection have a size of zero or less on
-    some axis."""
+    """Intersect two sets row by row. An empty intersection has a size of zero or less on some
+    axis."""
     start = np.maximum(start_a, start_b)
     return start, np.minimum(start_a + size_a, start_b + size_b) - start
 
 
 def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
-    """Return index pairs `[P, 2]` of rectangles with equal key that share an element.
+    """Return index pairs `[P, 2]` of rectangles with equal keys that share an element.
 
-    Rectangles are sorted by (key, start along the key's most divided axis), so that a rectangle can
-    only overlap those that follow it and start before its end.
+    Rectangles are sorted by (key, start along the key's most divided axis), so a rectangle can only
+    overlap later ones that start before its end.
     """
     if len(key) < 2:
         return np.empty((0, 2), dtype=np.int64)
     _, compact = np.unique(key, return_inverse=True)
     compact = compact.astype(np.int64)
     span = int((start + size).max()) + 1
-    # Stacks of matrices and fused matrices are divided along different axes. With one axis for all
-    # keys, the number of candidate pairs would grow quadratically.
+    # Stacks of matrices and fused matrices are divided along different axes. With a single axis for
+    # all keys, the number of candidate pairs would grow quadratically.
     distinct = []
     for d in range(start.shape[1]):
         distinct.append(np.bincount(np.unique(compact * span + start[:, d]) // span))
@@ -123,7 +123,7 @@ def make_disjoint(key: Array, start: Array, size: Array) -> tuple[Array, Array, 
     """Split rectangles so that they cover the same elements without overlap. Returns (index of the
     rectangle, start, size).
 
-    An element that is in several rectangles is assigned to the first. Rectangles without overlaps
+    An element in several rectangles is assigned to the first of them. Rectangles without overlaps
     are returned unchanged.
     """
     pairs = overlapping_pairs(key, start, size)

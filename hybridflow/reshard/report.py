@@ -1,5 +1,5 @@
-"""The dry run behind `hybridflow reshard plan`: plans, proves and simulates given sizes, and
-formats the results."""
+"""The dry run behind `hybridflow reshard plan`: plans, proves and simulates a transfer for given
+sizes, and formats the results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHORT["layers"] = "layers_per_stage"
 
 @dataclass(frozen=True)
 class DryRun:
-    """Results of a dry run, and the seconds taken by planning (including layouts), proof and
+    """Results of a dry run, with the seconds taken by planning (including layouts), proof and
     simulation."""
 
     plan: SlicePlan
@@ -89,7 +89,7 @@ def parse_shape(text: str) -> dict[str, Any]:
             continue
         if not number.isdigit() or int(number) < (0 if name in ("first", "last") else 1):
             raise ConfigError(
-                f"{word!r} in {text!r}: write NAME=NUMBER, for example tp=8,pp=4; names are "
+                f"{word!r} in {text!r}: expected NAME=NUMBER, for example tp=8,pp=4; valid names: "
                 f"{', '.join(SHORT)}, ranks"
             )
         values[SHORT.get(name, name)] = int(number)
@@ -97,10 +97,10 @@ def parse_shape(text: str) -> dict[str, Any]:
 
 
 def build(kind: type, text: str) -> Any:
-    """Parse a ParallelShape or EngineShape.
+    """Parse `text` as a ParallelShape or EngineShape.
 
     Raises:
-        ConfigError: this side has no such name, or the number of ranks is missing.
+        ConfigError: a name is not valid on this side, or the number of ranks is missing.
     """
     values = parse_shape(text)
     known = {field.name for field in fields(kind)}
@@ -111,9 +111,9 @@ def build(kind: type, text: str) -> Any:
             | (known & {"ranks", "count", "dense"})
         )
         problem = (
-            f"{unknown[0]!r} is no size of this side" if unknown else "ranks=NUMBER is missing"
+            f"{unknown[0]!r} is not a size of this side" if unknown else "ranks=NUMBER is missing"
         )
-        raise ConfigError(f"{text!r}: {problem}; there are {', '.join(names)}")
+        raise ConfigError(f"{text!r}: {problem}; valid names: {', '.join(names)}")
     return kind(**values)
 
 
@@ -130,18 +130,18 @@ def dry_run(
 
     Args:
         dtype: dtype of the trainer's weights.
-        engine_dtype: dtype of the engines' weights, if different. FP8 is block-wise, according to
-            the config's `quantization_config` or in blocks of 128 x 128, and leaves other tensors
-            in `dtype`.
+        engine_dtype: dtype of the engines' weights, if different. FP8 is block-wise, as specified
+            in the config's `quantization_config` or in blocks of 128 x 128. Other tensors stay in
+            `dtype`.
 
     Raises:
         ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit. The message
-            says what to change.
+            includes the remedy.
     """
     decoder = family_of(config)
     if not isinstance(decoder, Decoder):
         raise ConfigError(
-            f"no engine layout is written for model_type {config.get('model_type')!r}"
+            f"model_type {config.get('model_type')!r} is not supported: it has no engine layout"
         )
     times = [time.perf_counter()]
     quantisation = BlockQuantisation.of(config) if engine_dtype == FP8 else None
@@ -177,7 +177,7 @@ def table(run: DryRun) -> str:
             ),
         ),
         ("slices", f"{f['slices']:,} in {f['buckets']} buckets, {f['messages']:,} messages"),
-        ("bytes on the wire", f"{f['wire_bytes'] / gb:,.2f} GB, each needed byte once"),
+        ("bytes on the wire", f"{f['wire_bytes'] / gb:,.2f} GB, each byte sent once"),
         ("casts", ", ".join(f"{a} to {b}" for a, b in f["conversions"]) or "none"),
         (
             "bytes per sender link",
@@ -194,18 +194,18 @@ def table(run: DryRun) -> str:
         (
             "peak staging",
             (
-                f"{f['sender_staging_bytes'] / 2**20:,.0f} MiB a sender, "
-                f"{f['receiver_staging_bytes'] / 2**20:,.0f} MiB a receiver"
+                f"{f['sender_staging_bytes'] / 2**20:,.0f} MiB per sender, "
+                f"{f['receiver_staging_bytes'] / 2**20:,.0f} MiB per receiver"
             ),
         ),
         (
             "predicted time",
             (
-                f"{f['seconds']:,.3f} s, {100 * f['wire_share']:.1f}% of the wire's bound "
+                f"{f['seconds']:,.3f} s, {100 * f['wire_share']:.1f}% of the wire bound "
                 f"({f['wire_bound_s']:,.3f} s)"
             ),
         ),
-        ("to copy a staged shard into place", f"{f['commit_s']:,.3f} s"),
+        ("time to copy a staged shard into place", f"{f['commit_s']:,.3f} s"),
         ("proof", f"every engine element written once; {len(f['unused'])} tensors unused"),
         ("plan", f"{f['plan_hash'][:16]}, made in {f['plan_s']:.1f} s"),
     ]
@@ -214,7 +214,8 @@ def table(run: DryRun) -> str:
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """Load the HF config of a published model, of a folder with a config.json, or from a file.
+    """Load an HF config, given the name of a published model, a folder with a config.json, or a
+    file.
 
     Raises:
         ModelError: `model` is neither a known name nor a file.

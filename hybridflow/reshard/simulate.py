@@ -1,10 +1,10 @@
-"""Simulates a plan on modelled links: how long it takes, and why.
+"""Simulates a plan on modelled links, to predict its duration and the bottleneck.
 
 Every rank has one full-duplex link with a given bandwidth. A sender sends its messages one after
 another in the plan's order, each as soon as its receiver has a free buffer. A receiver has two
-bucket buffers, which are freed once scattered. A bucket is complete when its last message has
-arrived, but no earlier than the receiver's link can carry the whole bucket. The switch is assumed
-to be non-blocking.
+bucket buffers; each is freed once its contents have been scattered. A bucket is complete when its
+last message has arrived, but no earlier than the receiver's link can carry the whole bucket. The
+switch is assumed to be non-blocking.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hybridflow.reshard.slices import SlicePlan
 
 @dataclass(frozen=True)
 class Fabric:
-    """Hardware speeds: link Gb/s per direction, microseconds per message, memory GB/s (a copy reads
-    and writes)."""
+    """Hardware speeds: link Gb/s per direction, latency per message in microseconds, and memory
+    GB/s (a copy counts reads and writes)."""
 
     link_gbps: float = 400.0
     message_us: float = 20.0
@@ -31,7 +31,7 @@ class Fabric:
 
     def __post_init__(self) -> None:
         if min(self.link_gbps, self.memory_gbs) <= 0 or self.message_us < 0:
-            raise WeightSyncError(f"speeds of links and memory must be positive: {self}")
+            raise WeightSyncError(f"link and memory speeds must be positive, got {self}")
 
     @property
     def link_bytes(self) -> float:
@@ -53,7 +53,7 @@ class Simulation:
 
     @property
     def wire_share(self) -> float:
-        """Fraction of the wire's bound that is reached, 0 to 1."""
+        """Achieved fraction of the wire bound, 0 to 1."""
         return self.wire_bound_s / self.seconds if self.seconds else 1.0
 
     def figures(self) -> dict[str, float]:
@@ -86,8 +86,8 @@ def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
     """
     step, sender, receiver, nbytes = _messages(plan)
     loads = link_loads(plan)
-    finish = np.zeros(plan.target.num_ranks)  # when the last bucket's bytes arrived
-    free = np.zeros((2, plan.target.num_ranks))  # when each of the two buffers becomes free
+    finish = np.zeros(plan.target.num_ranks)  # arrival time of the last bucket's bytes
+    free = np.zeros((2, plan.target.num_ranks))  # time at which each of the two buffers is free
     sender_free = np.zeros(plan.source.num_ranks)
     bounds = np.flatnonzero(np.diff(step, prepend=-1, append=-2))
     for turn, (low, high) in enumerate(pairwise(bounds.tolist())):
@@ -112,7 +112,7 @@ def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
 def _send(
     sender: np.ndarray, sender_free: np.ndarray, ready: np.ndarray, duration: np.ndarray
 ) -> np.ndarray:
-    """Return the time at which each message has left, and update `sender_free`.
+    """Return the time at which each message has been sent, and update `sender_free`.
 
     A sender's messages (adjacent rows) leave one after another.
     """
@@ -135,8 +135,8 @@ def _messages(plan: SlicePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     receiver)."""
     table = plan.deliveries
     sends = plan.sends
-    # Slices from one rank to the same receivers in one bucket form one message. They are summed
-    # before being expanded to the receivers, of which there may be thousands.
+    # Slices from one rank to the same receivers in one bucket form one message. Sum them before
+    # expanding to the receivers, because there may be thousands of receivers.
     delivery = sends.delivery
     columns = (
         sends.source,

@@ -1,10 +1,9 @@
-"""The slice plan: for every rectangle that an engine needs, the trainer rank that sends it and the
-order of delivery.
+"""The slice plan: the sender and delivery order of every rectangle that an engine needs.
 
 The plan intersects the pieces of both sides, so that each element an engine rank needs is delivered
-to it exactly once. Ranks that hold the same region (data-parallel replicas) share the sending,
-which minimises the load of the busiest link. A slice that several engine ranks need is one row with
-several receivers (multicast).
+to it exactly once. Ranks that hold the same region (data-parallel replicas) share the sending, so
+that the busiest link carries as little as possible. A slice needed by several engine ranks is one
+row with several receivers (multicast).
 
 The plan is plain data: integer columns, a hash, JSON. This module does not depend on Megatron,
 SGLang or processes.
@@ -119,7 +118,7 @@ class SlicePlan:
         }
 
     def digest(self) -> str:
-        """Return the sha256 of all columns. It is platform-independent; both ends compare it before
+        """Return the sha256 of all columns. It is platform-independent. Both ends compare it before
         a transfer."""
         digest = hashlib.sha256(
             json.dumps([VERSION, self.bucket_bytes, self.catalog.names, self.conversions]).encode()
@@ -166,7 +165,8 @@ def buffer_item_bytes(layout: Layout, table: Mapping[str, Array]) -> Array:
     )
     if unknown:
         raise WeightSyncError(
-            f"no conversion to {', '.join(unknown)} is known; known dtypes: {', '.join(ITEM_BYTES)}"
+            f"dtype {', '.join(unknown)} is not supported; supported dtypes: "
+            f"{', '.join(ITEM_BYTES)}"
         )
     counts = [len(rank.names) for rank in layout.classes]
     sizes = np.array(

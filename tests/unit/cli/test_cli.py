@@ -347,7 +347,7 @@ def test_report_of_a_folder_that_is_no_run(
         ),
         (
             ["--model", "kimi-k2", "--trainer", "ranks=8,tp=x", "--engines", "tp=8"],
-            "write NAME=NUMBER",
+            "expected NAME=NUMBER",
         ),
         (["--model", "kimi-k3", "--trainer", "ranks=8", "--engines", "tp=8"], "kimi-k3"),
     ],

@@ -135,7 +135,7 @@ def test_the_trace_becomes_a_provable_side_of_a_plan(traced: TracedLayout) -> No
     with pytest.raises(
         WeightSyncError,
         match=(
-            r"cannot be proven: an engine takes only a part of embed\.weight; .* part of "
+            r"could not prove the slice plan: an engine uses only part of embed\.weight; .* part of "
             r"q\.weight; "
         ),
     ) as caught:

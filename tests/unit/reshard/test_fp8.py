@@ -410,7 +410,7 @@ def test_an_engine_in_fp8_must_take_the_scales() -> None:
     source = megatron_layout(decoder, ParallelShape(1).coordinates(), "float32", plan.catalog)
     with pytest.raises(
         WeightSyncError,
-        match=r"no part of model\.layers\.2\.mlp\.down_proj\.weight_scale_inv is taken",
+        match=r"some engine does not use model\.layers\.2\.mlp\.down_proj\.weight_scale_inv",
     ):
         prove(make_plan(plan.catalog, source, Layout((poorer,), ONE, ONE), 1 << 20))
 
@@ -453,7 +453,7 @@ def test_a_sender_without_the_blocks_is_found(what: str) -> None:
         changed = dataclasses.replace(
             plan, source=dataclasses.replace(plan.source, classes=classes)
         )
-        message = r"does not hold the weights of its part of .*down_proj\.weight_scale_inv"
+        message = r"does not hold the weights for its part of .*down_proj\.weight_scale_inv"
     with pytest.raises(WeightSyncError, match=message):
         prove(changed)
 

@@ -92,13 +92,13 @@ def test_command_prints_json_and_writes_the_plan(
     ("change", "message"),
     [
         (["--model", "gpt-5"], "no sizes of a model 'gpt-5'"),
-        (["--trainer", "tp=2"], "ranks=NUMBER is missing; there are cp, ep"),
-        (["--trainer", "ranks=4,dpa=2"], "'data_attention' is no size of this side"),
-        (["--engines", "tp=two"], "'tp=two' in 'tp=two': write NAME=NUMBER"),
+        (["--trainer", "tp=2"], "ranks=NUMBER is missing; valid names: cp, ep"),
+        (["--trainer", "ranks=4,dpa=2"], "'data_attention' is not a size of this side"),
+        (["--engines", "tp=two"], "'tp=two' in 'tp=two': expected NAME=NUMBER"),
         (["--engines", "tp=3"], "does not divide; choose another engine shape"),
         (["--engines", "0xtp=8"], "must be 1 or more"),
         (["--link-gbps", "0"], "must be positive"),
-        (["--staging-mib", "0"], "set the staging bytes to 32768 or more"),
+        (["--staging-mib", "0"], "set the staging bytes to at least 32768"),
         (["--trainer", "ranks=6,tp=4"], "6 ranks are no multiple of 4"),
     ],
 )

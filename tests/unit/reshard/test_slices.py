@@ -310,8 +310,8 @@ def small_plan() -> SlicePlan:
         ("deliveries", "piece", "missing|beyond|overlap|inside"),
         ("deliveries", "region", "not inside|does not hold"),
         ("sends", "source", "does not hold"),
-        ("sends", "last", "does not reach"),
-        ("deliveries", "bucket", "split over buckets|more than"),
+        ("sends", "last", "is not sent exactly once"),
+        ("deliveries", "bucket", "split across buckets|more than"),
     ],
 )
 def test_a_changed_plan_is_not_proven(table: str, column: str, message: str) -> None:
@@ -357,7 +357,7 @@ def test_a_buffer_without_pieces_is_named() -> None:
 def test_unused_tensors_must_be_allowed() -> None:
     decoder = cases.decoder_of("deepseek_v3", mtp=True)
     plan = cases.plan_of(decoder, ParallelShape(2, pipeline=2), (EngineShape(),))
-    with pytest.raises(WeightSyncError, match=r"no part of model\.layers\.4\.\S+ is taken"):
+    with pytest.raises(WeightSyncError, match=r"some engine does not use model\.layers\.4\."):
         prove(plan)
     heads = [name for name in decoder.tensors() if name.startswith("model.layers.4.")]
     assert set(prove(plan, allow_unused=heads).unused) == set(heads)
@@ -367,7 +367,7 @@ def test_extra_and_missing_buffers_are_named() -> None:
     with pytest.raises(
         WeightSyncError,
         match=(
-            r"engine 1 rank 0: .*extra \['c'\], missing \['a'\], of another shape \[\('b', \(2,\), "
+            r"engine 1 rank 0: .*extra \['c'\], missing \['a'\], with another shape \[\('b', \(2,\), "
             r"\(3,\)\)\]"
         ),
     ):
@@ -388,7 +388,7 @@ def test_a_source_that_lacks_something_is_refused() -> None:
 def test_a_fused_tensor_larger_than_a_bucket_is_refused_with_the_size_needed() -> None:
     with pytest.raises(
         WeightSyncError,
-        match=r"qkv_proj\.weight takes 65536 bytes .* set the staging bytes to 131072 or more",
+        match=r"qkv_proj\.weight \(65536 bytes\) .* set the staging bytes to at least 131072",
     ):
         cases.plan_of(
             cases.decoder_of("llama"), ParallelShape(1), (EngineShape(),), staging_bytes=90_000
