@@ -1,2 +1,2 @@
-"""The dry run: memory, time and placement of a job, from its configuration alone. Imports no torch
-and starts nothing."""
+"""The dry run: predicts a job's memory, time and placement from its configuration alone. It does
+not import torch or start any process."""

@@ -1,4 +1,4 @@
-"""How the planner agrees with published runs: every point, good and bad."""
+"""Comparison of the planner's predictions with published runs, good and bad."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridflow.planning.table import markdown
 from hybridflow.planning.training import Training
 from hybridflow.reshard.engine_layouts import EngineShape
 
-# what issue and documents ask for: largest error of each kind of quantity
+# largest accepted relative error per kind of quantity
 STATIC = "weights and optimizer"
 MEMORY = "memory"
 TIME = "time"
@@ -26,7 +26,7 @@ BOUNDS = {STATIC: 0.15, MEMORY: 0.25, TIME: 0.30}
 
 @dataclass(frozen=True)
 class Row:
-    """One published figure beside the planner's."""
+    """A published figure and the planner's prediction of it."""
 
     run: str
     quantity: str
@@ -38,17 +38,17 @@ class Row:
 
     @property
     def error(self) -> float:
-        """How far the planner is above (+) or below (-) the published figure."""
+        """Relative error of the prediction; positive if it is too high."""
         return self.planned / self.published - 1
 
     @property
     def is_within(self) -> bool:
-        """Whether the error is within the bound of its kind."""
+        """True if the error is within the bound for its kind."""
         return abs(self.error) <= BOUNDS[self.kind]
 
 
 def rows() -> list[Row]:
-    """Every point."""
+    """Return a row for every published figure."""
     found: list[Row] = []
     for point in POINTS:
         found.extend(_training_rows(point))
@@ -69,7 +69,7 @@ def _training_rows(point: Point) -> Iterator[Row]:
     count = max(point.sequences // (training.cut.data * point.micro), 1)
     stage = stages[0]
     most = max(training.static(s) + training.activations(s, tokens, count) for s in stages)
-    # the anatomy counts every layer once, as if no micro-batch were in flight beside another
+    # the published anatomy counts every layer once, as with a single micro-batch in flight
     kept = sum(
         n * training.layer_activations(layer, tokens)
         for layers in training.layers
@@ -103,7 +103,7 @@ def _rl_rows(point: RlPoint) -> Iterator[Row]:
 
 
 def rl_plan(point: RlPoint) -> Plan:
-    """The plan of a published reinforcement-learning step."""
+    """Plan a published reinforcement-learning step."""
     decoder = decoder_of(published(point.model))
     device = DEVICES[point.device]
     training = Training(decoder, point.cut, device, practice=point.practice)
@@ -137,7 +137,7 @@ def rl_plan(point: RlPoint) -> Plan:
 
 
 def table() -> str:
-    """The points as Markdown, with a line of how many are within their bound."""
+    """Format all rows as a Markdown table, followed by the number within bounds per kind."""
     found = rows()
     head = ("run", "quantity", "published", "planned", "error", "source")
     cells = []

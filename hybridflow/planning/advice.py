@@ -1,4 +1,4 @@
-"""The nearest change of a configuration under which a job fits its devices."""
+"""Search for the smallest configuration change that makes a job fit its devices."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Change = Mapping[str, Any]
 
 
 def refused(config: RunConfig) -> list[str]:
-    """Why a run of this configuration would be refused before it starts, whatever files are
-    there."""
+    """Return the reasons for which a run of this configuration would be rejected at startup,
+    without looking at data or model files."""
     return check.problems(config, files=False) or list(dict.fromkeys(model_problems(config)))
 
 
 def with_values(config: Any, change: Change) -> Any:
-    """A copy of a configuration with other values, by dotted key."""
+    """Return a copy of a configuration with the values of `change`, {dotted key: value}."""
     for key, value in change.items():
         first, _, rest = key.partition(".")
         config = replace(
@@ -37,8 +37,8 @@ def with_values(config: Any, change: Change) -> Any:
 def nearest_change(
     config: RunConfig, machines: Machines, assumed: Assumed, hf: Any = None
 ) -> Change | None:
-    """The first of single changes, then of pairs, that is legal and fits; None where none of them
-    helps."""
+    """Return the first change that is legal and makes the job fit, or None. Single changes are
+    tried first, then pairs."""
     single = list(_changes(config))
     pairs = (
         {**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys()
@@ -61,8 +61,8 @@ def _fits(config: RunConfig, machines: Machines, assumed: Assumed, hf: Any) -> b
 
 
 def _changes(config: RunConfig) -> Iterator[Change]:
-    """Cheap ones first: they cost seconds of a step, the later ones another layout or more
-    devices."""
+    """Yield candidate changes, cheapest first. The first ones cost step time, the later ones change
+    the layout or add devices."""
     actor = config.actor
     rollout = config.rollout
     sections = ["actor", *(["critic"] if derived.has_critic(config) else [])]

@@ -1,10 +1,9 @@
-"""HybridFlow's auto-mapping (arXiv 2409.19256, section 6): which models share devices, how many
-devices each pool gets, and in which layout each model runs, so that a step is shortest.
+"""HybridFlow's auto-mapping (arXiv 2409.19256, section 6): chooses which models share devices, the
+number of devices per pool and each model's layout, to minimise the step time.
 
-Every set partition of the models into pools is tried, with every allocation of devices to the pools
-and every choice of layouts that fits into their memory together. The search is exact: options that
-are no better in anything than another are left out, and so are branches that are slower than the
-best step so far.
+The search tries every set partition of the models into pools, every allocation of devices to the
+pools, and every choice of layouts that fit in memory together. It is exact: it only prunes options
+that are dominated by another and branches that are slower than the best step so far.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from hybridflow.planning.schedule import Seconds, step_seconds
 
 @dataclass(frozen=True)
 class Option:
-    """A way to run a model on so many devices.
+    """A way to run a model on a given number of devices.
 
     Attributes:
-        held: bytes of a device that stay taken all the time. working: bytes more while the model
-            computes.
-        seconds: of each stage of a step, as in `schedule`; 0 where the model has nothing to do.
-        layout: what the caller knows it by.
+        held: bytes per device that are allocated all the time.
+        working: additional bytes per device while the model computes.
+        seconds: time in each stage of a step, as in `schedule`; 0 if the model is idle.
+        layout: the caller's description of the layout, returned unchanged.
     """
 
     devices: int
@@ -39,25 +38,25 @@ class Option:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A mapping: pools of (model, option), the devices of each pool, and the seconds of a step."""
+    """A mapping: pools of (model, option), the number of devices per pool, and seconds per step."""
 
     pools: tuple[tuple[tuple[str, Option], ...], ...]
     devices: tuple[int, ...]
     seconds: float
 
 
-# what the options of a model are on at most so many devices; sizes are asked for in `Problem.sizes`
+# (model, number of devices) -> options that use at most these devices; called for `Problem.sizes`
 Options = Callable[[str, int], Sequence[Option]]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is searched.
+    """Inputs of the search.
 
     Attributes:
-        sizes: numbers of devices that a pool may have, in order.
-        memory: bytes of a device.
-        overlaps: whether generation runs beside training, where no device is in both.
+        sizes: allowed numbers of devices per pool, ascending.
+        memory: bytes per device.
+        overlaps: True if generation and training on disjoint devices run at the same time.
     """
 
     models: tuple[str, ...]
@@ -69,7 +68,7 @@ class Problem:
 
 
 def partitions(models: Sequence[str]) -> Iterator[list[list[str]]]:
-    """All ways to divide the models into sets."""
+    """Yield all set partitions of the models."""
     if not models:
         yield []
         return
@@ -84,10 +83,10 @@ def partitions(models: Sequence[str]) -> Iterator[list[list[str]]]:
 def search(
     problem: Problem, placements: Iterable[Sequence[Sequence[str]]] | None = None
 ) -> Mapped | None:
-    """The shortest step; None where nothing fits.
+    """Return the mapping with the shortest step, or None if nothing fits.
 
     Args:
-        placements: set partitions of the models to choose from; None: all there are.
+        placements: set partitions of the models to try; None for all of them.
     """
     best: Mapped | None = None
     known: dict[
@@ -106,8 +105,8 @@ def search(
 def _choices(
     problem: Problem, pool: Sequence[str], size: int
 ) -> list[tuple[Seconds, tuple[tuple[str, Option], ...]]]:
-    """Choices of layouts for the models of a pool that fit together, without those that are slower
-    in every stage."""
+    """Return the combinations of layouts for a pool's models that fit in memory together, without
+    those slower in every stage."""
     found: list[tuple[float, float, Seconds, tuple[tuple[str, Option], ...]]] = [
         (0.0, 0.0, (0.0,) * 4, ())
     ]
@@ -134,8 +133,8 @@ def _added(one: Seconds, other: Seconds) -> Seconds:
 
 
 def _undominated(found: list[Any], key: Callable[[Any], tuple[float, ...]]) -> list[Any]:
-    """The elements that no other equals or betters in every entry of its key, in the order of their
-    keys."""
+    """Return the Pareto-optimal elements (smallest keys), sorted by key. Of equal keys, one is
+    kept."""
     if not found:
         return []
     ordered = sorted(((key(one), one) for one in found), key=lambda pair: pair[0])
@@ -156,8 +155,8 @@ def _allocate(
     ],
     best: Mapped | None,
 ) -> Mapped | None:
-    """Every allocation of devices to these pools, depth first, cut where the pools so far are too
-    slow already."""
+    """Search all allocations of devices to these pools, depth first. Prunes a branch once its pools
+    are slower than `best`."""
     least = []
     for names in pools:
         possible = [size for size in problem.sizes if known[names, size]]
@@ -172,13 +171,13 @@ def _allocate(
         if chosen:
             bound = step_seconds([seconds for _, seconds, _ in chosen], problem.overlaps)
             if best is not None and bound >= best.seconds:
-                return best  # further pools only add to it
+                return best  # further pools can only make it slower
             if number == len(pools):
                 sizes = tuple(size for size, _, _ in chosen)
                 taken = tuple(pool for _, _, pool in chosen)
                 return Mapped(taken, sizes, bound)
         spare = left - sum(least[number + 1 :])
-        # large pools first: a short step is found early
+        # large pools first, to find a short step early
         for size in reversed([size for size in problem.sizes if size <= spare]):
             for seconds, pool in known[pools[number], size]:
                 best = visit(number + 1, left - size, [*chosen, (size, seconds, pool)], best)

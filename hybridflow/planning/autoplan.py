@@ -1,5 +1,5 @@
-"""Auto-mapping of a configuration: the options of its models from the planner, the best mapping as
-settings."""
+"""Auto-mapping of a configuration: generates its models' options with the planner, and converts the
+best mapping to settings."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from hybridflow.planning.sizes import layer_shapes
 from hybridflow.planning.training import Cut, Training
 from hybridflow.reshard.engine_layouts import EngineShape
 
-# by which a search counts more than the memory of training roles
+# factors on the memory of training roles, tried in order until the whole plan fits
 _MARGINS = (1.0, 1.1, 1.25, 1.5, 2.0)
-# generations that differ by less are equally long as far as the model can tell: the published one
-# is 28% off
+# Generation times within this factor count as equal. The model's error on the published generation
+# is 28%.
 _ABOUT = 1.15
-_SEVERAL = 4  # engines of which one may end without most of a generation
+_SEVERAL = 4  # with this many engines, losing one costs only a small part of a generation
 _TENSOR = (1, 2, 4, 8)
 _PIPELINE = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 _EXPERT = (1, 2, 4, 8, 16, 32, 64, 128)
 
-# keys of a layout that a mapping chooses
+# layout keys that a mapping sets
 _LAYOUT = (
     "tensor",
     "pipeline",
@@ -45,12 +45,13 @@ _LAYOUT = (
 
 @dataclass
 class Search:
-    """The options of the models of a job on any number of devices.
+    """The options of a job's models on any number of devices.
 
     Attributes:
-        memory: bytes of a device. engine_ranks: what an engine may have.
-        divides: leave out layouts whose data-parallel ranks cannot share a mini-batch equally; the
-            trainer refuses them.
+        memory: bytes per device.
+        engine_ranks: maximum ranks per engine.
+        divides: if True, skip layouts whose data-parallel ranks cannot share a mini-batch equally,
+            because the trainer rejects them.
     """
 
     job: Job
@@ -61,8 +62,8 @@ class Search:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Devices that a pool may have: parts of a node, then whole nodes in numbers that layouts
-        can divide."""
+        """Allowed numbers of devices per pool: fractions of a node, then whole nodes in numbers
+        that layouts can divide."""
         total = self.job.machines.devices
         node = self.job.machines.devices_per_node
         parts = [size for size in (1, 2, 4) if size < node]
@@ -74,8 +75,8 @@ class Search:
         return (*parts, *(number * node for number in nodes if number))
 
     def options(self, margin: float, model: str, size: int) -> Sequence[Option]:
-        """Ways to run a model on `size` devices; `margin` times what a training role takes
-        counts."""
+        """Return the ways to run a model on `size` devices. The memory of training roles is
+        multiplied by `margin`."""
         role = self.job.role(model)
         if (model, size) not in self._known:
             found = self._engine_options(size) if role is None else self._role_options(role, size)
@@ -91,8 +92,8 @@ class Search:
         return options
 
     def _engine_options(self, size: int) -> Iterator[Option]:
-        """Engines of all numbers of ranks, but larger ones than are needed for a generation about
-        as short as any."""
+        """Yield engine options for all numbers of ranks, without engines larger than needed for a
+        generation time close to the minimum."""
         found = list(self._all_engines(size))
         shortest = min((option.seconds[0] for option in found), default=0.0)
         near = [option for option in found if option.seconds[0] <= _ABOUT * shortest]
@@ -124,7 +125,7 @@ class Search:
             seconds = engine.seconds(
                 job.samples / count, job.prompts / count, job.prompt_tokens, job.lengths
             )
-            # asleep, an engine keeps nothing
+            # a sleeping engine holds no memory
             working = engine.weights + engine.kv_bytes + engine.graphs()
             held = 0.0 if job.sleeps else working
             yield Option(
@@ -136,8 +137,8 @@ class Search:
             )
 
     def _engines_of(self, ranks: int, size: int) -> int:
-        """Engines of so many ranks on `size` devices: each lies on one node, or on whole nodes; 0
-        where none does."""
+        """Return how many engines of `ranks` ranks fit on `size` devices. An engine is within one
+        node or spans whole nodes."""
         node = self.job.machines.devices_per_node
         if ranks > node:
             return 0 if ranks % node else size // ranks
@@ -173,7 +174,8 @@ class Search:
         return self.job.samples * self.job.mean_tokens
 
     def _memory(self, role: RolePlan, training: Training, count: float) -> tuple[float, float]:
-        """(held all the time, more while it computes) on the stage with most."""
+        """Return (bytes always allocated, additional bytes while computing) on the stage with the
+        largest sum."""
         held = working = 0.0
         for stage in range(training.cut.pipeline):
             parts = {"weights": training.weights(stage)}
@@ -201,7 +203,7 @@ class EngineChoice:
 
 
 def cuts(training: Training, size: int) -> Iterator[Cut]:
-    """The legal layouts of a role on `size` devices."""
+    """Yield the legal layouts of a role on `size` devices."""
     experts = max(layer.experts for layer in layer_shapes(training.decoder))
     for tensor in _TENSOR:
         for pipeline in _PIPELINE:
@@ -227,9 +229,12 @@ def cuts(training: Training, size: int) -> Iterator[Cut]:
 
 
 def end_stages(layers: int, pipeline: int) -> tuple[int, int]:
-    """Layers of the first and of the last stage that leave the others equal numbers; 0: as many as
-    the others. The ends, which hold embedding and output layer, have as many as the others or
-    fewer."""
+    """Return the numbers of layers in the first and last stage that leave equal numbers for the
+    others; 0 means the same as the others.
+
+    The end stages never have more layers than the others, because they also hold the embedding and
+    the output layer.
+    """
     if layers % pipeline == 0:
         return 0, 0
     most = -(-layers // pipeline)
@@ -242,21 +247,22 @@ def end_stages(layers: int, pipeline: int) -> tuple[int, int]:
 def auto(
     config: RunConfig, machines: Machines, assumed: Any, hf: Any, overlaps: bool
 ) -> tuple[dict[str, Any], Mapped]:
-    """(settings of the shortest step, the mapping).
+    """Find the mapping with the shortest step. Returns (its settings, the mapping).
 
     Args:
-        overlaps: whether generation may run beside training where it has devices of its own.
+        overlaps: True if generation on separate devices may run at the same time as training.
 
     Raises:
         ConfigError: nothing fits the cluster.
     """
     job = job_of(config, machines, assumed, hf)
-    # contexts alone: what else a process holds, and other models of its pool, the whole plan counts
+    # reserve for contexts only; the whole plan counts a process's other memory and the other models
+    # of its pool
     reserve = 2 * job.constants.process_gb * 1e9 * machines.is_gpu
     models = ("rollout", *(role.name for role in job.roles))
     memory = (machines.device.memory_gb * 1e9 - reserve) / job.constants.fragmentation
-    # the search counts a pool's models by themselves; what a phase holds of the others beside, the
-    # whole plan says
+    # The search counts each model of a pool by itself. The whole plan also counts the memory that
+    # other models hold during a phase.
     most = machines.devices if derived.engines_may_span_nodes(config) else machines.devices_per_node
     found = Search(job, memory, most)
     why: tuple[str, ...] = ()
@@ -270,15 +276,15 @@ def auto(
         why = tuple(refused(chosen)) or make_plan(job_of(chosen, machines, assumed, hf)).problems
         if not why:
             return change, mapped
-    nearest = f" The nearest: {'; '.join(why)}." if why else ""
+    nearest = f" The closest mapping fails because {'; '.join(why)}." if why else ""
     raise ConfigError(
-        f"no mapping of {', '.join(models)} onto {machines.devices} {machines.name} fits; give "
-        f"more devices, offload more, or choose actor.recompute=full.{nearest}"
+        f"no mapping of {', '.join(models)} onto {machines.devices} {machines.name} fits; add "
+        f"devices, offload more, or set actor.recompute=full.{nearest}"
     )
 
 
 def settings(config: RunConfig, mapped: Mapped, machines: Machines) -> dict[str, Any]:
-    """The mapping as settings of the configuration."""
+    """Convert a mapping to settings of the configuration."""
     change: dict[str, Any] = {}
     for pool, devices in zip(mapped.pools, mapped.devices, strict=True):
         names = [name for name, _ in pool]
@@ -313,7 +319,7 @@ def settings(config: RunConfig, mapped: Mapped, machines: Machines) -> dict[str,
                     f"{name}.pool": pool_of,
                 }
                 if name == "reference" and derived.is_colocated(config, name):
-                    # in the policy's processes it followed these
+                    # in the policy's processes it used these
                     change[f"{name}.offload.weights"] = config.actor.offload.weights
     return _simplified(config, change)
 
@@ -323,7 +329,7 @@ def _layout(name: str, cut: Cut) -> dict[str, Any]:
 
 
 def _simplified(config: RunConfig, change: dict[str, Any]) -> dict[str, Any]:
-    """A role in the actor's pool and layout lives in its processes."""
+    """Colocate roles that have the actor's pool and layout in its processes."""
     for name in ("critic", "reference", "reward_model"):
         same = all(
             change.get(f"{name}.parallel.{key}") == change.get(f"actor.parallel.{key}")
@@ -339,7 +345,7 @@ def _simplified(config: RunConfig, change: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe(base: str, change: dict[str, Any]) -> str:
-    """A recipe that is `base` with these settings."""
+    """Return the YAML of a recipe that extends `base` with these settings."""
     import yaml
 
     nested: dict[str, Any] = {}
@@ -349,5 +355,5 @@ def recipe(base: str, change: dict[str, Any]) -> str:
         for section in sections:
             place = place.setdefault(section, {})
         place[last] = value
-    head = f"# {base} as `hybridflow plan --auto` maps it.\ndefaults:\n  - {base}\n  - _self_\n\n"
+    head = f"# {base} as mapped by `hybridflow plan --auto`.\ndefaults:\n  - {base}\n  - _self_\n\n"
     return head + yaml.safe_dump(nested, sort_keys=False)

@@ -1,8 +1,7 @@
-"""How long the start of a run may take: what the keys say, and what its ranks and bytes add to
-that.
+"""Start-up deadlines of a run: the configured timeouts plus an allowance for ranks and bytes.
 
-These are deadlines and not estimates: rates are those of a slow disk and of a busy cluster, so that
-a start that goes on is not ended, and one that hangs is.
+These are deadlines, not estimates. They assume a slow disk and a busy cluster, so that a slow start
+is not aborted but a hanging one is.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.models import family_of
 
-# to start a process and import its libraries from a disk that all nodes share, for each beyond a
-# node's
+# seconds per process beyond the first node's, to start it and import its libraries from a shared
+# disk
 _RANK_S = 0.5
 _NODE_RANKS = 8
-_READ_BYTES_S = 2e8  # of a node, from such a disk
-_ENGINE_RANK_S = 10.0  # to meet, and to record graphs, for each rank of an engine beyond the first
-_ENGINE_BYTES_S = 1e9  # of a rank: allocated, filled and laid out
+_READ_BYTES_S = 2e8  # bytes per second and node from such a disk
+_ENGINE_RANK_S = 10.0  # per engine rank beyond the first, for rendezvous and graph capture
+_ENGINE_BYTES_S = 1e9  # bytes per second and rank to allocate, fill and lay out weights
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class StartAllowance:
-    """Seconds beyond `cluster.start_timeout_s` and `rollout.start_timeout_s`.
+    """Seconds added to `cluster.start_timeout_s` and `rollout.start_timeout_s`.
 
     Attributes:
-        processes: for the processes of all roles together.
-        reading: for a node to read its share of the weights of all roles.
-        engine_ranks: for the ranks of an engine.
-        engine_bytes: for a rank of an engine to make room for its weights.
+        processes: to start the processes of all roles.
+        reading: for a node to read its share of all roles' weights.
+        engine_ranks: to start an engine's ranks.
+        engine_bytes: for an engine rank to allocate and fill its weights.
     """
 
     processes: float
@@ -44,7 +43,7 @@ class StartAllowance:
 
     @classmethod
     def of(cls, config: RunConfig, hf_config: Mapping[str, Any]) -> StartAllowance:
-        """The allowance of a run whose policy has this config."""
+        """Compute the allowance of a run whose policy has this Hugging Face config."""
         tensors = family_of({"vocab_size": 1, **hf_config}).tensors()
         whole = sum(map(prod, tensors.values())) * _BYTES[config.model.dtype]
         roles = derived.roles_in_use(config)
@@ -66,7 +65,7 @@ class StartAllowance:
         )
 
     def applied(self, config: RunConfig) -> RunConfig:
-        """The configuration with the deadlines that count."""
+        """Return the configuration with the effective deadlines."""
         cluster = config.cluster
         rollout = config.rollout
         ranks = cluster.start_timeout_s + self.processes + self.reading
@@ -78,15 +77,15 @@ class StartAllowance:
         )
 
     def describe(self, config: RunConfig) -> str:
-        """How long the start may take, as lines of `--explain`."""
+        """Format the start-up deadlines for `--explain`."""
         applied = self.applied(config)
         return "\n".join(
             (
-                "Deadlines of the start",
+                "Start-up deadlines",
                 (
                     f"  ranks   = cluster.start_timeout_s {config.cluster.start_timeout_s:g} + "
-                    f"{self.processes:.0f} s for processes + {self.reading:.0f} s for a node to "
-                    f"read its weights at {_READ_BYTES_S / 1e9:g} GB/s = "
+                    f"{self.processes:.0f} s for processes + {self.reading:.0f} s per node to "
+                    f"read weights at {_READ_BYTES_S / 1e9:g} GB/s = "
                     f"{applied.cluster.start_timeout_s:.0f} s"
                 ),
                 (
@@ -99,5 +98,5 @@ class StartAllowance:
 
 
 def _shares(config: RunConfig, role: str) -> bool:
-    """Whether a role lives in the processes of the policy."""
+    """Return True if a role runs in the policy's processes."""
     return role != "actor" and derived.is_colocated(config, role)

@@ -1,9 +1,9 @@
-"""Figures of devices and of the clusters they stand in. Speeds are of one device, dense, without
+"""Specifications of devices and clusters. Speeds are per device, for dense operations without
 sparsity.
 
 Sources: compute and memory from the accelerator tables of stas00/ml-engineering and the vendors'
-data sheets, links from MLPerf system descriptions (400 Gb/s a GPU; NVLink in one direction is half
-of the printed figure). `memory_gb` is what torch reports as the total, 10^9 bytes.
+data sheets, links from MLPerf system descriptions (400 Gb/s per GPU; NVLink in one direction is
+half of the printed figure). `memory_gb` is the total that torch reports, in 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device.
+    """A type of device.
 
     Attributes:
-        tflops, fp8_tflops: peak in bfloat16 (cpu: float32) and fp8; fp8 0: there is none.
-        memory_gb, memory_gbs: size and bandwidth of its memory.
-        domain, domain_gbs: devices that a fast link joins, and its bandwidth a device in one
-            direction.
-        network_gbs: bandwidth between such groups, a device, in one direction.
-        host_gbs: bandwidth to the host's memory, one direction.
-        devices_per_node: as usually built.
+        tflops, fp8_tflops: peak in bfloat16 (cpu: float32) and in fp8; 0 if fp8 is not supported.
+        memory_gb, memory_gbs: memory size and bandwidth.
+        domain, domain_gbs: number of devices connected by a fast link, and its bandwidth per
+            device in one direction.
+        network_gbs: bandwidth between such domains per device, in one direction.
+        host_gbs: bandwidth to host memory, in one direction.
+        devices_per_node: usual number of devices per node.
     """
 
     tflops: float
@@ -42,7 +42,7 @@ class Device:
     devices_per_node: int = 8
 
     def peak(self, fp8: bool) -> float:
-        """Operations a second."""
+        """Return the peak in operations per second."""
         return (self.fp8_tflops if fp8 and self.fp8_tflops else self.tflops) * 1e12
 
 
@@ -57,7 +57,7 @@ DEVICES: Mapping[str, Device] = {
         2450, 191, 8000, 5000, domain=72, domain_gbs=900, host_gbs=200, devices_per_node=4
     ),
     "MI300X": Device(1307, 206, 5300, 2615, domain_gbs=448),  # AMD's data sheet: 7 links of 64 GB/s
-    # a process with one core of a present server; links are its loopback
+    # a process with one core of a current server; its links are the loopback interface
     "cpu": Device(
         0.1, 8, 10, domain=1, domain_gbs=2, network_gbs=1, host_gbs=2, devices_per_node=4
     ),
@@ -66,30 +66,30 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclass(frozen=True)
 class Machines:
-    """Equal nodes of one kind of device."""
+    """Identical nodes with one type of device."""
 
     name: str
     device: Device
     nodes: int
     devices_per_node: int
-    host_memory_gb: float = 2000.0  # of a node
+    host_memory_gb: float = 2000.0  # per node
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.nodes * self.devices_per_node
 
     @property
     def is_gpu(self) -> bool:
-        """Whether processes have contexts on the devices."""
+        """True if processes have contexts on the devices."""
         return self.device.domain > 1
 
 
 def known_device(name: str, own: Mapping[str, Device] | None = None) -> Device:
-    """The device of this name, whatever its case.
+    """Look up a device by name, ignoring case.
 
     Raises:
-        ConfigError: there is none; names those there are.
+        ConfigError: no such device. The message lists the known ones.
     """
     known = {**DEVICES, **(own or {})}
     by_name = {key.lower(): device for key, device in known.items()}
@@ -98,19 +98,19 @@ def known_device(name: str, own: Mapping[str, Device] | None = None) -> Device:
     near = difflib.get_close_matches(name.lower(), by_name, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(
-        f"no device is called {name!r}{hint} Known: {', '.join(known)}; a cluster file can "
-        "describe others under devices"
+        f"device {name!r} not found{hint} Known: {', '.join(known)}; define others under devices "
+        "in a cluster file"
     )
 
 
 def read_cluster(
     file: Path | None, nodes: int, devices_per_node: int, device: str = "H100"
 ) -> Machines:
-    """The cluster of a YAML file, or without one `nodes` of `device`, as the recipe has them.
+    """Read the cluster from a YAML file, or without a file build one from the recipe's `nodes` and
+    `device`.
 
     Raises:
-        ConfigError: the file cannot be read, has a key that is not known or a number that is
-            impossible.
+        ConfigError: the file cannot be read, or has an unknown key or an invalid number.
     """
     if file is None:
         return Machines(device, known_device(device), nodes, devices_per_node)
@@ -140,11 +140,13 @@ def read_cluster(
 
 def _device(file: Path, name: str, entry: Any) -> Device:
     if not isinstance(entry, dict):
-        raise ConfigError(f"{file}: devices.{name} must give tflops, memory_gb, memory_gbs, ...")
+        raise ConfigError(
+            f"{file}: devices.{name} must be a mapping with tflops, memory_gb, memory_gbs, ..."
+        )
     _refuse_unknown(file, entry, tuple(field.name for field in fields(Device)), f"devices.{name}.")
     missing = [key for key in ("tflops", "memory_gb", "memory_gbs") if key not in entry]
     if missing:
-        raise ConfigError(f"{file}: devices.{name} lacks {', '.join(missing)}")
+        raise ConfigError(f"{file}: devices.{name} is missing {', '.join(missing)}")
     whole = ("domain", "devices_per_node")
     return Device(
         **{
@@ -178,7 +180,7 @@ def _number(
 def _mapping(file: Path, values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = values.get(key) or {}
     if not isinstance(found, dict):
-        raise ConfigError(f"{file}: {key} must be a mapping from names to figures")
+        raise ConfigError(f"{file}: {key} must be a mapping from names to values")
     return found
 
 
@@ -189,9 +191,7 @@ def _refuse_unknown(
         if key not in allowed:
             near = difflib.get_close_matches(str(key), allowed, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(
-                f"{file}: there is no key {prefix}{key}{hint} Keys: {', '.join(allowed)}"
-            )
+            raise ConfigError(f"{file}: unknown key {prefix}{key}{hint} Keys: {', '.join(allowed)}")
 
 
 def _yaml(file: Path) -> dict[str, Any]:
@@ -200,11 +200,13 @@ def _yaml(file: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--cluster {file}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"--cluster {file}: could not read it: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--cluster {file}: not valid YAML: {str(error).splitlines()[0]}"
         ) from error
     if not isinstance(values, dict):
-        raise ConfigError(f"--cluster {file}: must give device, nodes and devices_per_node")
+        raise ConfigError(
+            f"--cluster {file}: expected a mapping with device, nodes and devices_per_node"
+        )
     return values

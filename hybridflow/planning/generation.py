@@ -1,5 +1,5 @@
-"""An engine's memory, and how long it takes to answer: prefill and decoding as a roofline over a
-long-tailed distribution of lengths."""
+"""Model of an engine's memory and generation time: a roofline for prefill and decoding over a
+long-tailed distribution of response lengths."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from hybridflow.planning.devices import Device
 from hybridflow.planning.sizes import LayerShape, Numbers, layer_shapes
 from hybridflow.reshard.engine_layouts import EngineRank, EngineShape
 
-SPREAD = 1.0  # standard deviation of the logarithm of response lengths: p99 is ten times the median
+SPREAD = 1.0  # standard deviation of log response length; p99 is ten times the median
 _QUANTILES = 128
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal lengths of responses in tokens, cut at `longest`, with this mean after the cut."""
+    """Log-normal response lengths in tokens, truncated at `longest`. `mean` is the mean after
+    truncation."""
 
     mean: float
     longest: int
 
     @cached_property
     def quantiles(self) -> tuple[float, ...]:
-        """Lengths at the middle of equal shares of the responses, in order."""
+        """Length at the midpoint of each of `_QUANTILES` equal shares of the responses,
+        ascending."""
         normal = NormalDist()
         shape = []
         for i in range(_QUANTILES):
             shape.append(math.exp(SPREAD * normal.inv_cdf((i + 0.5) / _QUANTILES)))
         low = 1e-6 * self.longest
         high = 1e3 * self.longest
-        for _ in range(60):  # the median whose cut distribution has the mean
+        for _ in range(60):  # bisect for the median that gives the mean after truncation
             middle = math.sqrt(low * high)
             mean = sum(min(middle * one, self.longest) for one in shape) / _QUANTILES
             low, high = (middle, high) if mean < self.mean else (low, middle)
@@ -47,18 +49,20 @@ class Lengths:
 
     @property
     def weighted(self) -> float:
-        """The mean length of the response that a token is in."""
+        """Token-weighted mean response length."""
         return sum(one * one for one in self.quantiles) / sum(self.quantiles)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Equal engines.
+    """An engine; all engines of a job are identical.
 
     Attributes:
-        item: bytes of a weight. kv_item: of a number in the KV cache.
-        running: requests that an engine answers at once, at most. kv_tokens: size of its KV cache,
-            at most.
+        item: bytes per weight.
+        kv_item: bytes per element of the KV cache.
+        running: maximum number of concurrent requests.
+        kv_tokens: maximum size of the KV cache in tokens.
+        memory_fraction: fraction of device memory for weights and KV cache.
     """
 
     decoder: Decoder
@@ -73,7 +77,7 @@ class Engine:
 
     @cached_property
     def ranks(self) -> int:
-        """Devices of one engine."""
+        """Number of devices per engine."""
         return self.shape.tensor * self.shape.pipeline
 
     @cached_property
@@ -82,7 +86,7 @@ class Engine:
 
     @cached_property
     def numbers(self) -> Numbers:
-        """Weights of the rank with most, from the layout that a weight sync fills."""
+        """Number of weights on the largest rank, from the layout that a weight sync fills."""
         most = Numbers()
         share = self.decoder.num_layers // self.shape.pipeline
         for stage in {0, self.shape.pipeline - 1}:
@@ -99,12 +103,12 @@ class Engine:
 
     @cached_property
     def weights(self) -> float:
-        """Bytes of weights on a rank."""
+        """Bytes of weights on the largest rank."""
         return self.numbers.total * self.item
 
     @cached_property
     def kv_token(self) -> float:
-        """Bytes of a token in a rank's KV cache."""
+        """Bytes per token in a rank's KV cache."""
         attention = self.shape.tensor // self.shape.data_attention
         latent = isinstance(self.decoder.attention(0), LatentAttention)
         groups = 1 if latent else min(attention, self.decoder.groups)
@@ -112,22 +116,22 @@ class Engine:
 
     @cached_property
     def kv_room(self) -> float:
-        """Tokens that fit the engine's KV cache: what the memory fraction leaves, at most
-        `kv_tokens`."""
+        """Tokens that fit in the engine's KV cache, given the memory fraction and `kv_tokens`."""
         left = self.device.memory_gb * 1e9 * self.memory_fraction - self.weights
         return max(min(left / self.kv_token * self.shape.data_attention, self.kv_tokens), 0)
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of a rank's KV cache."""
+        """Size of a rank's KV cache in bytes."""
         return self.kv_room * self.kv_token / self.shape.data_attention
 
     def graphs(self) -> float:
-        """Bytes of CUDA graphs and activations beside weights and cache."""
+        """Return the bytes of CUDA graphs and activations, in addition to weights and cache."""
         return 0.02 * self.device.memory_gb * 1e9
 
     def step_seconds(self, running: float, context: float) -> float:
-        """One decoding step of so many requests with so many tokens each."""
+        """Return the seconds of a decoding step with `running` requests of `context` tokens
+        each."""
         c = self.constants
         device = self.device
         shape = self.shape
@@ -140,7 +144,7 @@ class Engine:
         flops = self._flops * running / self.ranks / (device.peak(False) * c.gemm)
         wide = shape.tensor > device.domain
         layer = c.decode_layer_s + (c.decode_hop_s if wide else 0.0)
-        # stages of a pipeline work on requests of their own; a token passes all of them
+        # pipeline stages work on different requests; a token passes through all of them
         return (
             max(read / bandwidth + cached / bandwidth, flops)
             + len(self._layers) * layer
@@ -155,8 +159,8 @@ class Engine:
     def seconds(
         self, requests: float, prompts: float, prompt_tokens: float, lengths: Lengths
     ) -> float:
-        """One engine answers so many requests to so many prompts; it ends with the longest
-        answer."""
+        """Return the seconds that one engine needs to complete `requests` responses to `prompts`
+        prompts, including the longest."""
         prefill = prompts * prompt_tokens * self._flops / self.ranks
         prefill /= self.device.peak(False) * self.constants.gemm * self.constants.prefill
         slots = max(min(self.running, self.kv_room / (prompt_tokens + lengths.mean)), 1.0)

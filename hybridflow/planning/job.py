@@ -1,5 +1,4 @@
-"""What is planned: the roles, engines and batch of a configuration on a cluster, as the planner's
-parts."""
+"""The planner's input: roles, engines and batch of a configuration on a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from hybridflow.reshard.engine_layouts import EngineShape
 
 
 def recomputed(config: RunConfig) -> frozenset[str]:
-    """What `actor.recompute` computes again, in the words of `Practice`."""
+    """Return the modules that `actor.recompute` recomputes, named as in `Practice`."""
     actor = config.actor
     return {"none": frozenset[str](), "full": frozenset({"full"})}.get(
         actor.recompute, frozenset(actor.recompute_modules)
@@ -29,8 +28,8 @@ def recomputed(config: RunConfig) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Assumed:
-    """What no configuration says: tokens of prompts and responses in the mean; None: half of the
-    longest."""
+    """Assumptions beyond the configuration: mean tokens per prompt and per response. None means
+    half of the maximum."""
 
     prompt: float | None = None
     response: float | None = None
@@ -38,12 +37,13 @@ class Assumed:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One model in training processes.
+    """A model in training processes.
 
     Attributes:
-        micro_tokens: tokens of a micro-batch, all context ranks together. updates: optimizer
-            updates a step; 0: it only computes. passes: times that the batch is trained on. scored:
-            share of the samples that a pass without gradients reads.
+        micro_tokens: tokens per micro-batch, over all context ranks.
+        updates: optimizer updates per step; 0 for a model that is not trained.
+        passes: number of times the batch is trained on.
+        scored: fraction of the samples in the pass without gradients.
     """
 
     name: str
@@ -52,9 +52,9 @@ class RolePlan:
     updates: int
     passes: int
     offload: OffloadConfig
-    is_guest: bool  # in the actor's processes
+    is_guest: bool  # runs in the actor's processes
     scored: float = 1.0
-    pool: str = "actor"  # the section whose devices it uses
+    pool: str = "actor"  # section whose devices it uses
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ class Job:
     """A step of a run.
 
     Attributes:
-        engines: how many. engine_pool: the section whose devices they use. sleeps: whether they
-            give memory up while the policy trains.
+        engines: number of engines.
+        engine_pool: section whose devices they use.
+        sleeps: True if engines release memory while the policy trains.
     """
 
     roles: tuple[RolePlan, ...]
@@ -78,14 +79,14 @@ class Job:
     machines: Machines
     staging_bytes: int
     is_staged: bool
-    # a weight sync goes from rank to rank, not through broadcasts or shared buffers
+    # a weight sync sends from rank to rank instead of using broadcasts or shared buffers
     sends_slices: bool
     save_every: int
-    placed: str | None = None  # why the cluster cannot take the processes; None: it can
+    placed: str | None = None  # why the processes cannot be placed on the cluster, or None
     constants: Constants = FITTED
 
     def role(self, name: str) -> RolePlan | None:
-        """The role of this name, if the job has it."""
+        """Return the role with this name, or None if the job does not have it."""
         return next((role for role in self.roles if role.name == name), None)
 
     @property
@@ -95,22 +96,22 @@ class Job:
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a sample."""
+        """Mean tokens per sample."""
         return self.prompt_tokens + self.lengths.mean
 
     @property
     def engine_devices(self) -> int:
-        """Devices that the engines use."""
+        """Number of devices used by the engines."""
         return self.engines * self.engine.ranks
 
     @property
     def shares(self) -> bool:
-        """Whether engines use the policy's devices, in turns with it."""
+        """True if engines and policy take turns on the same devices."""
         return self.engine_pool == "actor"
 
     @property
     def pools(self) -> dict[str, int]:
-        """Devices of each pool, by the section that has it."""
+        """Number of devices of each pool, by owning section."""
         pools = {self.engine_pool: self.engine_devices}
         for role in self.roles:
             pools[role.pool] = max(pools.get(role.pool, 0), role.training.cut.ranks)
@@ -118,27 +119,27 @@ class Job:
 
     @property
     def devices(self) -> int:
-        """Devices that the job holds."""
+        """Total number of devices of the job."""
         return sum(self.pools.values())
 
 
 def job_of(
     config: RunConfig, machines: Machines, assumed: Assumed | None = None, hf: Any = None
 ) -> Job:
-    """The job of a checked configuration.
+    """Build the job of a checked configuration.
 
     Args:
-        hf: the policy's config where the configuration leaves it open (the vocabulary of a
-            tokenizer).
+        hf: the policy's Hugging Face config, for configurations that leave it open (a vocabulary
+            size taken from the tokenizer).
 
     Raises:
-        ConfigError, ModelError: the model's folder or sizes lack something.
+        ConfigError, ModelError: the model's folder or sizes are incomplete.
     """
     given = assumed or Assumed()
     sizes = dict(derived.hf_config(config.model) if hf is None else hf)
     if "vocab_size" not in sizes:
         raise ConfigError(
-            "model.hf_config has no vocab_size (a run takes it from the tokenizer); give "
+            "model.hf_config.vocab_size is not set (a run takes it from the tokenizer); set "
             "model.hf_config.vocab_size=N to plan this recipe"
         )
     roles = [_role(config, machines, name, sizes) for name in derived.models_in_use(config)]
@@ -184,9 +185,9 @@ def _sends_slices(config: RunConfig, machines: Machines) -> bool:
 
 
 def _placement_problem(config: RunConfig, machines: Machines) -> str | None:
-    """Ask the function that places a run."""
+    """Return why the run cannot be placed on the cluster, or None."""
     if not machines.is_gpu:
-        return None  # a local cluster takes as many processes as are asked for
+        return None  # a local cluster has no limit on processes
     try:
         place(ClusterShape.uniform(machines.nodes, machines.devices_per_node), pools_of(config))
     except ResourceError as error:
@@ -226,7 +227,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
         micro_tokens=section.max_tokens_per_micro_batch,
         updates=derived.role_updates_per_step(config, name) if trains else 0,
         passes=section.ppo_epochs if trains else 0,
-        # a colocated reference follows the actor
+        # a colocated reference uses the actor's setting
         offload=config.actor.offload if name == "reference" and is_guest else section.offload,
         is_guest=is_guest,
         pool=derived.pool_of(config, name),
@@ -235,7 +236,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
 
 
 def cut_of(parallel: ParallelConfig, ranks: int) -> Cut:
-    """The parallel sizes of a section over so many processes."""
+    """Return a section's parallel sizes over `ranks` processes."""
     return Cut.of(
         parallel,
         ranks,

@@ -1,5 +1,5 @@
-"""A step of a job, phase by phase: what each device holds, how long it takes, what is the
-bottleneck, what fits."""
+"""The plan of a step, phase by phase: memory per device, duration, bottleneck, and whether it
+fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridflow.planning.devices import Device
 from hybridflow.planning.job import Job, RolePlan
 from hybridflow.planning.schedule import Seconds, Stage, Timed, begins, step_seconds
 
-PACKED = 0.95  # tokens of a micro-batch beside its bound
+PACKED = 0.95  # mean fill of a micro-batch relative to its token limit
 GENERATION = "generation"
 SYNC = "weight sync"
 SAVE = "checkpoint"
@@ -27,9 +27,8 @@ class Phase:
     """A phase of a step.
 
     Attributes:
-        memory: bytes on the busiest device of each thing that it holds. pool: `trainer` or
-            `engines`, whose devices these are; engines that share the trainer's devices count
-            there.
+        memory: {part: bytes} on the device with the most.
+        pool: `trainer` or `engines`, the owner of that device; `trainer` if they share devices.
         devices, stage: as in `schedule.Timed`.
     """
 
@@ -42,21 +41,21 @@ class Phase:
 
     @property
     def peak(self) -> float:
-        """Bytes in all."""
+        """Total bytes."""
         return sum(self.memory.values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the planner found."""
+    """A planned step."""
 
     job: Job
     phases: tuple[Phase, ...]
-    host_bytes: float  # of a node
+    host_bytes: float  # per node
 
     @cached_property
     def seconds(self) -> float:
-        """A step, of which phases on different devices may run at the same time."""
+        """Seconds per step. Phases on different devices may overlap."""
         took = defaultdict[tuple[str, Stage], float](float)
         for phase in self.phases:
             took[phase.devices, phase.stage] += phase.seconds
@@ -69,24 +68,24 @@ class Plan:
 
     @cached_property
     def begins(self) -> list[float]:
-        """Seconds from the begin of a step to that of each phase."""
+        """Start time of each phase, in seconds from the start of the step."""
         timed = [Timed(phase.seconds, phase.devices, phase.stage) for phase in self.phases]
         return begins(timed, self.job.engine_pool)
 
     @property
     def limit(self) -> float:
-        """Bytes of a device."""
+        """Memory per device in bytes."""
         return self.job.machines.device.memory_gb * 1e9
 
     @property
     def fits(self) -> bool:
-        """Whether memory is enough in every phase, on the host too, and the cluster has devices for
-        all."""
+        """True if device and host memory suffice in every phase and the cluster has enough
+        devices."""
         return not self.problems
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
-        """Why it does not fit, a line each."""
+        """The reasons why it does not fit, one line each."""
         found = []
         for phase in self.phases:
             if phase.peak > self.limit:
@@ -94,7 +93,7 @@ class Plan:
                     f"{name} {size / 1e9:.1f}" for name, size in _largest(phase.memory)
                 )
                 found.append(
-                    f"{phase.name} needs {phase.peak / 1e9:.1f} GB on a device of "
+                    f"{phase.name} needs {phase.peak / 1e9:.1f} GB of a device's "
                     f"{self.limit / 1e9:.0f} GB ({phase.pool}): {sizes}"
                 )
         machines = self.job.machines
@@ -104,39 +103,39 @@ class Plan:
         longest = job.prompt_tokens + job.lengths.longest
         if job.engine.kv_room < longest:
             found.append(
-                f"an engine's KV cache has room for {job.engine.kv_room:.0f} tokens beside "
-                f"{job.engine.weights / 1e9:.1f} GB of weights on a device; the longest sample has "
-                f"{longest:.0f}"
+                f"an engine's KV cache holds {job.engine.kv_room:.0f} tokens next to "
+                f"{job.engine.weights / 1e9:.1f} GB of weights per device, but the longest sample "
+                f"has {longest:.0f}"
             )
         if self.host_bytes > machines.host_memory_gb * 1e9:
             found.append(
-                f"offloaded state takes {self.host_bytes / 1e9:.0f} GB of a node's "
+                f"offloaded state needs {self.host_bytes / 1e9:.0f} GB of a node's "
                 f"{machines.host_memory_gb:.0f} GB"
             )
         return tuple(found)
 
     @property
     def peak(self) -> Phase:
-        """The phase that takes most memory."""
+        """The phase with the highest memory use."""
         return max(self.phases, key=lambda phase: phase.peak)
 
     @property
     def bottleneck(self) -> Phase:
-        """The phase that takes most time."""
+        """The longest phase."""
         return max(self.phases, key=lambda phase: phase.seconds)
 
     @property
     def device_hours(self) -> float:
-        """Device hours of a step."""
+        """Device hours per step."""
         return self.job.devices * self.seconds / 3600
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all samples, a second and device."""
+        """Sample tokens per second and device."""
         return self.job.samples * self.job.mean_tokens / self.seconds / self.job.devices
 
     def figures(self) -> dict[str, Any]:
-        """Everything as plain data; bytes and seconds."""
+        """Return all results as plain data, in bytes and seconds."""
         job = self.job
         return {
             "fits": self.fits,
@@ -177,8 +176,8 @@ def make_plan(job: Job) -> Plan:
 
 
 def resident(job: Job) -> dict[str, dict[str, float]]:
-    """Bytes of each part of each role on the rank that holds most: what `RoleMemory` of a run
-    counts."""
+    """Return {role: {part: bytes}} on each role's largest rank, comparable to `RoleMemory` in a
+    run."""
     found: dict[str, dict[str, float]] = {}
     for role in job.roles:
         training = role.training
@@ -190,7 +189,7 @@ def resident(job: Job) -> dict[str, dict[str, float]]:
                 "optimizer": training.optimizer(stage),
             }
         if role.name == "reference" and role.is_guest:
-            # a second set of the policy's weights in its processes
+            # a second set of weights in the policy's processes
             found["actor"]["reference"] = parts["weights"]
         else:
             found[role.name] = parts
@@ -200,7 +199,7 @@ def resident(job: Job) -> dict[str, dict[str, float]]:
 def _phases(job: Job) -> Iterator[Phase]:
     yield _generation(job)
     yield from _scoring(job)
-    for role in reversed(job.roles):  # the policy's update is the last on its devices
+    for role in reversed(job.roles):  # the policy is updated last on its devices
         if role.updates:
             yield _update(job, role)
     yield _sync(job)
@@ -275,27 +274,28 @@ def _sync(job: Job) -> Phase:
 
 
 def _side(job: Job) -> str:
-    """The pool whose memory a phase of the engines is shown under."""
+    """Return the pool under which the memory of the engines' phases is reported."""
     return "trainer" if job.shares else "engines"
 
 
 def sync_seconds(
     nbytes: float, device: Device, sends_slices: bool, constants: Constants = FITTED
 ) -> float:
-    """A weight sync of a model of this size: the rates were published for a network of 50 GB/s a
-    device."""
+    """Return the seconds of a weight sync of `nbytes`. The rates were published for a network of
+    50 GB/s per device."""
     rate = constants.sync_p2p_gbs if sends_slices else constants.sync_gbs
     return constants.sync_s + nbytes / (rate * min(device.network_gbs / 50, 1.0) * 1e9)
 
 
 def _other(job: Job) -> Iterator[Phase]:
-    """Moves between device and host, and checkpoints, spread over the steps between them."""
+    """Yield transfers between device and host, and checkpoints amortised over the steps between
+    them."""
     device = job.machines.device
     moved = defaultdict[str, float](float)
     state = defaultdict[str, float](float)
     for name, parts in resident(job).items():
         if (role := job.role(name)) is not None:
-            # to the host and back
+            # both directions
             moved[role.pool] += 2 * sum(
                 getattr(role.offload, part) * size
                 for part, size in parts.items()
@@ -311,8 +311,8 @@ def _other(job: Job) -> Iterator[Phase]:
 def _held(
     job: Job, pool: str, computing: RolePlan | None = None, *parts: str, stage: int | None = None
 ) -> dict[str, float]:
-    """What training processes hold on the busiest device of a pool while `computing` needs `parts`
-    of itself; what is offloaded elsewhere is not there."""
+    """Return {part: bytes} that training processes hold on a pool's fullest device while the role
+    `computing` uses its `parts`. Offloaded parts are excluded."""
     found: dict[str, float] = {}
     for role in job.roles:
         if role.pool != pool:
@@ -324,7 +324,7 @@ def _held(
             sizes |= {"gradients": training.gradients(at), "optimizer": training.optimizer(at)}
         for part, size in sizes.items():
             is_needed = role is computing and part in parts
-            # the policy's weights stay over a training phase
+            # the policy's weights stay loaded during a training phase
             stays = role is job.actor and part == "weights" and computing is not None
             if is_needed or stays or not getattr(role.offload, part):
                 found[f"{role.name} {part}"] = size * job.constants.fragmentation
@@ -340,14 +340,14 @@ def _engine_memory(job: Job, with_cache: bool) -> dict[str, float]:
 
 
 def _engine_while_training(job: Job, pool: str) -> dict[str, float]:
-    """What engines keep on the devices of a pool while a role computes there."""
+    """Return {part: bytes} that engines keep on a pool's devices while a role computes there."""
     return {} if pool != job.engine_pool or job.sleeps else _engine_memory(job, with_cache=True)
 
 
 def _process(job: Job, pool: str) -> dict[str, float]:
-    """Contexts of the processes on a device of a pool, and their communication buffers."""
+    """Return the bytes of process contexts and communication buffers on a device of a pool."""
     roles = [role for role in job.roles if role.pool == pool and not role.is_guest]
-    communicating = roles or [job.actor]  # engines alone communicate as well
+    communicating = roles or [job.actor]  # a pool of engines alone also has communication buffers
     return {
         "contexts": (len(roles) + (pool == job.engine_pool))
         * job.constants.process_gb
@@ -359,7 +359,7 @@ def _process(job: Job, pool: str) -> dict[str, float]:
 
 
 def _host_bytes(job: Job) -> float:
-    """Offloaded state, and the copy of a checkpoint under way, of a node's ranks."""
+    """Return the bytes per node of offloaded state and of the copy made for a checkpoint."""
     total = 0.0
     for name, parts in resident(job).items():
         role = job.role(name)
@@ -389,7 +389,7 @@ def _micro_batches(job: Job, role: RolePlan) -> float:
 
 
 def _length(job: Job) -> float:
-    """Tokens of the sample that a token is in."""
+    """Return the token-weighted mean sample length."""
     return job.prompt_tokens + job.lengths.weighted
 
 

@@ -1,8 +1,7 @@
-"""Published runs beside what the planner says of them: the points that the constants were fitted
-to, all of them.
+"""The published runs to which the planner's constants were fitted.
 
-Every figure is somebody else's; `source` says whose. Weights and optimizer state are arithmetic,
-the rest a model.
+All figures are third-party; `source` cites their origin. The planner computes weights and optimizer
+state exactly, and models everything else.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hybridflow.planning.devices import DEVICES
 from hybridflow.planning.sizes import decoder_of
 from hybridflow.planning.training import Cut, Practice, Precision, Training
 
-# layers as wide as GPT-3's; its MLP of two matrices of 49,152 has the numbers of a gated one of
+# layer widths of GPT-3; its MLP of two matrices of 49,152 has as many parameters as a gated MLP of
 # 32,768
 _GPT3: Mapping[str, Any] = {
     "model_type": "llama",
@@ -37,9 +36,10 @@ class Point:
     """A published run.
 
     Attributes:
-        step_s: seconds of an optimizer update. static_gb, total_gb: 10^9 bytes allocated, on
-            pipeline stage `stage` (None: the stage with most). gradients_gb and optimizer_gb: parts
-            of a memory anatomy.
+        step_s: seconds per optimizer update.
+        static_gb, total_gb: 10^9 bytes allocated on pipeline stage `stage` (None: the fullest
+            stage).
+        weights_gradients_gb, optimizer_gb, activations_gb: parts of a memory anatomy.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Point:
     micro: int = 1
 
     def training(self) -> Training:
-        """The planner's description of the run."""
+        """Return the run as a `Training`."""
         hf = _GPT3 if self.model == "gpt3-175b" else published(self.model)
         if self.mtp:
             hf = {**hf, "num_nextn_predict_layers": 1}
-        # all of these runs overlap them, where there are data-parallel ranks
+        # all of these runs overlap them if there are data-parallel ranks
         practice = replace(self.practice, overlaps_gradients=True, overlaps_weights=True)
         return Training(
             decoder_of(hf, mtp=self.mtp), self.cut, DEVICES[self.device], self.precision, practice
@@ -242,12 +242,13 @@ POINTS: tuple[Point, ...] = (
 
 @dataclass(frozen=True)
 class RlPoint:
-    """A published reinforcement-learning step; engines use the trainer's devices in turns.
+    """A published reinforcement-learning step whose engines and trainer take turns on the same
+    devices.
 
     Attributes:
-        prompt, response: tokens in the mean; where the source gives only their sum, the prompt is
-            ours.
-        seconds: of the step and of its phases, by the planner's names.
+        prompt, response: mean tokens. If the source gives only their sum, the prompt is our
+            assumption.
+        seconds: durations of the step and its phases, by the planner's names.
     """
 
     name: str
@@ -317,7 +318,7 @@ RL_POINTS: tuple[RlPoint, ...] = (
         prompt=300,
         response=2800,
         longest=8192,
-        micro_tokens=20480,  # 10,240 a rank, which verl multiplies by the context ranks
+        micro_tokens=20480,  # 10,240 per rank, which verl multiplies by the context ranks
         engine_tensor=4,
         memory_fraction=0.7,
         seconds={
@@ -332,8 +333,8 @@ RL_POINTS: tuple[RlPoint, ...] = (
     ),
 )
 
-# whole weight syncs of other systems: name, device, bytes of the engine's model, whether each rank
-# sends what the other lacks, seconds, source
+# complete weight syncs of other systems: name, device, bytes of the engine's model, True if ranks
+# send only the needed slices, seconds, source
 SYNC_POINTS: tuple[tuple[str, str, float, bool, float, str], ...] = (
     ("Qwen3-235B-A22B to 8 H800, broadcast", "H800", 470e9, False, 6.22, "checkpoint-engine"),
     ("GLM-4.5-Air to 8 H800, broadcast", "H800", 214e9, False, 3.47, "checkpoint-engine"),

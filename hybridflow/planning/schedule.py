@@ -1,10 +1,11 @@
-"""When the phases of a step run: pools of devices work at the same time, the phases of a pool one
+"""The schedule of a step's phases: device pools work concurrently, the phases of a pool run one
 after another.
 
-A run does the same (`trainer.run`, `trainer.devices`). Passes before advantages begin
-when all answers are there and end before any update. The next answers wait for the policy's update,
-and for everything on the policy's and the engines' devices; an update on other devices (the
-critic's) lasts into the next generation and ends before the next passes on these devices.
+A run uses the same schedule (`trainer.run`, `trainer.devices`). The passes before advantages start
+once all responses are complete, and end before any update. The next generation waits for the
+policy's update and for all work on the policy's and the engines' devices. An update on other
+devices (the critic's) may overlap the next generation and ends before the next passes on these
+devices.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-# seconds of a pool of devices in each stage: generation, passes before advantages, the policy's
-# update, other updates
+# a pool's seconds per stage: generation, passes before advantages, the policy's update, other
+# updates
 Seconds = tuple[float, float, float, float]
 Stage = Literal["generation", "preparation", "update", "rest"]
-_STEPS = 4  # from the second on they are all alike
+_STEPS = 4  # a steady state is reached with the second step
 
 
 class Timed(NamedTuple):
     """A phase.
 
     Attributes:
-        devices: the section whose pool of devices it uses. stage: `rest` is what follows the
-            updates, on the devices of policy and engines.
+        devices: section whose device pool it uses.
+        stage: stage of the step. `rest` follows the updates, on the policy's and engines' devices.
     """
 
     seconds: float
@@ -35,12 +36,12 @@ class Timed(NamedTuple):
 
 
 def step_seconds(pools: Sequence[Seconds], overlaps: bool, rest: float = 0.0) -> float:
-    """A step, when many follow one another; `rest` comes between its updates and the next
-    generation.
+    """Return the seconds per step in steady state.
 
     Args:
-        overlaps: generation runs beside training (of older samples), as far as no pool has work in
-            both.
+        overlaps: if True, generation runs concurrently with training (on older samples) in pools
+            that do not work in both.
+        rest: seconds between the updates and the next generation.
     """
     generation = max(pool[0] for pool in pools)
     prepared = max(pool[1] for pool in pools)
@@ -59,12 +60,12 @@ def step_seconds(pools: Sequence[Seconds], overlaps: bool, rest: float = 0.0) ->
 
 
 def begins(phases: Sequence[Timed], engines: str) -> list[float]:
-    """Seconds from the begin of a generation to that of each phase of its step, when many steps
-    follow one another.
+    """Return each phase's start in steady state, in seconds from the start of the step's
+    generation.
 
     Args:
-        phases: those of a stage in the order in which they are asked for.
-        engines: the pool of the engines.
+        phases: phases of one stage are in the order in which they are requested.
+        engines: the engines' pool.
     """
     if not all(math.isfinite(phase.seconds) for phase in phases):
         return [0.0] * len(phases)

@@ -1,7 +1,7 @@
-"""How many numbers a rank holds, and what a token costs in each layer, from the parameter maps that
-a run uses.
+"""Parameter counts per rank and cost per token of each layer, from the parameter maps that a run
+uses.
 
-Layers with equal blocks are counted once, so that a model of 10^12 parameters takes milliseconds.
+Identical layers are computed once, so a model of 10^12 parameters takes milliseconds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.layout import Coordinates, LocalTensor
 from hybridflow.models.mla import LatentAttention
 
-EXPERTS = ".mlp.experts."  # as `mcore.model.mark_experts` tells routed experts from the rest
+EXPERTS = ".mlp.experts."  # marks routed experts, as in `mcore.model.mark_experts`
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Parameters of a rank: routed experts, and the rest."""
+    """Parameter counts of a rank: routed experts, and the rest (dense)."""
 
     dense: int = 0
     expert: int = 0
@@ -35,29 +35,31 @@ class Numbers:
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """Total number of parameters."""
         return self.dense + self.expert
 
 
 def decoder_of(hf: Mapping[str, Any], mtp: bool = False) -> Decoder:
-    """The model of a config.
+    """Return the decoder for a Hugging Face config.
 
     Raises:
-        ModelError: it has no parameter map, or one that is not built from blocks.
+        ModelError: the model has no parameter map, or one that is not built from blocks.
     """
     family = family_of({"vocab_size": 1, **hf}, mtp=mtp)
     if not isinstance(family, Decoder):
         raise ModelError(
-            f"no plan can be made for model_type {hf.get('model_type')!r}: it is not built from "
-            "blocks"
+            f"model_type {hf.get('model_type')!r} is not supported by the planner: it is not built "
+            "from blocks"
         )
     return family
 
 
 def chunk_layers(decoder: Decoder, at: Coordinates) -> range:
-    """The layers of the virtual stage at `at`: those that Megatron gives it, and where they do not
-    divide evenly and no stage's number is given, which the trainer refuses and other systems allow,
-    the nearest even share."""
+    """Return the layers of the virtual stage at `at`, as Megatron assigns them.
+
+    If the layers do not divide evenly and no stage's number is given, return the nearest even
+    share. The trainer rejects such layouts, but other systems allow them.
+    """
     if not at.is_even:
         return at.layers(decoder.num_layers)
     number = at.vpp_rank * at.pp_size + at.pp_rank
@@ -68,7 +70,7 @@ def chunk_layers(decoder: Decoder, at: Coordinates) -> range:
 
 @functools.lru_cache(maxsize=64)
 def layer_kinds(decoder: Decoder) -> tuple[tuple[int, ...], tuple[tuple[Block, Block], ...]]:
-    """(the kind of each layer, attention and MLP of each kind)."""
+    """Return (kind of each layer, (attention, MLP) of each kind)."""
     numbers: dict[tuple[Block, Block], int] = {}
     of = (
         numbers.setdefault((decoder.attention(n), decoder.mlp(n)), len(numbers))
@@ -78,8 +80,7 @@ def layer_kinds(decoder: Decoder) -> tuple[tuple[int, ...], tuple[tuple[Block, B
 
 
 def _stage_kinds(decoder: Decoder, at: Coordinates) -> Counter[int]:
-    """How many layers of each kind the pipeline stage at `at` holds, all its virtual stages
-    together."""
+    """Count the layers of each kind in the pipeline stage at `at`, over all its virtual stages."""
     kinds, _ = layer_kinds(decoder)
     return Counter(
         kinds[layer] for chunk in at.virtual_stages() for layer in chunk_layers(decoder, chunk)
@@ -88,17 +89,17 @@ def _stage_kinds(decoder: Decoder, at: Coordinates) -> Counter[int]:
 
 @functools.lru_cache(maxsize=4096)
 def stage_layers(decoder: Decoder, at: Coordinates) -> tuple[tuple[LayerShape, int], ...]:
-    """The layers of the pipeline stage at `at`: each shape, and how many there are of it."""
+    """Return (shape, number of layers) for each kind of layer in the pipeline stage at `at`."""
     shapes = _kind_shapes(decoder)
     return tuple((shapes[kind], count) for kind, count in _stage_kinds(decoder, at).items())
 
 
 @functools.lru_cache(maxsize=4096)
 def stage_numbers(decoder: Decoder, at: Coordinates, scalar_head: bool = False) -> Numbers:
-    """What the pipeline stage at `at` holds, all its virtual stages together.
+    """Count the parameters of the pipeline stage at `at`, over all its virtual stages.
 
     Args:
-        scalar_head: a critic or reward model, which has [1, h] in place of the output layer.
+        scalar_head: True for a critic or reward model, whose output layer is [1, h].
     """
     total = Numbers()
     cut = _cut(at)
@@ -117,13 +118,14 @@ def stage_numbers(decoder: Decoder, at: Coordinates, scalar_head: bool = False) 
 
 
 def _cut(at: Coordinates) -> Coordinates:
-    """The part of a rank's place that a block depends on."""
+    """Return the coordinates that a block's parameters depend on."""
     return Coordinates(tp_size=at.tp_size, ep_size=at.ep_size, etp_size=at.etp_size)
 
 
 @functools.cache
 def block_numbers(block: Block, cut: Coordinates) -> Numbers:
-    """What the first rank of a cut holds of a block; cuts are even, so every rank holds as much."""
+    """Count a block's parameters on the first rank of a cut. Cuts are even, so every rank has as
+    many."""
     return _numbers(block.local("", "", cut))
 
 
@@ -138,8 +140,8 @@ def _numbers(tensors: list[LocalTensor]) -> Numbers:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of a block: every token visits `copies` matrices of `rows` x `columns`;
-    experts or not."""
+    """A matrix product in a block: each token is multiplied by `copies` matrices of `rows` x
+    `columns`."""
 
     rows: int
     columns: int
@@ -148,14 +150,14 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Operations a token, forward."""
+        """Forward operations per token."""
         return 2 * self.rows * self.columns * self.copies
 
 
 @functools.cache
 def products(block: Block, topk: int) -> tuple[Product, ...]:
-    """The matrix products of a block, read from the shapes of its tensors; of the routed experts a
-    token visits `topk`."""
+    """Return a block's matrix products, derived from the shapes of its tensors. A token visits
+    `topk` of the routed experts."""
     found: list[Product] = []
     for name, shape in block.tensors("").items():
         if len(shape) != 2:
@@ -169,19 +171,19 @@ def products(block: Block, topk: int) -> tuple[Product, ...]:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What the planner asks of a layer besides its parameters; numbers are of a token.
+    """Costs of a layer, in addition to its parameter counts. All counts are per token.
 
     Attributes:
         attention, mlp: matrix products.
-        core: operations for each pair of query and key, forward.
-        kv: numbers in the KV cache.
-        heads: activations that tensor parallelism divides: queries, keys, values and attention's
+        core: forward operations per query-key pair.
+        kv: elements in the KV cache.
+        heads: activations divided by tensor parallelism: queries, keys, values and the attention
             output.
-        expanded: those of `heads` that the up projections of latent attention make. core_output:
-            attention's output.
-        low_rank: activations of the latents, whole on every tensor rank.
-        ffn: columns of the dense MLP or the shared experts. routed_ffn: of all routed experts that
-            a token visits.
+        expanded: part of `heads` that is the output of latent attention's up projections.
+        core_output: the attention output.
+        low_rank: latent activations, replicated on every tensor rank.
+        ffn: columns of the dense MLP or the shared experts.
+        routed_ffn: columns of all routed experts that a token visits.
         experts, topk: 0 for a dense layer.
     """
 
@@ -201,7 +203,7 @@ class LayerShape:
 
 
 def layer_shapes(decoder: Decoder) -> list[LayerShape]:
-    """One for each layer, in order; equal layers are the same object."""
+    """Return the shape of each layer, in order. Identical layers share one object."""
     shapes = _kind_shapes(decoder)
     return [shapes[kind] for kind in layer_kinds(decoder)[0]]
 
@@ -216,10 +218,10 @@ def _kind_shapes(decoder: Decoder) -> list[LayerShape]:
 
 @functools.cache
 def layer_shape(attention: Block, mlp: Block, hidden: int, topk: int) -> LayerShape:
-    """The figures of a layer of these two blocks.
+    """Compute the costs of a layer with these two blocks.
 
     Raises:
-        ModelError: a kind of block that is not known here.
+        ModelError: the kind of block is not supported.
     """
     if isinstance(mlp, DenseMlp):
         experts = 0
@@ -232,7 +234,7 @@ def layer_shape(attention: Block, mlp: Block, hidden: int, topk: int) -> LayerSh
         ffn = mlp.shared_ffn
         expert_ffn = mlp.ffn
     else:
-        raise ModelError(f"no plan can be made for an MLP of kind {type(mlp).__name__}")
+        raise ModelError(f"MLP of kind {type(mlp).__name__} is not supported by the planner")
     return LayerShape(
         hidden=hidden,
         attention=products(attention, topk),
@@ -267,4 +269,4 @@ def _attention_shape(block: Block) -> dict[str, int]:
             },
             **{"expanded": 2 * query + value, "core_output": value, "low_rank": low_rank},
         }
-    raise ModelError(f"no plan can be made for attention of kind {type(block).__name__}")
+    raise ModelError(f"attention of kind {type(block).__name__} is not supported by the planner")

@@ -1,4 +1,4 @@
-"""A plan for a reader: a table, and the change that would make it fit."""
+"""Formats a plan as a text table, with the change that would make it fit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ GB = 1e9
 
 
 def table(plan: Plan, name: str, change: Mapping[str, Any] | None = None) -> str:
-    """The whole plan as text.
+    """Format the whole plan as text.
 
     Args:
-        change: what makes the job fit, where it does not; None: nothing is known.
+        change: settings that make the job fit if it does not; None if none are known.
     """
     job = plan.job
     lines = [
@@ -28,22 +28,23 @@ def table(plan: Plan, name: str, change: Mapping[str, Any] | None = None) -> str
         *_pools(job),
         (
             f"batch       {job.prompts} prompts x {job.samples // job.prompts} = {job.samples} "
-            f"samples, {job.mean_tokens:,.0f} tokens in the mean (prompt {job.prompt_tokens:,.0f}, "
-            f"response {job.lengths.mean:,.0f} of at most {job.lengths.longest:,}: assumed), "
-            f"{job.actor.updates} updates"
+            f"samples, mean {job.mean_tokens:,.0f} tokens (assumed: prompt "
+            f"{job.prompt_tokens:,.0f}, response {job.lengths.mean:,.0f} of at most "
+            f"{job.lengths.longest:,}), {job.actor.updates} updates"
         ),
-        f"KV cache    {job.engine.kv_room:,.0f} tokens an engine",
+        f"KV cache    {job.engine.kv_room:,.0f} tokens per engine",
         "",
         *_phases(plan),
         "",
         (
             f"step        {plan.seconds:,.1f} s, mostly {plan.bottleneck.name}; "
-            f"{plan.device_hours:.2f} device hours, {plan.tokens_per_second:,.0f} tokens/s a device"
+            f"{plan.device_hours:.2f} device hours, {plan.tokens_per_second:,.0f} tokens/s per "
+            "device"
         ),
         (
-            f"memory      {plan.peak.peak / GB:.1f} of {plan.limit / GB:.0f} GB at most "
+            f"memory      peak {plan.peak.peak / GB:.1f} of {plan.limit / GB:.0f} GB "
             f"({plan.peak.name}); host {plan.host_bytes / GB:.0f} of "
-            f"{job.machines.host_memory_gb:.0f} GB a node"
+            f"{job.machines.host_memory_gb:.0f} GB per node"
         ),
         *_verdict(plan, change),
     ]
@@ -61,7 +62,7 @@ def _layouts(job: Job) -> list[str]:
             larger.append(f"{name} {size}")
     pipeline = f", PP {engine.pipeline}" if engine.pipeline > 1 else ""
     expert = f", EP {engine.expert}" if engine.expert > 1 else ""
-    devices = "on the trainer's devices in turns" if job.shares else "on devices of their own"
+    devices = "sharing the trainer's devices" if job.shares else "on separate devices"
     return [
         f"trainer     {cut.ranks} ranks: {' · '.join(larger) or 'one'}",
         f"engines     {job.engines} of TP {engine.tensor}{pipeline}{expert}, {devices}",
@@ -85,7 +86,7 @@ def _phases(plan: Plan) -> list[str]:
 
 
 def _pools(job: Job) -> list[str]:
-    """The pools of devices, where roles have devices of their own."""
+    """Return a line with the device pools, empty if all roles share one pool."""
     members: dict[str, list[str]] = {}
     for role in job.roles:
         members.setdefault(role.pool, []).append(role.name.replace("_", " "))
@@ -95,7 +96,7 @@ def _pools(job: Job) -> list[str]:
     found = []
     for pool, names in members.items():
         found.append(f"{', '.join(names)} on {job.pools[pool]}")
-    return [f"pools       {' | '.join(found)} devices, at the same time"]
+    return [f"pools       {' | '.join(found)} devices, running concurrently"]
 
 
 def _verdict(plan: Plan, change: Mapping[str, Any] | None) -> list[str]:
@@ -105,7 +106,7 @@ def _verdict(plan: Plan, change: Mapping[str, Any] | None) -> list[str]:
     if change is None:
         return [
             *found,
-            "no single change, and no pair of changes, that the planner tries makes it fit",
+            "none of the changes that the planner tries, alone or in pairs, makes it fit",
         ]
     return [
         *found,
@@ -129,6 +130,6 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in lines)

@@ -1,9 +1,9 @@
-"""Memory and time of a training rank: static state, activations in flight, one optimizer update,
-one forward pass.
+"""Memory and time of a training rank: static state, activations in flight, optimizer updates and
+forward passes.
 
-Formulas: parameters and bytes as Megatron-Core's distributed optimizer keeps them, activations
+Formulas: parameters and bytes as stored by Megatron-Core's distributed optimizer, activations
 counted tensor by tensor (arXiv 2205.05198 for dense layers; experts and latent attention in
-docs/planning.md), schedules after arXiv 2104.04473.
+docs/planning.md), schedules from arXiv 2104.04473.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of each number. `main` is the optimizer's own copy of a weight, `moments` both of
-    Adam's."""
+    """Bytes per element. `main` is the optimizer's copy of a weight, `moments` is both Adam moments
+    together."""
 
     weight: float = 2
     gradient: float = 4
     main: float = 4
     moments: float = 8
     activation: float = 2
-    linear_input: float = 2  # activations that are inputs of linears; 1 where they are kept in fp8
+    linear_input: float = 2  # saved inputs of linear layers; 1 if they are stored in fp8
     fp8: bool = False  # matrix products in fp8
 
     @classmethod
     def of(cls, dtype: str, optim: OptimConfig | None = None) -> Precision:
-        """What the trainer does for `model.dtype`: gradients in float32, the optimizer as `optim`
-        says (None: in float32); float32 weights are their own main copy."""
+        """Return the trainer's precision for `model.dtype`.
+
+        Gradients are float32, and the optimizer state is as in `optim` (None: float32). Float32
+        weights need no main copy.
+        """
         if dtype == "float32":
             return cls(weight=4, gradient=4, main=0, activation=4, linear_input=4)
         optim = optim or OptimConfig()
@@ -57,43 +60,43 @@ class Precision:
 
 @dataclass(frozen=True)
 class Cut(ParallelShape):
-    """Parallel sizes of a role, and how its ranks share optimizer state and activations."""
+    """Parallel sizes of a role, and how its ranks shard optimizer state and activations."""
 
     sequence: bool = False
     distributed_optimizer: bool = True
-    fully_sharded: bool = False  # FSDP2: weights and gradients over all ranks as well
+    fully_sharded: bool = False  # FSDP2: weights and gradients are also sharded over all ranks
 
     @property
     def data(self) -> int:
-        """Copies of the model that share a batch."""
+        """Number of data-parallel copies of the model."""
         return self.ranks // (self.tensor * self.pipeline * self.context)
 
     @property
     def shards(self) -> int:
-        """Ranks that share the optimizer state of dense parameters."""
+        """Number of ranks over which the optimizer state of dense parameters is sharded."""
         return self.data * self.context if self.distributed_optimizer else 1
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share the optimizer state of an expert."""
+        """Number of ranks over which the optimizer state of an expert is sharded."""
         parts = self.expert * self.expert_tensor * self.pipeline
         return max(self.ranks // parts, 1) if self.distributed_optimizer else 1
 
 
 @dataclass(frozen=True)
 class Practice:
-    """How a system trains, beyond its layout.
+    """Training options of a system, apart from its layout.
 
     Attributes:
         recompute: `full`, or modules: core_attn, mlp, mla_up_proj, moe_act, layernorm, moe,
             shared_experts.
         dispatch: alltoall sends a token to every expert, deepep once to each node.
-        overlaps_gradients, overlaps_weights: data-parallel ranks reduce gradients beside the
-            backward pass of the last micro-batch, and gather updated weights beside the forward
-            pass of the first.
-        logits_chunk: tokens whose logits exist at a time; None: all.
-        keeps_expert_outputs: without memory-efficient permutation.
-        even_routing: benchmarks force it.
+        overlaps_gradients, overlaps_weights: data-parallel ranks overlap the gradient reduction
+            with the last micro-batch's backward pass, and the gathering of updated weights with
+            the first one's forward pass.
+        logits_chunk: number of tokens whose logits are materialised at a time; None for all.
+        keeps_expert_outputs: True without memory-efficient permutation.
+        even_routing: forced even routing, as in benchmarks.
     """
 
     recompute: frozenset[str] = frozenset()
@@ -119,11 +122,11 @@ class Training:
     scalar_head: bool = False
     constants: Constants = FITTED
 
-    # ---- memory, in bytes of a rank
+    # ---- memory, in bytes per rank
 
     @cached_property
     def numbers(self) -> tuple[Numbers, ...]:
-        """Parameters of a rank of each pipeline stage."""
+        """Parameter counts of a rank in each pipeline stage."""
         stages = range(self.cut.pipeline)
         found = []
         for stage in stages:
@@ -134,19 +137,19 @@ class Training:
 
     @cached_property
     def layers(self) -> tuple[tuple[tuple[LayerShape, int], ...], ...]:
-        """The layers of each pipeline stage, all its virtual stages together: each shape, and how
-        many there are."""
+        """For each pipeline stage, (shape, number of layers) per kind of layer, over all its
+        virtual stages."""
         found = []
         for stage in range(self.cut.pipeline):
             found.append(stage_layers(self.decoder, self.cut.place(pp_rank=stage)))
         return tuple(found)
 
     def weights(self, stage: int) -> float:
-        """Weights."""
+        """Return the bytes of weights."""
         return self.numbers[stage].total * self.precision.weight / self._shards
 
     def gradients(self, stage: int) -> float:
-        """The gradient buffer."""
+        """Return the bytes of the gradient buffer."""
         return self.numbers[stage].total * self.precision.gradient / self._shards
 
     @property
@@ -154,24 +157,24 @@ class Training:
         return self.cut.ranks if self.cut.fully_sharded else 1
 
     def static(self, stage: int) -> float:
-        """Weights, gradients and optimizer."""
+        """Return the bytes of weights, gradients and optimizer state."""
         return self.weights(stage) + self.gradients(stage) + self.optimizer(stage)
 
     def optimizer(self, stage: int) -> float:
-        """Main weights and moments, over the ranks that share them."""
+        """Return the bytes of main weights and moments, sharded over ranks."""
         numbers = self.numbers[stage]
         each = self.precision.main + self.precision.moments
         return each * (numbers.dense / self.cut.shards + numbers.expert / self.cut.expert_shards)
 
     def tokens(self, micro_tokens: float) -> float:
-        """Tokens of a micro-batch on one rank outside of tensor-parallel regions."""
+        """Return a micro-batch's tokens on one rank outside tensor-parallel regions."""
         return micro_tokens / self.cut.context / (self.cut.tensor if self.cut.sequence else 1)
 
     def layer_activations(
         self, layer: LayerShape, micro_tokens: float, everything: bool = False
     ) -> float:
-        """What a layer keeps for its backward pass; `everything`: as if nothing were computed
-        again."""
+        """Return the bytes that a layer saves for its backward pass. With `everything`, ignore
+        recomputation."""
         recompute = frozenset() if everything else self.practice.recompute
         cut = self.cut
         size = self.precision.activation
@@ -180,8 +183,8 @@ class Training:
         divided = micro_tokens / cut.context / cut.tensor
         if "full" in recompute:
             return whole * layer.hidden * size
-        # norms of their own are latent attention's and the experts'; others are part of a linear,
-        # which keeps its input
+        # Separate norms exist only in latent attention and before experts. Others are fused into a
+        # linear layer, which saves its input.
         again = (layer.low_rank > 0) + (layer.experts > 0) if "layernorm" in recompute else 0
         norms = (2 - again) * layer.hidden * small
         found = whole * (2 * layer.hidden * size + norms + layer.low_rank * size)
@@ -200,13 +203,13 @@ class Training:
 
     @property
     def _busiest(self) -> float:
-        """Tokens of the busiest expert rank beside the mean."""
+        """Load of the busiest expert rank relative to the mean."""
         even = self.practice.even_routing or self.cut.expert == 1
         return 1.0 if even else self.constants.imbalance
 
     def in_flight(self, stage: int, micro_batches: int) -> float:
-        """Micro-batches whose activations a stage keeps, as a share of all its layers (1F1B, or
-        interleaved)."""
+        """Return how many micro-batches' activations a stage holds at its peak (1F1B, or
+        interleaved). A virtual stage counts as a fraction."""
         p = self.cut.pipeline
         v = self.cut.virtual_pipeline
         if v == 1:
@@ -215,8 +218,8 @@ class Training:
         return chunks / v
 
     def logits(self, stage: int, micro_tokens: float) -> float:
-        """Logits of the last stage and what their loss keeps: float32 and bfloat16, and a gradient
-        in float32."""
+        """Return the bytes of the last stage's logits: a float32 copy, one in the activation dtype,
+        and the float32 gradient."""
         if stage != self.cut.pipeline - 1 or self.scalar_head:
             return 0.0
         rows = micro_tokens / self.cut.context
@@ -225,8 +228,8 @@ class Training:
         return rows * self.decoder.vocab_size / self.cut.tensor * (8 + self.precision.activation)
 
     def activations(self, stage: int, micro_tokens: float, micro_batches: int) -> float:
-        """The peak of activations: micro-batches in flight, logits, and the layer that is computed
-        again."""
+        """Return the peak bytes of activations: micro-batches in flight, logits, and the layer
+        being recomputed."""
         layers = self.layers[stage]
         each = [(self.layer_activations(layer, micro_tokens), count) for layer, count in layers]
         whole = [
@@ -234,7 +237,7 @@ class Training:
         ]
         kept = sum(count * size for size, count in each)
         again = max(whole, default=0.0)
-        # what one layer computes again exists at once
+        # all recomputed activations of one layer are in memory at the same time
         freed = max(
             (every - size for every, (size, _) in zip(whole, each, strict=True)), default=0.0
         )
@@ -244,7 +247,7 @@ class Training:
         )
 
     def forward_activations(self, stage: int, micro_tokens: float) -> float:
-        """The peak of a pass without gradients: one layer, and a chunk of logits."""
+        """Return the peak bytes of a pass without gradients: one layer and a chunk of logits."""
         layers = self.layers[stage]
         again = max(
             (self.layer_activations(layer, micro_tokens, True) for layer, _ in layers), default=0.0
@@ -252,7 +255,7 @@ class Training:
         return again + self.logits(stage, micro_tokens)
 
     def groups(self) -> float:
-        """Communication buffers of the kinds of parallelism in use."""
+        """Return the bytes of communication buffers for the kinds of parallelism in use."""
         cut = self.cut
         kinds = (cut.tensor, cut.pipeline, cut.context, cut.expert, cut.data)
         return sum(size > 1 for size in kinds) * self.constants.group_gb * 1e9
@@ -260,7 +263,8 @@ class Training:
     # ---- time, in seconds
 
     def stage_seconds(self, stage: int, micro_tokens: float, length: float) -> tuple[float, float]:
-        """(forward, backward) of one micro-batch of sequences of this length on a stage."""
+        """Return (forward, backward) seconds on a stage for a micro-batch of sequences of this
+        length."""
         forward = backward = 0.0
         for layer, count in self.layers[stage]:
             f, b = self._layer_seconds(layer, micro_tokens, length)
@@ -324,8 +328,10 @@ class Training:
     def _product_seconds(
         self, found: Iterable[Product], tokens: float, topk: int, experts: int = 0
     ) -> float:
-        """Forward matrix products of a rank: tensor parallelism cuts the longer side, experts share
-        their tokens."""
+        """Return the seconds of a rank's forward matrix products.
+
+        Tensor parallelism splits the longer side. Experts divide the tokens among them.
+        """
         c = self.constants
         device = self.device
         cut = self.cut
@@ -335,7 +341,7 @@ class Training:
         total = 0.0
         for one in found:
             if one.is_expert:
-                # tokens of all ranks that share a set of experts, over their experts
+                # the tokens of all ranks that share a set of experts, divided over these experts
                 local = experts / cut.expert
                 rows = tokens / cut.tensor * topk * cut.expert / experts * cut.expert_tensor
                 cuts = cut.expert_tensor
@@ -361,8 +367,10 @@ class Training:
         return total
 
     def _tensor_seconds(self, layer: LayerShape, tokens: float) -> float:
-        """One gather and one scatter of hidden states over tensor ranks; a layer has two pairs,
-        with experts one and the shared experts' share."""
+        """Return the seconds of one gather and one scatter of hidden states over tensor ranks.
+
+        A dense layer has two such pairs; an MoE layer has one, plus one if it has shared experts.
+        """
         size = self.cut.tensor
         if size == 1:
             return 0.0
@@ -372,7 +380,7 @@ class Training:
         return pairs * nbytes / self.link(size) * exposed
 
     def _expert_seconds(self, layer: LayerShape, micro_tokens: float) -> float:
-        """One dispatch, or one combine, of a rank's tokens."""
+        """Return the seconds of one dispatch or combine of a rank's tokens."""
         cut = self.cut
         device = self.device
         if cut.expert == 1 or not layer.experts:
@@ -403,8 +411,11 @@ class Training:
         return together * self._busiest * exposed
 
     def link(self, ranks: int, stride: int = 1) -> float:
-        """Bytes a second and rank of a collective over `ranks` ranks that are `stride` apart. A
-        ring leaves a fast domain once, through the network devices of all its members there."""
+        """Return the bytes per second and rank of a collective over `ranks` ranks that are `stride`
+        apart.
+
+        A ring leaves a fast domain once, through the network devices of all its members there.
+        """
         c = self.constants
         device = self.device
         fast = device.domain_gbs * 1e9 * c.domain
@@ -418,8 +429,8 @@ class Training:
     def pass_seconds(
         self, micro_tokens: float, micro_batches: float, length: float, backward: bool = True
     ) -> float:
-        """A forward (and backward) pass over so many micro-batches of each data-parallel rank, with
-        the pipeline's bubble."""
+        """Return the seconds of a forward (and backward) pass over `micro_batches` micro-batches
+        per data-parallel rank, including the pipeline bubble."""
         p = self.cut.pipeline
         v = self.cut.virtual_pipeline
         asked = range(p) if self.cut.layers_per_stage else {0, p // 2, p - 1}
@@ -438,22 +449,23 @@ class Training:
         return (micro_batches + (p - 1) / v) * (each + handover)
 
     def update_seconds(self, micro_tokens: float, micro_batches: float, length: float) -> float:
-        """One optimizer update: forward and backward, gradients reduced, weights gathered, the
-        optimizer's step."""
+        """Return the seconds of one optimizer update: forward and backward passes, gradient
+        reduction, weight gathering and the optimizer step."""
         most = max(range(self.cut.pipeline), key=lambda stage: self.numbers[stage].total)
         stepped = 2 * self.optimizer(most) / (self.device.memory_gbs * 1e9 * self.constants.memory)
         passed = self.pass_seconds(micro_tokens, micro_batches, length)
         return passed + self._data_seconds(most, micro_tokens, length) + stepped
 
     def _data_seconds(self, stage: int, micro_tokens: float, length: float) -> float:
-        """What data-parallel ranks wait for in an update: gradients reduced, weights gathered.
-        Where these run beside computation, it can hide no more of them than one micro-batch
-        lasts."""
+        """Return the exposed seconds of gradient reduction and weight gathering per update.
+
+        If they overlap computation, at most the duration of one micro-batch is hidden.
+        """
         cut = self.cut
         numbers = self.numbers[stage]
         share = self.constants.exposed_data_parallel
         expert = cut.expert * cut.expert_tensor
-        each = 0.0  # seconds for a byte of each parameter
+        each = 0.0  # seconds if every parameter had one byte
         for count, ranks, stride in (
             (numbers.dense, cut.data * cut.context, cut.tensor),
             (numbers.expert, max(cut.ranks // (expert * cut.pipeline), 1), expert),
@@ -470,8 +482,8 @@ class Training:
         return waits
 
     def flops(self, tokens: float, length: float) -> float:
-        """Operations of a forward and backward pass of the whole model over so many tokens (causal,
-        none twice)."""
+        """Return the operations of the whole model's forward and backward pass over `tokens` tokens
+        (causal attention, no recomputation)."""
         each = sum(
             sum(one.flops for one in (*layer.attention, *layer.mlp)) + layer.core * length / 2
             for layer in layer_shapes(self.decoder)

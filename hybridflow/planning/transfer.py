@@ -1,4 +1,4 @@
-"""The weight sync of a configuration, planned, proven and simulated before a device is held."""
+"""Dry run of a configuration's weight sync: planned, proven and simulated without any device."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from hybridflow.reshard import report
 from hybridflow.reshard.engine_layouts import EngineShape
 from hybridflow.reshard.simulate import Fabric
 
-LINK_GBPS = 400.0  # of a rank, one direction
+LINK_GBPS = 400.0  # per rank, one direction
 
 
 def transfer_of(
     config: RunConfig, sizes: Mapping[str, Any], link_gbps: float = LINK_GBPS
 ) -> report.DryRun:
-    """The sync from a recipe's trainer to its engines.
+    """Dry-run the sync from a recipe's trainer to its engines.
 
     Args:
         sizes: the policy's config.json.
 
     Raises:
-        ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit; says what does.
+        ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit. The message
+            includes the remedy.
     """
     rollout = config.rollout
     trainer = ParallelShape.of(config.actor.parallel, derived.world_size(config))
@@ -54,11 +55,11 @@ def dry_run(
     staging_bytes: int,
     link_gbps: float,
 ) -> report.DryRun:
-    """`report.dry_run` with a configuration's words.
+    """Call `report.dry_run` with a configuration's terms.
 
     Args:
-        dtypes: of the trainer's weights and of the engines', None where these are the same; "fp8"
-            is block-wise.
+        dtypes: dtype of the trainer's weights, and of the engines' weights or None if it is the
+            same. "fp8" is block-wise.
     """
     engine_dtype = FP8 if dtypes[1] == "fp8" else dtypes[1]
     return report.dry_run(

@@ -87,14 +87,14 @@ def test_what_does_not_fit_says_what_does(
         ("nodes: 0", "nodes=0 must be a whole number above 0"),
         ("nodes: 1.5", "nodes=1.5 must be a whole number"),
         ("devices_per_node: -8", "devices_per_node=-8"),
-        ("device: H1000", "no device is called 'H1000'; did you mean h100? Known: A100, H100"),
-        ("devise: H100", "there is no key devise; did you mean device?"),
-        ("devices: {MINE: {tflops: 100}}", "devices.MINE lacks memory_gb, memory_gbs"),
+        ("device: H1000", "device 'H1000' not found; did you mean h100? Known: A100, H100"),
+        ("devise: H100", "unknown key devise; did you mean device?"),
+        ("devices: {MINE: {tflops: 100}}", "devices.MINE is missing memory_gb, memory_gbs"),
         (
             "devices: {MINE: {tflops: -1, memory_gb: 80, memory_gbs: 2000}}",
             "devices.MINE.tflops=-1",
         ),
-        ("[1, 2]", "must give device, nodes and devices_per_node"),
+        ("[1, 2]", "expected a mapping with device, nodes and devices_per_node"),
         ("a: [", "not valid YAML"),
     ],
 )
@@ -119,9 +119,9 @@ def test_a_bad_cluster_file_is_one_message(
     [
         (
             ["--config-name", "grpo-qwen3-8b-1x8", "--cluster", "nowhere.yaml"],
-            "nowhere.yaml: cannot be read",
+            "nowhere.yaml: could not read it",
         ),
-        (["--config-name", "grpo-qwen3-8b-1x8", "--device", "TPU"], "no device is called 'TPU'"),
+        (["--config-name", "grpo-qwen3-8b-1x8", "--device", "TPU"], "device 'TPU' not found"),
         (["--config-name", "grpo-qwen3-8b-1x8", "--mean-response", "-1"], "--mean-response -1"),
         (["--config-name", "grpo-qwen3-8b-1x8", "model.path=nowhere"], "model.path=nowhere"),
         (
