@@ -1,7 +1,7 @@
 """Assignment of processes to nodes and devices, as a pure function of the cluster and the
 configured pools.
 
-Runs, plans and tests use the same function.
+Runs, plans and tests share this function.
 """
 
 from hybridflow.placement.place import Placement, Process, place

@@ -12,8 +12,8 @@ from hybridflow.errors import ResourceError
 from hybridflow.placement.pools import Group, Packing, Pool, is_engine
 from hybridflow.placement.shape import ClusterShape, Node
 
-# Below the ephemeral range, so that no outgoing connection can take a port before it is bound. This
-# includes the ports that SGLang derives by adding 233.
+# Below the ephemeral range, so that no outgoing connection can take a port before it is bound. The
+# ports that SGLang derives by adding 233 are also below that range.
 PORTS = range(20000, 32500)
 _ORDER: dict[Packing, int] = {"whole_nodes": 0, "pack": 1, "spread": 2}
 _SHOWN_NODES = 16
@@ -22,7 +22,7 @@ Room = tuple[int, tuple[int, ...]]  # a node index, and some of its devices
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the map.
+    """One process of a placement.
 
     Args:
         role: as in `Group`.
@@ -30,13 +30,12 @@ class Process:
         part: index among the member's nodes (an engine's node rank); 0 except for engines over
             several nodes.
         node: index of the node in `ClusterShape.nodes`.
-        devices: the node's devices that the process uses, as positions among the node's free
-            devices.
-        visible: the devices that the process sees, in its numbering. A model rank sees those of all
-            ranks of its role on the node, where its own device has index `local_rank`; an engine
-            sees only its own.
+        devices: devices that the process uses, as positions among the node's free devices.
+        visible: devices visible to the process, in the order in which it numbers them. A model rank
+            sees the devices of all ranks of its role on the node, its own at index `local_rank`. An
+            engine sees only its own devices.
         local_rank: index among the role's processes on the node.
-        ports: range of listening ports that is reserved for this process on its node.
+        ports: range of listening ports reserved for this process on its node.
     """
 
     role: str
@@ -86,14 +85,14 @@ class Placement:
 
 
 def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
-    """Place every process of `pools` on a node and its devices. Deterministic.
+    """Assign every process of `pools` to a node and devices. Deterministic.
 
     Pools of fixed shape are placed first, then pools that need whole nodes, then packed pools, then
     spread pools.
 
     Raises:
-        ResourceError: a pool does not fit in addition to the earlier ones. Names what it needs and
-            what is left on each node.
+        ResourceError: a pool does not fit in addition to the earlier ones. The message lists its
+            requirements and the free devices per node.
     """
     free = [list(range(node.devices)) for node in cluster.nodes]
     found: list[tuple[Group, int, int, Room]] = []
@@ -138,8 +137,8 @@ def _members_in(
 ) -> list[list[Room]] | None:
     """Return the devices of each member's parts, members in node order, or None if they do not fit.
 
-    A member over several nodes is placed on one bundle of nodes. Nodes with the most devices are
-    bundled first, to leave few devices unused.
+    A member that spans several nodes is placed on one bundle of nodes. Nodes with the most devices
+    are bundled first, to leave few devices unused.
     """
     size = group.devices
     parts = 1 if is_local else group.nodes
@@ -165,8 +164,8 @@ def _members_in(
 
 
 def _few(capacity: Sequence[int], count: int) -> list[int]:
-    """Distribute `count` over few bins: fill the largest first, and put the rest into the smallest
-    sufficient bin."""
+    """Distribute `count` over as few bins as possible: fill the largest first, and put the rest
+    into the smallest sufficient bin."""
     counts = [0] * len(capacity)
     largest_first = sorted(range(len(capacity)), key=lambda number: (-capacity[number], number))
     for at, number in enumerate(largest_first):
@@ -223,7 +222,7 @@ def _total(node: Node) -> int:
 def _does_not_fit(
     cluster: ClusterShape, pool: Pool, group: Group | None, rooms: Sequence[Room]
 ) -> str:
-    """Format what a group needs (the pool if `group` is None) and what is left for it on each
+    """Format the requirements of a group (of the pool if `group` is None) and the free devices per
     node."""
     name = pool.name if group is None else group.role
     need = _shape_of(pool, cluster) if group is None else _members_of(group, pool, cluster)
@@ -235,9 +234,8 @@ def _does_not_fit(
     if len(cluster.nodes) > _SHOWN_NODES:
         there.append(f"{len(cluster.nodes) - _SHOWN_NODES} more nodes")
     return (
-        f"{name} needs {need}{whole}, which the cluster does not have. Left for it "
-        f"({cluster.unit}): {', '.join(there) or 'no node'}; give it more nodes, or make {name} "
-        "smaller"
+        f"{name} needs {need}{whole}, which does not fit on the cluster. Free {cluster.unit}: "
+        f"{', '.join(there) or 'no nodes'}; add nodes, or make {name} smaller"
     )
 
 

@@ -11,11 +11,11 @@ from hybridflow.device.platform import Kind
 
 @dataclass(frozen=True)
 class Group:
-    """Equal members of a role: the ranks of a trained model, or the engines.
+    """Identical members of a role: the ranks of a trained model, or the engines.
 
     Args:
-        role: `actor`, `critic`, `reference`, `reward_model`, `teacher` or `rollout`; of a further
-            policy its name, and NAME.rollout.
+        role: `actor`, `critic`, `reference`, `reward_model`, `teacher` or `rollout`; for a further
+            policy NAME and NAME.rollout.
         count: number of ranks or engines.
         devices: devices per member and node; they are consecutive.
         nodes: number of distinct nodes per member, with `devices` on each.
@@ -28,21 +28,21 @@ class Group:
 
     @property
     def is_engine(self) -> bool:
-        """Whether its members are engines."""
+        """True if the members are engines."""
         return is_engine(self.role)
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices that the members of some groups use alternately.
+    """Devices shared in turns by the members of its groups.
 
     Args:
         name: configuration section that defines the pool.
         groups: the groups that run in the pool. Members of one group never share a device; members
             of different groups do.
-        packing: distribution over nodes. pack: on few nodes; spread: evenly over all nodes;
-            whole_nodes: on few nodes that no other pool uses.
-        shape: number of nodes and devices per node; None: as many devices as the largest group
+        packing: distribution over nodes. `pack` uses few nodes, `spread` uses all nodes evenly, and
+            `whole_nodes` uses few nodes that no other pool uses.
+        shape: number of nodes and devices per node. None means as many devices as the largest group
             needs.
     """
 
@@ -55,7 +55,7 @@ class Pool:
 def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tuple[Pool, ...]:
     """Return the pools of a job of a validated configuration, the actor's first.
 
-    With `kind` cuda an engine uses one GPU per rank. With cpu it counts as one process per node.
+    With `kind` cuda, an engine uses one GPU per rank. With cpu, it counts as one process per node.
     """
     roles = []
     for role in derived.roles_in_use(config, job):
@@ -83,7 +83,7 @@ def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tupl
 
 
 def is_engine(role: str) -> bool:
-    """Return True if the members of this role are engines, also those of a further policy."""
+    """Return True if the role's members are engines, including those of a further policy."""
     return role.rpartition(".")[2] == "rollout"
 
 
@@ -93,7 +93,8 @@ def policy_pool(name: str, section: str) -> str:
 
 
 def _pools_of_policy(name: str, pools: tuple[Pool, ...]) -> list[Pool]:
-    """Return a policy's pools under its own name. Its ranks need not fill whole nodes."""
+    """Return a further policy's pools, renamed with its name. Its ranks need not fill whole
+    nodes."""
     renamed = []
     for pool in pools:
         groups = [replace(group, role=policy_pool(name, group.role)) for group in pool.groups]

@@ -1,4 +1,4 @@
-"""Placement of a run before a cluster is available."""
+"""Placement of a run without an actual cluster."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hybridflow.placement.shape import ClusterShape, Node
 def preview(config: RunConfig, job: str = "train") -> Placement | None:
     """Place the job on the smallest cluster that holds it.
 
-    The cluster has nodes of `cluster.devices_per_node` GPUs, or is this machine if that key is not
-    set. Returns None if the placement depends on the cluster to be joined.
+    The cluster consists of nodes with `cluster.devices_per_node` GPUs, or of this machine if that
+    key is not set. Returns None if the placement depends on the cluster to be joined.
 
     Raises:
-        ResourceError: no number of such nodes is sufficient.
+        ResourceError: the job does not fit on any number of such nodes.
     """
     devices = config.cluster.devices_per_node
     if devices is not None:
@@ -35,7 +35,7 @@ def smallest(pools: Sequence[Pool], devices: int) -> ClusterShape:
     """Return the smallest cluster of nodes with `devices` GPUs each that holds the pools.
 
     Raises:
-        ResourceError: no number of such nodes is sufficient.
+        ResourceError: the pools do not fit on any number of such nodes.
     """
     # one node per part of each member is always sufficient
     most = 0
@@ -56,7 +56,7 @@ def _fits(pools: Sequence[Pool], nodes: int, devices: int) -> bool:
 
 
 def _devices(pool: Pool) -> int:
-    """Return the minimum number of devices that holds a pool."""
+    """Return the minimum number of devices for a pool."""
     if pool.shape is not None:
         return pool.shape[0] * pool.shape[1]
     return max(one.count * one.devices * one.nodes for one in pool.groups)

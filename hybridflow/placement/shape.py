@@ -12,10 +12,10 @@ class Node:
     """One machine.
 
     Args:
-        address: address at which its peers reach it; unique.
-        devices: number of free GPUs, or on a CPU cluster the number of processes that the node
+        address: address at which other nodes reach it; unique.
+        devices: number of free GPUs or, on a CPU cluster, number of processes that the node
             accepts.
-        taken: number of further devices, which are used by other jobs.
+        taken: number of additional devices in use by other jobs.
     """
 
     address: str
@@ -27,8 +27,8 @@ class Node:
 class ClusterShape:
     """The nodes of a cluster in rank order, and their kind of device.
 
-    `is_local`: the cluster is only this machine, on loopback. All parts of an engine over several
-    nodes then run here.
+    `is_local`: the cluster is only this machine, on loopback. All parts of a multi-node engine then
+    run here.
     """
 
     nodes: tuple[Node, ...]
@@ -37,8 +37,8 @@ class ClusterShape:
 
     @classmethod
     def uniform(cls, nodes: int, devices: int) -> ClusterShape:
-        """Return a cluster of equal GPU nodes for plans, with addresses `node-0`, `node-1` and so
-        on."""
+        """Return a cluster of identical GPU nodes for plans, with addresses `node-0`, `node-1` and
+        so on."""
         return cls(tuple(Node(f"node-{number}", devices) for number in range(nodes)))
 
     @property
@@ -55,4 +55,4 @@ class ClusterShape:
                 f"{len(self.nodes)} node{'s' * (len(self.nodes) != 1)} x {counts.pop()} {self.unit}"
             )
         each = ", ".join(f"{node.address}: {node.devices}" for node in self.nodes)
-        return f"{len(self.nodes)} nodes ({self.unit}: {each})" if each else "no node"
+        return f"{len(self.nodes)} nodes ({self.unit}: {each})" if each else "no nodes"

@@ -10,18 +10,18 @@ from hybridflow.config.schema import RunConfig
 
 
 def threads_by_role(config: RunConfig, cores: int, most: int | None = None) -> dict[str, int]:
-    """Return the threads of a rank of each role, and of each rank of an engine (`rollout`).
+    """Return the number of threads per rank of each role, and per engine rank (`rollout`).
 
     Roles run alternately: engines wait while ranks compute, ranks wait while engines compute, and
     the ranks of one role wait for those of another. The processes of one role therefore share all
-    cores, and no core runs two threads at once. The number of threads determines the order of
-    summation, and thus the last bits of a run's results.
+    cores without oversubscription. The number of threads determines the order of summation, and
+    thus the last bits of a run's results.
 
     Args:
         config: configuration of a run on one machine.
-        cores: cores of that machine; 1 if GPUs or other machines compute, whose processes have one
+        cores: cores of that machine. 1 if GPUs or other machines compute; their processes have one
             thread each.
-        most: maximum per process set by the user (`user_limit`); None: no limit.
+        most: maximum per process set by the user (`user_limit`), or None.
     """
     processes = {role: derived.role_world_size(config, role) for role in ROLES}
     processes["rollout"] = config.rollout.num_engines * derived.engine_ranks(config)
@@ -41,6 +41,6 @@ def describe(config: RunConfig, cores: int, job: str) -> str:
     found = ", ".join(f"{role} {threads[role]}" for role in roles)
     limit = f"; at most OMP_NUM_THREADS={user_limit()}" if user_limit() else ""
     return (
-        f"Threads of a process: {found}; {cores} cores, which a role's processes share while "
-        f"others wait{limit}"
+        f"Threads per process: {found}; the processes of a role share {cores} cores while other "
+        f"roles wait{limit}"
     )

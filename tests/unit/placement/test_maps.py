@@ -96,7 +96,7 @@ def test_what_is_left_of_whole_nodes_is_nobodys() -> None:
     assert {one.node for one in found.of("rollout")} == {0}
     assert {one.node for one in found.of("critic")} == {1}
     with pytest.raises(
-        ResourceError, match=r"critic needs 4 ranks, which .* node-0: 0 of 8; give it more nodes"
+        ResourceError, match=r"critic needs 4 ranks, which .* node-0: 0 of 8; add nodes"
     ):
         place(ClusterShape.uniform(1, 8), pools)
 
@@ -126,7 +126,7 @@ def test_without_gpus_an_engine_is_a_process_on_this_machine() -> None:
             4,
             (5, 8),
             {},
-            r"actor needs 5 nodes with 8 GPUs each .* node-3: 8 of 8; give it more nodes",
+            r"actor needs 5 nodes with 8 GPUs each .* node-3: 8 of 8; add nodes",
         ),
         (4, (4, 9), {}, r"actor needs 4 nodes with 9 GPUs each"),
         (4, (4, 8), {"num_engines": 1}, r"rollout needs 1 engine, which .* node-0: 0 of 8"),
@@ -165,7 +165,7 @@ def test_no_number_of_nodes_helps_an_engine_that_fits_none() -> None:
 def test_nodes_that_differ_are_said_each() -> None:
     shape = ClusterShape((Node("10.0.0.1", 8), Node("10.0.0.2", 4)))
     assert shape.describe() == "2 nodes (GPUs: 10.0.0.1: 8, 10.0.0.2: 4)"
-    assert ClusterShape(()).describe() == "no node"
+    assert ClusterShape(()).describe() == "no nodes"
 
 
 def test_a_rank_sees_the_devices_of_its_role_and_an_engine_its_own() -> None:

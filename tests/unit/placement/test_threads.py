@@ -52,6 +52,6 @@ def test_explain_names_the_roles_of_the_job(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("OMP_NUM_THREADS")
     config = load_config("tiny-moe-grpo", ONE)
     assert describe(config, 2, "train").startswith(
-        "Threads of a process: actor 2, rollout 2; 2 cores"
+        "Threads per process: actor 2, rollout 2; the processes of a role share 2 cores"
     )
     assert "rollout" not in describe(config, 2, "sft")
