@@ -1,5 +1,5 @@
-"""The controller: a Ray cluster, resource pools and groups of worker processes. The only package
-that imports ray."""
+"""The controller: a Ray cluster, resource pools and groups of worker processes. No other package
+imports ray."""
 
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import colocated

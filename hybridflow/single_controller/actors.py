@@ -18,7 +18,7 @@ from hybridflow.single_controller.host import Host, HostInfo, Identity
 from hybridflow.single_controller.resource_pool import ResourcePool, Slot
 
 NAMESPACE = "hybridflow"  # shared by detached groups; any other driver has a private namespace
-_PINNED = "pinned_max_round_threshold_mb"  # an option of PYTORCH_ALLOC_CONF
+_PINNED = "pinned_max_round_threshold_mb"  # option in PYTORCH_ALLOC_CONF
 
 
 def start_actors(
@@ -31,8 +31,8 @@ def start_actors(
 ) -> list[Rank]:
     """Start one actor in each slot of the pool. Returns the ranks in slot order.
 
-    With `name` the actors are detached and outlive the driver; raises ResourceError if the name is
-    taken. With `fork_server` their processes are forked from that server (`process.fork_server`).
+    With `name`, the actors are detached and outlive the driver; raises ResourceError if the name is
+    taken. With `fork_server`, their processes are forked from that server (`process.fork_server`).
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -62,7 +62,7 @@ def start_actors(
             actor = options.remote()
         except ValueError as error:  # raised by Ray if the name is taken
             raise ResourceError(
-                f"a detached group named {name!r} exists already: join it, or choose another name"
+                f"detached group {name!r} already exists; join it, or choose another name"
             ) from error
         log = log_dir / f"{role}-rank{r}.log"
         ranks.append(
@@ -94,8 +94,7 @@ def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
         )
     except (ValueError, ray.exceptions.RayError) as error:
         raise ResourceError(
-            f"there is no detached group named {name!r} to join: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"detached group {name!r} not found: {str(error).strip().splitlines()[0]}"
         ) from error
     nodes = {node: cluster.processes_of(node) for node in {one.node for one in found}}
     ranks = [
@@ -109,16 +108,16 @@ def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]
     """Return the environment variables that bind a process to its slot.
 
     They set the device type, the visible devices, and the network interface of the node's address.
-    Without the last, gloo would listen on the address of the host name.
+    Without the interface, gloo would listen on the address that the host name resolves to.
     """
     env = {"HYBRIDFLOW_PLATFORM": "cuda" if gpus else "cpu"}
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)
-        env["PYTORCH_ALLOC_CONF"] = _pinned_as_asked(os.environ)
+        env["PYTORCH_ALLOC_CONF"] = _pinned_settings(os.environ)
     return env | ({"GLOO_SOCKET_IFNAME": info.interface} if info.interface else {})
 
 
-def _pinned_as_asked(user: Mapping[str, str]) -> str:
+def _pinned_settings(user: Mapping[str, str]) -> str:
     """Return the user's allocator settings, plus exact sizes for pinned blocks over 128 MB.
 
     By default torch rounds pinned blocks up to a power of two (CachingHostAllocator.h:303).
@@ -144,6 +143,6 @@ def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, s
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled_code(),
     }
     if context.master_addr in ("127.0.0.1", "::1"):
-        # by default gloo listens on the interface of the host name
+        # by default gloo listens on the interface that the host name resolves to
         env["GLOO_SOCKET_IFNAME"] = "lo"
     return {**env, **extra}

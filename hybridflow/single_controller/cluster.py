@@ -1,7 +1,7 @@
 """Starting, joining and stopping a Ray cluster.
 
-A local cluster listens on loopback only, asks every client for a random token, has a temporary
-folder of its own, and ends with the driver, even when the driver was killed with SIGKILL.
+A local cluster listens on loopback only, requires a random token from every client, has a private
+temporary folder, and ends with the driver, even if the driver is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from hybridflow.single_controller.joining import (
 from hybridflow.single_controller.remote_node import RemoteNode
 
 LOOPBACK = "127.0.0.1"
-SYSTEM_CONFIG = {  # of every cluster that this project starts
-    # Otherwise Ray starts a process for every logical CPU in advance.
+SYSTEM_CONFIG = {  # for every cluster that this project starts
+    # Otherwise Ray prestarts a process for every logical CPU.
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
-    # Children of a killed worker (the engines' guards) clear up and end. Killed by Ray they could
-    # not.
+    # Children of a killed worker (the engines' guards) clean up and exit. Ray must not kill them
+    # first.
     "kill_child_processes_on_worker_exit": False,
 }
-# Without 0 here Ray replaces 127.0.0.1 by the machine's external address and listens on all
-# interfaces: get_node_ip_address (ray/_private/services.py:811) returns loopback only when clusters
-# over several machines are disabled.
+# Unless this is 0, Ray replaces 127.0.0.1 with the machine's external address and listens on all
+# interfaces: get_node_ip_address (ray/_private/services.py:811) returns loopback only if multi-node
+# clusters are disabled.
 _ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _PREFIX = "hf-ray-"
 _LOCK = "owner.lock"
@@ -62,7 +62,7 @@ _POLL_S = 0.3
 
 @dataclass(frozen=True)
 class NodeState:
-    """One live node: its address, and its total and free resources (Ray resource name → amount)."""
+    """A live node: its address, and its total and free resources (Ray resource name → amount)."""
 
     node_id: str
     address: str
@@ -72,8 +72,8 @@ class NodeState:
 
 @dataclass
 class _Local:
-    """The private folder (mode 0700) of a local cluster, the lock that its owner holds, and the
-    guard process that clears up after a SIGKILL."""
+    """A local cluster's private folder (mode 0700), the lock held by its owner, and the guard
+    process that cleans up after a SIGKILL."""
 
     temp_dir: Path
     lock: int
@@ -81,15 +81,14 @@ class _Local:
 
     @classmethod
     def make(cls) -> _Local:
-        """A fresh folder."""
+        """Create a new folder and start its guard."""
         temp_dir = make_private_folder(_PREFIX, ROOM_FOR_RAY)
         lock = os.open(temp_dir / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         return cls(temp_dir, lock, _start_guard(temp_dir))
 
     def keep_guarded(self) -> list[int]:
-        """Replace the guard when it has ended: somebody killed it, or the kernel for its memory.
-        Returns its pid."""
+        """Restart the guard if it has exited, for example after the OOM killer. Returns its pid."""
         if self.guard.poll() is not None:
             assert self.guard.stdin is not None
             self.guard.stdin.close()
@@ -97,7 +96,7 @@ class _Local:
         return [self.guard.pid]
 
     def remove(self) -> None:
-        """Dismiss the guard and delete the folder, once Ray is down."""
+        """Stop the guard and delete the folder. Call after Ray has shut down."""
         assert self.guard.stdin is not None
         os.close(self.lock)
         try:
@@ -111,8 +110,8 @@ class _Local:
 
 
 class Cluster:
-    """A started or joined Ray cluster: `with Cluster.start(...) as cluster`. A process has one at a
-    time."""
+    """A started or joined Ray cluster: `with Cluster.start(...) as cluster`. A process can have one
+    at a time."""
 
     def __init__(self, config: ClusterConfig, run_dir: Path, local: _Local | None) -> None:
         self.config = config
@@ -138,7 +137,7 @@ class Cluster:
 
         Args:
             config: address, sizes and deadlines.
-            run_dir: Ray's own logs are copied to `run_dir/logs/ray` when it fails to start.
+            run_dir: Ray's own logs are copied to `run_dir/logs/ray` if it fails to start.
             num_cpus: logical CPUs of a local cluster. They only count slots and may exceed the
                 number of cores.
 
@@ -167,7 +166,7 @@ class Cluster:
         )
         try:
             ray.init(
-                address="local",  # whatever RAY_ADDRESS says
+                address="local",  # ignore RAY_ADDRESS
                 job_config=plain_job_config(),
                 num_cpus=num_cpus or max(os.cpu_count() or 1, 4 * slots, 16),
                 include_dashboard=False,
@@ -179,20 +178,20 @@ class Cluster:
                 _system_config=dict(SYSTEM_CONFIG),
             )
         except BaseException as error:
-            starting.stop()  # first: what follows ends Ray's processes
+            starting.stop()  # before Ray's processes are ended below
             lost = starting.interrupted_over()
             _copy_ray_logs(local.temp_dir, run_dir)
             ray.shutdown()
-            # an interrupted start leaves processes that Ray does not know of yet
+            # an interrupted start leaves processes that Ray does not track yet
             guard.clear_up(local.temp_dir)
             local.remove()
-            if isinstance(error, SystemExit):  # how Ray answers SIGTERM while it starts
+            if isinstance(error, SystemExit):  # Ray's reaction to SIGTERM during its start
                 raise KeyboardInterrupt from error
             if not isinstance(error, Exception) and not lost:
                 raise
             raise ResourceError(
-                f"a local Ray cluster could not be started: {lost or error}; its logs are in "
-                f"{run_dir / 'logs' / 'ray'}; on a busy machine the same command may succeed later"
+                f"could not start a local Ray cluster: {lost or error}; its logs are in "
+                f"{run_dir / 'logs' / 'ray'}; on a busy machine, retry the same command later"
             ) from error
         finally:
             _restore_sigterm(before)
@@ -224,8 +223,8 @@ class Cluster:
             if not isinstance(error, Exception) and not lost:
                 raise
             hint = (
-                "check the address (cluster.address), and that RAY_AUTH_TOKEN, the file of "
-                f"RAY_AUTH_TOKEN_PATH or {TOKEN_OF_SCRIPT} holds the cluster's token"
+                "check the address (cluster.address), and that RAY_AUTH_TOKEN, the file at "
+                f"RAY_AUTH_TOKEN_PATH or {TOKEN_OF_SCRIPT} contains the cluster's token"
             )
             raise ResourceError(
                 f"cannot join the Ray cluster at {address}: {lost or error}; {hint}"
@@ -237,21 +236,23 @@ class Cluster:
         if not config.trusted_network and answers_strangers(cluster.address):
             cluster.shutdown()
             raise ResourceError(
-                f"the Ray cluster at {address} asks nobody for a token: whoever reaches it runs "
-                "code as you; start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set "
-                "cluster.trusted_network=true if nobody else can send to its machines"
+                f"the Ray cluster at {address} does not require a token, so anyone who reaches it "
+                "can run code as you; start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or "
+                "set cluster.trusted_network=true if no one else can reach its machines"
             )
         return cluster
 
     @property
     def is_local(self) -> bool:
-        """Whether this process started the cluster (one node, on loopback)."""
+        """True if this process started the cluster (one node, on loopback)."""
         return self.temp_dir is not None
 
     def device_kind(self) -> Kind:
-        """The kind of device that the nodes have: in a local cluster this machine's, in a joined
-        one cuda where a node has GPUs or `cluster.devices_per_node` says that nodes must.
-        `HYBRIDFLOW_PLATFORM` overrides it."""
+        """Return the nodes' kind of device.
+
+        In a local cluster it is this machine's. In a joined one it is cuda if a node has GPUs or
+        `cluster.devices_per_node` is set. `HYBRIDFLOW_PLATFORM` overrides it.
+        """
         if self.is_local and self.config.devices_per_node is None:
             return Platform.detect().kind
         wish = os.environ.get("HYBRIDFLOW_PLATFORM")
@@ -262,16 +263,16 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """HOST:PORT at which another program joins this cluster, with the same Ray token in its
-        environment."""
+        """HOST:PORT at which another program can join this cluster. It needs the same Ray token in
+        its environment."""
         self.require_open()
         return _gcs_address()
 
     def nodes(self) -> list[NodeState]:
-        """Live nodes, ordered by IP address."""
+        """Return the live nodes, ordered by IP address."""
         import ray
 
-        # the public call sums over nodes
+        # the public function only returns the sum over all nodes
         from ray._private.state import available_resources_per_node
 
         self.require_open()
@@ -289,8 +290,7 @@ class Cluster:
         return sorted(states, key=lambda state: (_ip_key(state.address), state.node_id))
 
     def processes_of(self, address: str) -> RemoteNode | None:
-        """Where the processes of the node at this address are looked at; None for those of this
-        machine.
+        """Return the observer of processes on the node at this address, or None for this machine.
 
         Raises:
             ResourceError: the node has left the cluster.
@@ -302,21 +302,21 @@ class Cluster:
         alive = {state.address: state.node_id for state in self.nodes()}
         if address not in alive:
             raise ResourceError(
-                f"the node {address} has left the Ray cluster; nodes that are left: "
-                f"{', '.join(alive)}"
+                f"node {address} has left the Ray cluster; remaining nodes: {', '.join(alive)}"
             )
         known = self._remote.get(address)
-        # another Ray node may come back at its address
+        # a new Ray node may have joined at the same address
         if known is None or known.node_id != alive[address]:
             known = self._remote[address] = RemoteNode(alive[address])
         return known
 
     def lost(self) -> str:
-        """What of Ray itself is lost, in words; empty when all is well."""
+        """Describe which part of Ray is lost; empty if none is."""
         return self._watch.lost()
 
     def require_open(self) -> None:
-        """ResourceError once the cluster is shut down, ClusterLostError when Ray is lost."""
+        """Raise ResourceError if the cluster has been shut down, or ClusterLostError if Ray is
+        lost."""
         if not self._open:
             raise ResourceError("the cluster is shut down")
         if self.lost():
@@ -331,7 +331,7 @@ class Cluster:
         import ray
 
         if self._local is not None and self.lost():
-            guard.clear_up(self._local.temp_dir)  # first: Ray would wait for what is lost
+            guard.clear_up(self._local.temp_dir)  # first, because Ray would wait for lost processes
         ray.shutdown()
         if self._local is not None:
             self._local.remove()
@@ -353,7 +353,7 @@ class Cluster:
         ):
             _copy_ray_logs(self.temp_dir, self.run_dir)
         self.shutdown()
-        if lost:  # whatever was raised where the main thread happened to be
+        if lost:  # takes precedence over the exception raised in the main thread
             logs = f" (its logs are in {self.run_dir / 'logs' / 'ray'})" if self.is_local else ""
             raise ClusterLostError(f"{lost}{logs}") from error
 
@@ -361,20 +361,20 @@ class Cluster:
 def wait_for_nodes(
     address: str, nodes: int, timeout_s: float, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait until the cluster at HOST:PORT is healthy and `nodes` nodes have joined it; no driver is
-    connected.
+    """Wait until the cluster at HOST:PORT is healthy and `nodes` nodes have joined it. Does not
+    connect a driver.
 
     Args:
-        address: of the cluster's head; the Ray token is taken from the environment.
-        nodes: how many must be alive.
-        timeout_s: for all of it.
-        check: called between questions; raises to give up early.
+        address: address of the cluster's head. The Ray token is read from the environment.
+        nodes: number of nodes that must be alive.
+        timeout_s: total timeout in seconds.
+        check: called between polls; raises to abort early.
 
     Raises:
-        ResourceError: the head does not answer, or nodes are missing, by the deadline. Names those
-            that joined.
+        ResourceError: by the deadline the head does not respond or nodes are missing. The message
+            lists the nodes that joined.
     """
-    from ray._private.services import GcsClient  # what `ray health-check` asks with
+    from ray._private.services import GcsClient  # the client that `ray health-check` uses
 
     deadline = time.monotonic() + timeout_s
     joined: list[str] = []
@@ -398,8 +398,8 @@ def wait_for_nodes(
         if time.monotonic() >= deadline:
             raise ResourceError(
                 f"{len(joined)} of {nodes} nodes have joined Ray at {address} after "
-                f"{timeout_s:.0f} s ({why}); look at the logs of the missing nodes, and whether "
-                "all have the same token"
+                f"{timeout_s:.0f} s ({why}); check the logs of the missing nodes, and that all "
+                "nodes have the same token"
             )
         time.sleep(_POLL_S)
 
@@ -410,22 +410,20 @@ def _start_guard(temp_dir: Path) -> subprocess.Popen[bytes]:
 
 
 def _set_environment() -> None:
-    """Set the variables that Ray reads when it is imported and passes on to every process of the
-    cluster."""
+    """Set the variables that Ray reads on import and passes on to every process of the cluster."""
     if "ray" in sys.modules and "RAY_AUTH_TOKEN" not in os.environ:
         raise ResourceError(
-            "ray was imported before Cluster.start: its token would not be used; import ray only "
-            "in single_controller"
+            "ray was imported before Cluster.start, so the token would not be used; import ray "
+            "only in single_controller"
         )
-    # When they are set after the import, the client ignores them and retries for 20 s
+    # If they were set after the import, the client would ignore them and retry for 20 s
     # (ray/_private/authentication).
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # of another cluster, which Ray's own calls in this process would ask
+    # may name another cluster, to which Ray's own calls in this process would connect
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Without it a thread that calls Ray after its shutdown would start another cluster, of which
-    # nobody knows.
+    # Otherwise a thread that calls Ray after its shutdown would start another cluster unnoticed.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     os.environ[_ONE_MACHINE] = "0"
 
@@ -437,8 +435,8 @@ def _gcs_address() -> str:
 
 
 def _ray_processes() -> dict[str, int]:
-    """The processes of a local cluster whose end is the end of the cluster. The agents' ends the
-    raylet's."""
+    """Return the processes {name: pid} whose exit ends a local cluster. The agents need no check,
+    because the raylet exits with them."""
     import ray
 
     running = ray._private.worker._global_node.live_processes()
@@ -446,8 +444,8 @@ def _ray_processes() -> dict[str, int]:
 
 
 def _starting_processes() -> dict[str, int]:
-    """The same processes while `ray.init` starts them: children of this process by their names,
-    also such as ended."""
+    """Return the same processes while `ray.init` starts them: children of this process by name,
+    including exited ones."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # the thread has ended
@@ -460,27 +458,27 @@ def _starting_processes() -> dict[str, int]:
 def _prepare_client(ray: Any) -> None:
     if ray.is_initialized():
         raise ResourceError(
-            "Ray is already running in this process; shut the other Cluster down first"
+            "Ray is already running in this process; shut down the other Cluster first"
         )
-    # A thread of Ray prints what its processes have to say, when one is killed the end of its log.
-    # What is wrong is said once, by our errors, and Ray's logs are kept.
+    # One of Ray's threads prints output of its processes, and the end of a killed process's log.
+    # Our errors report the problem once, and Ray's logs are kept.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _restore_sigterm(handler: Any) -> None:
-    """Put the trainer's SIGTERM handler back, which `ray.init` replaces (ray/_private/worker.py,
+    """Restore the trainer's SIGTERM handler, which `ray.init` replaces (ray/_private/worker.py,
     `sigterm_handler`)."""
     if threading.current_thread() is threading.main_thread() and handler is not None:
         signal.signal(signal.SIGTERM, handler)
 
 
 def _sweep_stale_dirs() -> None:
-    """Remove folders of killed drivers: this user's, older than a minute, and with a lock that
-    nobody holds."""
+    """Remove folders of killed drivers: owned by this user, older than a minute, and with an unheld
+    lock."""
     for parent in {Path(tempfile.gettempdir()), Path("/tmp")}:
         for path in parent.glob(_PREFIX + "*"):
             try:
-                # a link may lead to a folder that somebody else wants removed
+                # another user's link may point to a folder that must not be removed
                 status = path.lstat()
                 if (
                     status.st_uid != os.getuid()
@@ -489,7 +487,7 @@ def _sweep_stale_dirs() -> None:
                     continue
                 lock = os.open(path / _LOCK, os.O_RDWR)
             except OSError:
-                continue  # removed meanwhile, or another user's
+                continue  # removed meanwhile, or owned by another user
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
@@ -500,7 +498,7 @@ def _sweep_stale_dirs() -> None:
 
 
 def _copy_ray_logs(temp_dir: Path, run_dir: Path) -> None:
-    """Keep Ray's own logs of a failed cluster, as far as there are any and the disk takes them."""
+    """Copy the existing Ray logs of a failed cluster to the run folder. Disk errors are ignored."""
     target = run_dir / "logs" / "ray"
     for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "monitor.log"):
         for source in temp_dir.glob(f"{RAY}/session_2*/logs/{name}"):

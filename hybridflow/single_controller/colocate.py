@@ -11,7 +11,8 @@ from hybridflow.dispatch import MethodSpec, WorkerContext, method_spec
 
 
 class Colocated:
-    """Holds one worker per role, in the order of `roles`. Use `colocated` to create a subclass."""
+    """Contains one worker per role, in the order of `roles`. Use `colocated` to create a
+    subclass."""
 
     roles: ClassVar[Mapping[str, type]] = {}
 
@@ -21,20 +22,20 @@ class Colocated:
         self._workers = {name: role(context, *args) for (name, role), args in pairs}
 
     def __getattr__(self, address: str) -> Any:
-        """Resolve `role.method`, the format returned by `address_of`."""
+        """Resolve `ROLE.METHOD`, the format returned by `address_of`."""
         role, _, method = address.partition(".")
         try:
             return getattr(self.__dict__["_workers"][role], method)
         except KeyError:
             raise AttributeError(
-                f"{address!r} names none of the roles {', '.join(self.roles)}"
+                f"the role of {address!r} must be one of {', '.join(self.roles)}"
             ) from None
 
 
 def colocated(**roles: type) -> type:
-    """Create a worker class whose processes hold one worker of each role.
+    """Create a worker class whose processes contain one worker of each role.
 
-    The group's `args` has a tuple of arguments for each role.
+    The group's `args` is a tuple of arguments per role.
 
     Methods are called as usual: `group.run(Actor.update, ...)`. If several roles have the method,
     select one with `role`: `group.run(Model.save, ..., role="critic")`. `mesh_position` is taken
@@ -69,7 +70,7 @@ def address_of(worker_class: type, method: Callable[..., Any], role: str | None)
     ]
     if len(owners) != 1:
         problem = (
-            f"belongs to {' and '.join(owners)}: say role=" if owners else "is not a method of"
+            f"belongs to {' and '.join(owners)}: pass role=" if owners else "is not a method of"
         )
         raise TypeError(f"{called} {problem} {role or ', '.join(worker_class.roles)}")
     return f"{owners[0]}.{spec.name}"

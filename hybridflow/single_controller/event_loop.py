@@ -1,4 +1,4 @@
-"""The event loop in which the driver waits: one for each thread that waits."""
+"""The event loop in which the driver waits. Each waiting thread has a separate loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Selector(selectors.DefaultSelector):
-    """Measures the time in which the loop has nothing to do."""
+    """Selector that measures the loop's idle time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,13 +36,16 @@ class _Selector(selectors.DefaultSelector):
             self.idle_s += time.monotonic() - start
 
     def unregister(self, fileobj: Any) -> Any:
-        # a fork shares the kernel's list with its parent, whose loop would no longer be woken
+        # A fork shares the kernel's epoll set with its parent. Unregistering here would stop the
+        # parent's loop from being woken.
         return super().unregister(fileobj) if self.pid == os.getpid() else None
 
 
-def _log_what_nobody_saw(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Note the failure of a task that nobody waits for any longer. The first failure has been
-    raised where the driver waits, and an interrupt ends every task."""
+def _log_orphaned_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log the exception of a task that is no longer awaited.
+
+    The first failure was raised where the driver waits, and an interrupt ends every task.
+    """
     error = context.get("exception")
     if not isinstance(error, KeyboardInterrupt):
         _log.info(
@@ -50,39 +53,39 @@ def _log_what_nobody_saw(_: asyncio.AbstractEventLoop, context: dict[str, Any]) 
         )
 
 
-class _OfThread(threading.local):
-    """The loop of this thread, which is kept between calls: tasks go on where they stood."""
+class _ThreadLoop(threading.local):
+    """This thread's loop. It is kept between calls so that tasks continue where they stopped."""
 
     selector: _Selector | None = None
     loop: asyncio.SelectorEventLoop | None = None
 
 
-_of_thread = _OfThread()
+_thread = _ThreadLoop()
 
 
 def _has_loop() -> bool:
-    """Whether this thread of this process has a loop; a fork has none yet."""
-    return _of_thread.selector is not None and _of_thread.selector.pid == os.getpid()
+    """Return True if this thread has a loop. A forked process does not inherit its parent's."""
+    return _thread.selector is not None and _thread.selector.pid == os.getpid()
 
 
 def _loop() -> asyncio.SelectorEventLoop:
-    """The loop of this thread, made when it is first needed, and anew in a fork."""
-    if _of_thread.loop is None or not _has_loop():
-        _of_thread.selector = _Selector()
-        _of_thread.loop = asyncio.SelectorEventLoop(_of_thread.selector)
-        _of_thread.loop.set_exception_handler(_log_what_nobody_saw)
-    return _of_thread.loop
+    """Return this thread's loop, created on first use and again after a fork."""
+    if _thread.loop is None or not _has_loop():
+        _thread.selector = _Selector()
+        _thread.loop = asyncio.SelectorEventLoop(_thread.selector)
+        _thread.loop.set_exception_handler(_log_orphaned_error)
+    return _thread.loop
 
 
 def end_tasks() -> None:
-    """End the tasks of this thread's loop, from outside of it: nobody wants their results."""
+    """Cancel all tasks of this thread's loop. Call from outside the loop."""
     if _has_loop():
         cancel_all(list(asyncio.all_tasks(_loop())))
 
 
 @atexit.register
 def _close() -> None:
-    """End the tasks that are left: Python reports each of them at the exit."""
+    """Cancel the remaining tasks, because Python would report each of them at exit."""
     if _has_loop():
         with suppress(BaseException):
             end_tasks()
@@ -90,21 +93,20 @@ def _close() -> None:
 
 
 def block_on(awaitable: Awaitable[T]) -> T:
-    """Wait for the result from code that is not in an event loop: a script, a test, or the start of
-    a run.
+    """Wait for the result from code outside an event loop: a script, a test, or the start of a run.
 
-    Other tasks of this thread's loop go on meanwhile. An exception that interrupts the wait
-    (Ctrl-C) cancels it.
+    Other tasks of this thread's loop continue meanwhile. An exception that interrupts the wait
+    (Ctrl-C) cancels the awaitable.
 
     Raises:
-        RuntimeError: this thread's loop is running; there the call is awaited.
+        RuntimeError: this thread's loop is already running; use `await` instead.
     """
     loop = _loop()
     if loop.is_running():
         if asyncio.iscoroutine(awaitable):
             awaitable.close()
         raise RuntimeError(
-            "the event loop of this thread is running: await the call instead of waiting for it"
+            "this thread's event loop is already running; await the call instead of blocking on it"
         )
     task = asyncio.ensure_future(_result(awaitable), loop=loop)
     try:
@@ -112,19 +114,21 @@ def block_on(awaitable: Awaitable[T]) -> T:
     except BaseException:
         cancel_all([task])
         if task.done() and not task.cancelled():
-            task.exception()  # Python reports one that nobody retrieved
+            task.exception()  # mark it as retrieved, otherwise Python reports it
         raise
 
 
 def begin(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """A task of this thread's loop, which advances while the thread waits in `block_on`."""
+    """Create a task in this thread's loop. It advances while the thread waits in `block_on`."""
     return _loop().create_task(work)
 
 
 def interrupter() -> Callable[[Callable[[], bool]], object]:
-    """A function by which another thread interrupts this one where it waits in `block_on`, or as
-    soon as it does, as Ctrl-C interrupts the main thread. It is given a function that returns
-    whether the interrupt is still wanted by then."""
+    """Return a function with which another thread can interrupt this one, as Ctrl-C does.
+
+    The interrupt takes effect while this thread waits in `block_on`, or at its next wait. The
+    function's argument is called at that time and returns True if the interrupt is still wanted.
+    """
     loop = _loop()
 
     def interrupt(is_wanted: Callable[[], bool]) -> None:
@@ -135,13 +139,13 @@ def interrupter() -> Callable[[Callable[[], bool]], object]:
 
 
 def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancel tasks of this thread's loop, from outside of it, and wait until they have ended, some
-    seconds at most."""
+    """Cancel tasks of this thread's loop, and wait up to 10 s until they have ended. Call from
+    outside the loop."""
     loop = _loop()
     for task in tasks:
         task.cancel()
-    # the loop raises an interrupt of one task again in each that waits for it; more of them come
-    # from the user
+    # The loop re-raises a task's interrupt in every task that waits for it. The user may send
+    # further interrupts.
     deadline = time.monotonic() + _CANCEL_S
     for _ in range(_MOST_INTERRUPTS):
         pending = [task for task in tasks if not task.done()]
@@ -149,7 +153,7 @@ def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
         if not pending or left <= 0 or loop.is_running():
             return
         stop = loop.call_later(left, loop.stop)
-        with suppress(KeyboardInterrupt, RuntimeError):  # RuntimeError: it was stopped
+        with suppress(KeyboardInterrupt, RuntimeError):  # RuntimeError: the loop was stopped
             loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         stop.cancel()
 
@@ -159,18 +163,18 @@ async def _result(awaitable: Awaitable[T]) -> T:
 
 
 def waited_seconds() -> float:
-    """Seconds in which this thread's loop was idle or a worker in this process computed, since the
-    thread started.
+    """Return the seconds since the thread started in which its loop was idle or a worker in this
+    process computed.
 
-    This is the time in which workers and engines were working.
+    Workers and engines were working during this time.
     """
-    return _computing_s + (_of_thread.selector.idle_s if _of_thread.selector else 0.0)
+    return _computing_s + (_thread.selector.idle_s if _thread.selector else 0.0)
 
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Count the time inside as that of a worker or an engine in this process. Must not be
-    nested."""
+    """Context manager that counts its duration as work of a worker or engine in this process. Must
+    not be nested."""
     global _computing_s
     start = time.monotonic()
     try:
@@ -180,14 +184,16 @@ def computing() -> Iterator[None]:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """The result of blocking work, done in a daemon thread: neither the loop nor the exit of the
-    process waits for it once nobody wants the result."""
+    """Run blocking work in a daemon thread and return its result.
+
+    If the call is cancelled, neither the loop nor the process's exit waits for the thread.
+    """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
         if result.done():
-            return  # it was cancelled
+            return  # cancelled
         if error is None:
             result.set_result(value)
         else:

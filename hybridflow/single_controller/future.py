@@ -1,4 +1,5 @@
-"""Wait for a call on all its ranks, and turn failures into one clear error as early as possible."""
+"""Waiting for a call on all its ranks, and reporting failures as one clear error as early as
+possible."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from hybridflow.single_controller.pieces import Header
 from hybridflow.single_controller.remote_node import RemoteNode
 from hybridflow.single_controller.stored import stored_results
 
-_GRACE_S = 2.0  # a dead rank makes its peers raise; how long to look for it before blaming a peer
+_GRACE_S = 2.0  # a dead rank makes its peers raise; time to look for it before blaming a peer
 _NEWS_S = 30.0  # Ray reports an exited process within this time, even on a busy machine
 _POLL_S = 1.0
 _NEWS_POLL_S = 0.2
-# polls `_POLL_S` apart; a driver suspended together with the rank polls less often
+# polls at intervals of `_POLL_S`; a driver suspended together with the rank polls less often
 _STOPPED_LOOKS = 10
 _TAIL_LINES = 40
 _TAIL_BYTES = 16384
@@ -64,11 +65,11 @@ class Rank:
 
 
 class Future:
-    """A call on the ranks of a group, made by `WorkerGroup.call`: awaiting it gives the collected
+    """A call on the ranks of a group, made by `WorkerGroup.call`. Awaiting it returns the collected
     value.
 
-    The call runs whether or not the result is awaited, and may be awaited several times. Its
-    timeout begins with the first wait.
+    The call runs whether or not it is awaited, and may be awaited several times. Its timeout starts
+    with the first wait.
     """
 
     def __init__(
@@ -84,16 +85,16 @@ class Future:
         stored: Mapping[int, Mapping[str, Any]] | None = None,
         check: Callable[[], object] = lambda: None,
     ) -> None:
-        """Track a call that has been made.
+        """Track a call that has been sent.
 
         Args:
             role, method, ranks: the callee, for error messages.
             refs: reference to the reply of each called rank.
             collect: combines the replies into one value.
-            timeout_s: how long to wait for the replies.
-            on_lost: called when a rank died or hangs, after which its group is unusable.
-            stored: for each rank whose columns stay in the object store, the object that holds each
-                column.
+            timeout_s: maximum wait for the replies.
+            on_lost: called if a rank died or hangs, which makes its group unusable.
+            stored: for each rank whose columns stay in the object store, the object that contains
+                each column.
             check: called about every second while the call is awaited; raises if a reply can no
                 longer arrive.
         """
@@ -121,16 +122,16 @@ class Future:
         return self._result().__await__()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the call from code outside of an event loop, and return the collected value.
+        """Wait for the call from code outside an event loop, and return the collected value.
 
         Args:
-            timeout: seconds to wait from now; None: the group's `call_timeout_s`.
+            timeout: seconds to wait from now; None for the group's `call_timeout_s`.
 
         Raises:
-            WorkerError: a rank died, raised, or did not answer in time; includes the tail of its
-                log.
-            HybridFlowError: a rank raised one of our errors: the same type, with the rank added to
-                the message.
+            WorkerError: a rank died, raised an exception, or did not reply in time. Includes the
+                tail of its log.
+            HybridFlowError: a rank raised one of our errors. Has the same type, with the rank added
+                to the message.
         """
         if timeout is not None:
             self._timeout_s = timeout
@@ -144,14 +145,14 @@ class Future:
         if not self._is_over:
             if self._waiting is None or self._waiting.get_loop() is not asyncio.get_running_loop():
                 self._waiting = asyncio.ensure_future(self._wait())
-            # who stops waiting does not stop the ranks, nor others who wait
+            # cancelling one waiter stops neither the ranks nor other waiters
             await asyncio.shield(self._waiting)
         if self._error is not None:
             raise self._error
         return self._value
 
     async def _wait(self) -> None:
-        """Set the value or the error of the call."""
+        """Set the call's value or error."""
         self._listen()
         try:
             await self._receive_all(time.monotonic() + self._timeout_s)
@@ -180,10 +181,10 @@ class Future:
             self._check()
             rank = self._stopped(self._looks)
             if rank is not None:
-                raise self._stands_still(rank)
+                raise self._stopped_error(rank)
 
     async def _news(self, within_s: float) -> bool:
-        """Wait up to `within_s` for a reply. Returns whether one has arrived."""
+        """Wait up to `within_s` for a reply. Returns True if one has arrived."""
         try:
             await asyncio.wait_for(self._arrived.wait(), within_s)
         except TimeoutError:
@@ -192,7 +193,7 @@ class Future:
         return True
 
     def _listen(self) -> None:
-        """Have `_arrived` set for each reply that is there, or comes later."""
+        """Arrange for `_arrived` to be set by each reply, including those already received."""
         loop = asyncio.get_running_loop()
         self._arrived = arrived = asyncio.Event()
 
@@ -204,7 +205,7 @@ class Future:
             reply.add_done_callback(tell)
 
     def _read(self) -> dict[int, Failure | Exception]:
-        """Move the replies that are there to the results. Returns the failures among them."""
+        """Move received replies to the results. Returns the failures among them."""
         failed: dict[int, Failure | Exception] = {}
         for rank in sorted(self._open):
             reply = self._replies[rank]
@@ -223,22 +224,22 @@ class Future:
     def _stopped(self, looks: dict[int, int]) -> int | None:
         """Return an open rank that has been in the stopped state for some time.
 
-        `looks` counts the consecutive polls of each rank. Only the process state is used: a call
-        may legitimately take long, so the lack of a reply means nothing.
+        `looks` counts the consecutive polls of each rank. Only the process state is used, because a
+        call may legitimately take long without a reply.
         """
         for rank in self._open:
             looks[rank] = looks.get(rank, 0) + 1 if self._ranks[rank].is_in(STOPPED) else 0
         return next((rank for rank, count in looks.items() if count >= _STOPPED_LOOKS), None)
 
-    def _stands_still(self, rank: int) -> WorkerError:
+    def _stopped_error(self, rank: int) -> WorkerError:
         self._lost = True
-        return self._worker_error("the worker process was stopped (SIGSTOP) and stands still", rank)
+        return self._worker_error("the worker process is stopped (SIGSTOP)", rank)
 
     async def _first_cause(self, failed: dict[int, Failure | Exception]) -> HybridFlowError:
         """Build one error for the whole call.
 
-        A dead or stopped rank takes precedence, since it explains the lost connections that its
-        peers report.
+        A dead or stopped rank takes precedence, because it explains the lost connections reported
+        by its peers.
         """
         began = time.monotonic()
         while self._open and not any(map(_is_death, failed.values())):
@@ -249,7 +250,7 @@ class Future:
         if not any(map(_is_death, failed.values())):
             for rank in sorted(self._open):
                 if self._ranks[rank].is_in(STOPPED):
-                    return self._stands_still(rank)
+                    return self._stopped_error(rank)
         rank = min(
             failed,
             key=lambda r: (
@@ -259,11 +260,11 @@ class Future:
             ),
         )
         others = sorted(set(failed) - {rank})
-        also = f"; ranks {others} failed too" if others else ""
+        also = f"; ranks {others} also failed" if others else ""
         return self._error_of(rank, failed[rank], also)
 
     def _has_ended(self) -> bool:
-        """Return whether the process of a pending rank has exited."""
+        """Return True if the process of a pending rank has exited."""
         return any(self._ranks[rank].is_in("", ENDED) for rank in self._open)
 
     def _error_of(self, rank: int, cause: Failure | Exception, also: str) -> HybridFlowError:
@@ -290,8 +291,8 @@ class Future:
         listed = f"rank(s) {', '.join(map(str, waiting))} of {len(self._ranks)}"
         if not any(self._ranks[rank].pid for rank in waiting):
             return self._worker_error(
-                f"the processes of {listed} have not come up. Ray gives workers a low priority, so "
-                "that other work on the machine delays them: end it, set RAY_worker_niceness=0, or "
+                f"the processes of {listed} have not come up. Ray runs workers at low priority, so "
+                "other load on the machine delays them: stop it, set RAY_worker_niceness=0, or "
                 "raise cluster.start_timeout_s",
                 waiting[0],
                 waited=True,
@@ -327,7 +328,7 @@ def _is_ours(cause: Failure | Exception) -> bool:
 
 
 def _how_it_died(error: Exception) -> str:
-    """Extract the lines of Ray's message that describe how the process exited."""
+    """Extract the lines of Ray's message that describe the process's exit."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "exit" in line.lower() or "kill" in line.lower()]
     return " ".join((telling or lines[-1:])[:2])

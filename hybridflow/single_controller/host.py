@@ -49,9 +49,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class HostInfo:
-    """The rank's process id, a port that was free on its node, and a network interface.
+    """The rank's process id, a free port on its node, and the network interface of the node's
+    address.
 
-    The interface is that of the node's address (empty: not found, or set by the user).
+    The interface is empty if it was not found or is set by the user.
     """
 
     pid: int
@@ -83,8 +84,7 @@ class Host:
         self._identity: Identity | None = None
 
     def describe(self, address: str, ports: range) -> HostInfo:
-        """Return the process id, a free TCP port at `address`, and the interface of that
-        address."""
+        """Return the process id, a free TCP port at `address`, and the address's interface."""
         interface = "" if os.environ.get("GLOO_SOCKET_IFNAME") else interface_of(address)
         return HostInfo(os.getpid(), free_port(address, ports), interface)
 
@@ -99,7 +99,7 @@ class Host:
 
         Must run before the worker class is unpickled, which may import torch.
         """
-        # the parent is the raylet; a worker stuck in a collective would outlive it
+        # otherwise a worker stuck in a collective would outlive its parent, the raylet
         die_with_parent()
         log_path = context.log_path
         self._identity = Identity(role, context.world_size, context.node, log_path, os.getpid())
@@ -108,7 +108,7 @@ class Host:
         # Ray itself propagates no import path (`plain_job_config`)
         sys.path += [entry for entry in path if entry not in sys.path]
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        # stays open as long as the process
+        # stays open for the lifetime of the process
         self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115
         os.dup2(self._log.fileno(), 1)
         os.dup2(self._log.fileno(), 2)
@@ -146,8 +146,8 @@ class Host:
         an object in the store.
 
         Args:
-            together: the groups of columns. If empty (a rank whose result is not collected), the
-                result is dropped.
+            together: the groups of columns. Empty for a rank whose result is not collected; the
+                result is then dropped.
             inline_bytes: columns up to this size are included in the header.
             request, objects: as for `call`.
         """

@@ -24,8 +24,8 @@ class InProcessGroup:
     """Calls `worker_class(context, *args)` through the same dispatch as a `WorkerGroup` with one
     rank.
 
-    Exceptions of a method are propagated unchanged. A method that hangs or kills the process does
-    the same to the driver.
+    A method's exceptions propagate unchanged. A method that hangs or kills the process does the
+    same to the driver.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class InProcessGroup:
     ) -> None:
         """Construct the worker.
 
-        A process can have one such group at a time; its worker may be `colocated` from several
+        A process can have one such group at a time. Its worker may be `colocated` from several
         roles.
         """
         self.worker_class = worker_class
         log_path = Path(log_dir).resolve() / f"{role}-rank0.log"
         context = WorkerContext(0, 1, 0, LOOPBACK, free_port(LOOPBACK, PORTS), LOOPBACK, log_path)
-        # the thread settings of this process are kept
+        # this process's thread settings are kept
         os.environ.update(
             {
                 name: value
@@ -66,7 +66,7 @@ class InProcessGroup:
         `method`, `role` and the return value are the same as for `WorkerGroup.run`.
 
         Raises:
-            SchemaError: arguments or results do not match the declaration of the method.
+            SchemaError: arguments or results do not match the method's declaration.
         """
         spec = method_spec(method)
         address = address_of(self.worker_class, method, role)
@@ -79,7 +79,7 @@ class InProcessGroup:
     def call(
         self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any
     ) -> Awaitable[Any]:
-        """Call the method at once, as `run` does; awaiting the call gives its result."""
+        """Call the method immediately, like `run`. Awaiting the return value gives the result."""
         return _Done(self.run(method, *args, role=role, **kwargs))
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class InProcessGroup:
 
 
 class _Done:
-    """A call that has ended."""
+    """A completed call."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

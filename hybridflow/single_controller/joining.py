@@ -1,5 +1,5 @@
-"""Joining a Ray cluster: its token, whether anything answers at its address, and deadlines that Ray
-itself keeps to none of."""
+"""Joining a Ray cluster: finding its address and token, checking that it is reachable and
+protected, and enforcing deadlines that Ray does not."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hybridflow.process.surroundings import is_own
 
 Answer = TypeVar("Answer")
 TOKEN_OF_SCRIPT = "~/.hybridflow-ray-token"  # where launch/ray/cluster.sh looks
-ASK_S = 5.0  # for one question to a gcs
-_CONNECTS = 3  # to a head that may just be restarting
+ASK_S = 5.0  # timeout of one query to a gcs
+_CONNECTS = 3  # connection attempts; the head may be restarting
 _STRANGER_S = 60.0
 
 
 def within(timeout_s: float, ask: Callable[[], Answer]) -> Answer:
-    """What a call of Ray's returns, which may keep to no deadline; TimeoutError after
+    """Return the result of a Ray call that may never return. Raises TimeoutError after
     `timeout_s`."""
     answer: Future[Answer] = Future()
 
@@ -44,14 +44,14 @@ def within(timeout_s: float, ask: Callable[[], Answer]) -> Answer:
 
 
 def find_address(address: str) -> str:
-    """Where a cluster is joined: `address`, and for "auto" RAY_ADDRESS, or the one Ray that this
-    user runs here.
+    """Return the address at which to join a cluster.
 
-    Ray's own "auto" takes whatever process of any user looks like Ray's, else what stands in
-    /tmp/ray, which anybody may have made; the token would be sent there.
+    It is `address` or, for "auto", RAY_ADDRESS or the address of the only Ray cluster that this
+    user runs on this machine. Ray's own "auto" accepts any process of any user that looks like Ray,
+    or the contents of /tmp/ray, which any user can create, and would send the token there.
 
     Raises:
-        ResourceError: "auto", and this user runs no Ray here or several.
+        ResourceError: `address` is "auto", and this user runs no or several Ray clusters here.
     """
     if address != "auto" or (address := os.environ.get("RAY_ADDRESS") or "auto") != "auto":
         return address
@@ -59,21 +59,21 @@ def find_address(address: str) -> str:
     noted = _noted()
     if len(running) > 1 and noted not in running:
         raise ResourceError(
-            f"cluster.address=auto: several Ray clusters of yours run here ({', '.join(running)}); "
-            "name one as cluster.address=HOST:PORT"
+            f"cluster.address=auto: you run several Ray clusters here ({', '.join(running)}); "
+            "set cluster.address=HOST:PORT to one of them"
         )
     if noted in running or (noted and not running):
         return noted
     if not running:
         raise ResourceError(
-            "cluster.address=auto: no Ray of yours runs on this machine; start one "
-            "(launch/ray/cluster.sh), or name another machine's as cluster.address=HOST:PORT"
+            "cluster.address=auto: you run no Ray cluster on this machine; start one "
+            "(launch/ray/cluster.sh), or set cluster.address=HOST:PORT to one on another machine"
         )
     return running[0]
 
 
 def _running() -> set[str]:
-    """The addresses that raylets of this user on this machine were started with."""
+    """Return the gcs addresses with which this user's raylets on this machine were started."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -89,13 +89,13 @@ def _running() -> set[str]:
 
 
 def _noted() -> str:
-    """What the last `ray start` of this user noted; empty without one.
+    """Return the address recorded by this user's last `ray start`; empty if there is none.
 
     Raises:
-        ResourceError: the note, or its folder, is a link or another user's.
+        ResourceError: the file or its folder is a link or belongs to another user.
     """
-    # as get_default_ray_temp_dir (ray/_common/utils.py:327); Ray is not imported before its
-    # variables are set
+    # same as get_default_ray_temp_dir (ray/_common/utils.py:327); Ray must not be imported before
+    # its variables are set
     file = Path(
         os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp",
         "ray",
@@ -108,12 +108,11 @@ def _noted() -> str:
                 owner = (
                     "is a link"
                     if stat.S_ISLNK(status.st_mode)
-                    else f"is of the user with the number {status.st_uid}"
+                    else f"belongs to user {status.st_uid}"
                 )
                 raise ResourceError(
-                    f"cluster.address=auto: {path}, where Ray notes what it has started, {owner}, "
-                    "and your token would be sent where it says; name the cluster as "
-                    "cluster.address=HOST:PORT"
+                    f"cluster.address=auto: {path}, in which Ray records its address, {owner}, so "
+                    "your token might be sent to another user; set cluster.address=HOST:PORT"
                 )
         return file.read_text(errors="replace").strip()
     except OSError:
@@ -121,12 +120,14 @@ def _noted() -> str:
 
 
 def require_listener(address: str, timeout_s: float) -> None:
-    """Raise ResourceError unless something takes connections at the address, which Ray would try
-    for minutes, and on this machine unless it is this user's or root's: who listens there is sent
-    the token."""
+    """Raise ResourceError unless the address accepts connections. Ray itself would retry for
+    minutes.
+
+    On this machine the listener must belong to this user or root, because it is sent the token.
+    """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
-        return  # Ray's own complaint
+        return  # Ray reports it
     deadline = time.monotonic() + timeout_s
     for attempt in range(_CONNECTS):
         left = deadline - time.monotonic()
@@ -147,15 +148,17 @@ def require_listener(address: str, timeout_s: float) -> None:
         strangers := listeners_at(peer, int(port)) - {os.getuid(), 0}
     ):
         raise ResourceError(
-            f"at {address} listens the user with the number {min(strangers)}, who would be sent "
-            "your token: correct cluster.address (null starts a cluster on this machine)"
+            f"the listener at {address} belongs to user {min(strangers)}, who would receive your "
+            "token; correct cluster.address (null starts a cluster on this machine)"
         )
 
 
 def plain_job_config() -> Any:
-    """A configuration that leaves the import path of workers as it is. Ray's own puts the working
-    directory in front, where a file random.py would hide Python's module; `Host.set_up` brings the
-    driver's path."""
+    """Return a job configuration that leaves the workers' import path unchanged.
+
+    Ray would prepend the working directory, where a file random.py would shadow Python's module.
+    `Host.set_up` adds the driver's path.
+    """
     from ray.job_config import JobConfig
 
     class Plain(JobConfig):
@@ -165,8 +168,8 @@ def plain_job_config() -> Any:
 
 
 def find_token() -> None:
-    """Let Ray's client use the token of the environment, or the one that `launch/ray/cluster.sh`
-    starts Ray with. Ray itself ignores a token unless RAY_AUTH_MODE says that there is one."""
+    """Make Ray's client use the token in the environment, or the one with which
+    `launch/ray/cluster.sh` started Ray. Ray ignores a token unless RAY_AUTH_MODE is set."""
     path = Path(TOKEN_OF_SCRIPT).expanduser()
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() and path.is_file():
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
@@ -175,7 +178,7 @@ def find_token() -> None:
 
 
 def answers_strangers(address: str) -> bool:
-    """Whether Ray's gcs answers a process without a token."""
+    """Return True if Ray's gcs answers a process that has no token."""
     ask = (
         "import sys; from ray._raylet import GcsClient; "
         "GcsClient(sys.argv[1]).internal_kv_keys(b'', None, 10)"

@@ -1,9 +1,9 @@
-"""Messages between processes for columns that stay in the object store: plain data and numpy,
+"""Messages between processes for columns that stay in the object store. Uses plain data and numpy,
 without Ray.
 
-A rank that returns a batch sends a `Header`, and its columns in one or more objects. A rank that
-receives such columns gets a `Recipe`: which objects, which column of each, and which rows in which
-order.
+A rank that returns a batch sends a `Header` and puts the columns in one or more objects. A rank
+that receives such columns gets a `Recipe`, which lists the objects, the column of each, and the
+rows in order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ class Header:
     """One rank's result without its columns.
 
     Args:
-        rows, meta: number of rows and meta of the batch.
+        rows, meta: number of rows and metadata of the batch.
         nbytes: size of each column.
         lengths: row lengths of the jagged columns.
-        small: columns sent to the driver immediately. They are in the store as well, for other
-            groups.
+        small: columns sent to the driver immediately. They are also in the store, for other groups.
     """
 
     rows: int
@@ -48,16 +47,14 @@ class Header:
 
 @dataclass(frozen=True)
 class At:
-    """Placeholder for an argument that is passed as a separate object: its position among those
-    objects."""
+    """Placeholder for an argument passed as a separate object: the object's position."""
 
     position: int
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call to one rank. It is a single value because Ray serializes each argument of a call
-    separately."""
+    """A call to one rank. It is a single value because Ray serializes each argument separately."""
 
     method: str
     values: tuple[Any, ...]  # arguments; At and Recipe refer to objects sent along
@@ -126,7 +123,9 @@ def gather(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
     """
     starts = np.cumsum([0, *map(len, parts)])
     if len(index) and int(index.max()) >= starts[-1]:
-        raise IndexError(f"row {int(index.max())} of parts of {starts[-1]} rows")
+        raise IndexError(
+            f"row {int(index.max())} is out of range: the parts have {starts[-1]} rows"
+        )
     part_of = np.searchsorted(starts, index, side="right") - 1
     taken = DataProto.concat(
         [part.rows(index[part_of == i] - starts[i]) for i, part in enumerate(parts)]

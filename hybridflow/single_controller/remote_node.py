@@ -1,9 +1,9 @@
-"""Observe and control processes on another node.
+"""Observation and control of processes on another node.
 
-An actor there reads process states, requests stack dumps and ends processes.
+An actor on that node reads process states, requests stack dumps and kills processes.
 
 A stopped process does not reply, but neither does one that computes for minutes. Only the process
-state distinguishes them, and it can only be read on the process's own machine.
+state distinguishes them, and it can only be read on the process's machine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _Observer:
 
 
 class RemoteNode:
-    """The driver's handle of another node. The actor there is started once a call has taken several
-    seconds."""
+    """The driver's handle to another node. The actor on that node is started once a call has taken
+    several seconds."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
@@ -54,7 +54,7 @@ class RemoteNode:
         self._states: Mapping[int, str] = {}
 
     def state(self, pid: int) -> str | None:
-        """Return the state of a process as of a few seconds ago; None while no reply has arrived.
+        """Return the state of a process as of a few seconds ago, or None before the first reply.
         Never blocks."""
         self._take_answer()
         now = time.monotonic()
@@ -66,13 +66,13 @@ class RemoteNode:
         return self._states.get(pid) if now - self._as_of < _FRESH_S else None
 
     def dump_stacks(self, pids: Sequence[int]) -> None:
-        """Have the stacks of these processes written to their logs, if the node replies within a
-        few seconds."""
+        """Request stack dumps of these processes to their logs, if the node replies within a few
+        seconds."""
         self._done(self._actor().dump_stacks.remote(list(pids)))
 
     def end(self, pids: Sequence[int]) -> None:
-        """Wait until these processes have exited; the rest get SIGKILL. Ray alone does not kill a
-        stopped process."""
+        """Wait until these processes have exited, and send SIGKILL to the rest. Ray alone does not
+        kill a stopped process."""
         if self._observer is not None:
             self._done(self._observer.end.remote(list(pids)))
 
@@ -85,7 +85,7 @@ class RemoteNode:
             self._states = ray.get(self._asked)
             self._as_of = self._asked_at
         except ray.exceptions.RayError:
-            self._states = {}  # the node or its actor is lost: Ray reports that to the call itself
+            self._states = {}  # the node or its actor is lost, which Ray reports to the call itself
         self._asked = None
 
     def _done(self, answer: Any) -> None:

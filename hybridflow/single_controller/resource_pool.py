@@ -66,14 +66,14 @@ class ResourcePool:
         """Reserve `nodes` x `procs_per_node` slots; the slots of a node are consecutive.
 
         Args:
-            cluster: the cluster that has the nodes.
-            nodes, procs_per_node: number of nodes, and of slots on each.
-            gpus: whether each slot has a GPU.
-            max_colocate: how many groups may share the slots.
-            timeout_s: seconds to wait for nodes and free resources; None:
+            cluster: the cluster to reserve on.
+            nodes, procs_per_node: number of nodes, and of slots per node.
+            gpus: True if each slot has a GPU.
+            max_colocate: maximum number of groups that share the slots.
+            timeout_s: seconds to wait for nodes and free resources; None for
                 `cluster.config.start_timeout_s`.
-            detached: whether the reservation outlives this driver, for detached groups. `release`
-                ends it.
+            detached: if True, the reservation outlives this driver, for detached groups, until
+                `release`.
 
         Raises:
             ResourceError: the slots do not become free in time, or the request can never be met
@@ -106,10 +106,10 @@ class ResourcePool:
         return tuple(slot.node for slot in self.slots)
 
     def split(self, sizes: Sequence[int]) -> list[ResourcePool]:
-        """Split into consecutive sub-pools. Their `sizes` must add up to all slots."""
+        """Split into consecutive sub-pools. `sizes` must add up to the number of slots."""
         if sum(sizes) != len(self) or min(sizes, default=0) < 1:
             raise ResourceError(
-                f"sub-pools of {list(sizes)} slots do not make up a pool of {len(self)}"
+                f"sub-pool sizes {list(sizes)} must add up to the pool's {len(self)} slots"
             )
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return [
@@ -124,14 +124,13 @@ class ResourcePool:
         slots = [slot for pool in pools for slot in pool.slots]
         keys = {(slot.placement_group.id, slot.bundle_index, slot.local_rank) for slot in slots}
         if len(keys) != len(slots):
-            raise ResourceError("merged pools overlap: a slot would hold two ranks")
+            raise ResourceError("merged pools overlap: a slot would have two ranks")
         if len({(pool.gpus, pool.max_colocate) for pool in pools}) != 1:
-            raise ResourceError("pools to merge must agree on gpus and max_colocate")
+            raise ResourceError("merged pools must have the same gpus and max_colocate")
         return ResourcePool(tuple(slots), pools[0].gpus, pools[0].max_colocate)
 
     def release(self) -> None:
-        """Release the reservation, including that of all pools reserved, split or merged with this
-        one.
+        """Release the reservation, including all pools reserved, split or merged with this one.
 
         Kill the groups first.
         """
@@ -160,9 +159,9 @@ def reserve(
     number of roles on a pool.
 
     Raises:
-        ResourceError: the pools do not fit in time, or can never fit (raised immediately); a node
-            has fewer GPUs than `cluster.devices_per_node`; or a node's Ray has a setting that puts
-            several processes on one device.
+        ResourceError: the pools do not fit within the timeout or can never fit (raised
+            immediately), a node has fewer GPUs than `cluster.devices_per_node`, or a node's Ray has
+            a setting that puts several processes on one device.
     """
     wait = cluster.config.start_timeout_s if timeout_s is None else timeout_s
     deadline = time.monotonic() + wait
@@ -181,7 +180,7 @@ def reserve(
                 return placement, _slots(
                     placement, group, max(max_colocate, *(len(pool.groups) for pool in pools))
                 )
-            reason = "Ray did not grant nodes that were free a moment before"
+            reason = "Ray did not grant resources that were free a moment before"
         except ResourceError as error:
             reason = str(error)
         if time.monotonic() >= deadline:
@@ -203,9 +202,9 @@ def _usable(cluster: Cluster, kind: str) -> list[NodeState]:
     for state in states:
         if said is not None and state.total["GPU"] < said:
             raise ResourceError(
-                f"node {state.address} offers {state.total['GPU']:g} GPUs, and "
-                f"cluster.devices_per_node={said}: look at nvidia-smi there and at the --num-gpus "
-                "of its ray start, or lower cluster.devices_per_node"
+                f"node {state.address} has {state.total['GPU']:g} GPUs, fewer than "
+                f"cluster.devices_per_node={said}; check nvidia-smi and `ray start --num-gpus` on "
+                "that node, or lower cluster.devices_per_node"
             )
     return states
 
@@ -213,7 +212,7 @@ def _usable(cluster: Cluster, kind: str) -> list[NodeState]:
 def _shape(
     cluster: Cluster, states: Sequence[NodeState], kind: Kind, everything: bool = False
 ) -> ClusterShape:
-    """Return the free (or, with `everything`, the total) resources of each node.
+    """Return each node's free (or, with `everything`, total) resources.
 
     A process on a GPU also needs a CPU.
     """
@@ -317,15 +316,15 @@ def _device_names(
     except ray.exceptions.RayError as error:
         remove_placement_group(group)
         raise ResourceError(
-            f"the nodes do not say which devices they have reserved: {error}"
+            f"could not query the reserved devices of the nodes: {error}"
         ) from error
     for node, (_, settings) in zip(used, found, strict=True):
         if settings:
             remove_placement_group(group)
             raise ResourceError(
                 f"node {placement.cluster.nodes[node].address} runs Ray with "
-                f"{', '.join(settings)}: several ranks would be put on one device; unset it where "
-                "`ray start` runs"
+                f"{', '.join(settings)}, which would put several ranks on one device; unset it in "
+                "the environment of `ray start`"
             )
     return {
         node: dict(zip(devices, names, strict=True))
@@ -334,8 +333,8 @@ def _device_names(
 
 
 def _reserved_devices() -> tuple[list[str], list[str]]:
-    """Runs on a node: return the devices that Ray assigned to this task, and which of `_REFUSED`
-    are set."""
+    """Return the devices that Ray assigned to this task, and the variables of `_REFUSED` that are
+    set. Runs on the node."""
     import os
 
     import ray
@@ -348,11 +347,11 @@ def _reserved_devices() -> tuple[list[str], list[str]]:
 
 
 def _processors(states: Sequence[NodeState], kind: str) -> str:
-    """Describe the CPU counts of the GPU nodes, for errors caused by too few CPUs: a process needs
-    both."""
+    """Describe the CPU counts of GPU nodes, for errors caused by too few CPUs. A GPU process also
+    needs a CPU."""
     if kind == "cpu" or all(
         state.total.get("CPU", 0) >= state.total.get("GPU", 0) for state in states
     ):
         return ""
     each = ", ".join(f"{state.address}: {state.total.get('CPU', 0):g} CPUs" for state in states)
-    return f" (a process on a GPU also needs a CPU; there are {each})"
+    return f" (each GPU process also needs a CPU; available: {each})"

@@ -1,5 +1,4 @@
-"""Columns that stay in Ray's object store. The driver holds references to them and passes those
-on."""
+"""Columns that stay in Ray's object store. The driver only handles references to them."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ INLINE_BYTES = 64 << 10  # result columns up to this size are sent to the driver
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One rank's rows of a column. The object `ref` holds a batch with a column `name`, described
-    by `header`."""
+    """One rank's rows of a column. The object `ref` is a batch with a column `name`, described by
+    `header`."""
 
     ref: Any
     name: str
@@ -70,7 +69,7 @@ class StoredColumn(Deferred):
         return StoredColumn(tuple(self.parts[at] for at in used), self.index + moved[part_of])
 
     def fetch(self) -> tuple[Column, bool]:
-        """Fetch the rows. Raises DataError if an object was lost together with its node."""
+        """Fetch the rows. Raises DataError if an object was lost with its node."""
         import ray
 
         column = self.needed()
@@ -78,7 +77,7 @@ class StoredColumn(Deferred):
             objects: list[DataProto] = ray.get([part.ref for part in column.parts])
         except ray.exceptions.RayError as error:
             raise DataError(
-                f"column {column.parts[0].name!r} is lost: {str(error).strip().splitlines()[-1]}"
+                f"lost column {column.parts[0].name!r}: {str(error).strip().splitlines()[-1]}"
             ) from error
         name = column.parts[0].name
         alike = [
@@ -97,7 +96,7 @@ class StoredColumn(Deferred):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these rows; an estimate if they are only some of the rows of their parts."""
+        """Bytes of these rows; estimated if they are only some of their parts' rows."""
         rows = sum(part.header.rows for part in self.parts)
         total = sum(part.header.nbytes[part.name] for part in self.parts)
         return total * len(self.index) // max(rows, 1)
@@ -105,8 +104,8 @@ class StoredColumn(Deferred):
 
 @dataclass
 class Outgoing:
-    """The objects sent along with one call. Batches with stored columns become recipes that refer
-    to them."""
+    """The objects sent along with a call. Batches with stored columns become recipes that refer to
+    them."""
 
     objects: list[Any] = field(default_factory=list)
     _at: dict[Any, int] = field(default_factory=dict)
@@ -160,11 +159,11 @@ def keep_in_store(batch: DataProto) -> DataProto:
 def stored_results(
     refs: Mapping[int, Mapping[str, Any]], headers: Mapping[int, Header]
 ) -> dict[int, DataProto]:
-    """Build the result of each rank: columns that every rank sent inline, and references to the
+    """Build each rank's result from the columns that every rank sent inline and references to the
     others.
 
     Args:
-        refs: for each rank, the object that holds each column.
+        refs: for each rank, the object that contains each column.
         headers: the header of each rank's result.
     """
     small = [set(header.small.columns) for header in headers.values()]
@@ -181,9 +180,9 @@ def stored_results(
 
 
 def is_small(value: Any) -> bool:
-    """Return whether to send a value inside each call.
+    """Return True if a value should be sent inline with each call.
 
-    Larger values go through the object store once, at a cost of a millisecond.
+    Larger values go through the object store once, which costs a millisecond.
     """
     if isinstance(value, (DataProto, np.ndarray)):
         return value.nbytes <= INLINE_BYTES
@@ -191,8 +190,8 @@ def is_small(value: Any) -> bool:
 
 
 def _weight(value: Any, limit: int) -> int:
-    """Return the approximate bytes of a plain value; more than `limit` for a value of unknown
-    size."""
+    """Return the approximate bytes of a plain value, or more than `limit` if the size is
+    unknown."""
     if isinstance(value, (str, bytes)):
         return len(value) + 1
     if value is None or isinstance(value, (bool, int, float, Path)):

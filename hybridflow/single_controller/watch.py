@@ -1,11 +1,11 @@
-"""Detect that Ray itself is lost.
+"""Detection of the loss of Ray itself.
 
 The local Ray processes, or the address of a joined cluster, are checked every second and whenever
 one of the processes exits.
 
 Ray's own client waits a minute for a dead gcs and then aborts the driver; for a stopped gcs it
 waits forever. Here the main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster`
-raises the reason on exit. Only Ray's C++ code handles no signals; if the main thread is stuck
+raises the reason on exit. Ray's C++ code does not handle signals, so if the main thread is stuck
 there, the driver process is terminated.
 """
 
@@ -25,11 +25,11 @@ from typing import Protocol
 from hybridflow.process.children import STOPPED, is_running, state_of
 
 _POLL_S = 1.0
-# a process stopped for this many polls is lost; fewer polls happen if the driver was suspended too
+# a process stopped for this many polls is lost; a driver that was suspended too polls less often
 _STOPPED_LOOKS = 10
 _FAILED_LOOKS = 3
 _CONNECT_S = 2.0
-# a main thread that handles no signal within this time is in a call that never returns
+# a main thread that does not handle a signal within this time is in a call that never returns
 _DEAF_S = 15.0
 _AGAIN_S = 0.5
 
@@ -50,8 +50,8 @@ class Watch:
         self._over = threading.Event()
         self._noticed: set[int] = set()  # processes known to have exited
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)  # becomes readable when the thread should stop
-        # SIGUSR2 is otherwise unused. Its handler raises in the main thread, even while that waits
-        # for Ray.
+        # SIGUSR2 is otherwise unused. Its handler raises in the main thread, even while that thread
+        # waits for Ray.
         self._heard = threading.Event()
         self._before = signal.signal(signal.SIGUSR2, self._interrupt) if _in_main_thread() else None
         self._thread = threading.Thread(target=self._watch, name="watch-ray", daemon=True)
@@ -66,7 +66,7 @@ class Watch:
         return self._lost if self._heard.is_set() else ""
 
     def stop(self) -> None:
-        """Stop the thread; the main thread is no longer interrupted."""
+        """Stop the thread. Afterwards the main thread is not interrupted."""
         self._lost = self.lost()
         self._over.set()
         os.eventfd_write(self._stop, 1)
@@ -78,7 +78,7 @@ class Watch:
     def _watch(self) -> None:
         kept: Sequence[int] = ()
         while not self._over.is_set():
-            # no process or file can be created right now; the next poll tries again
+            # OSError: no process or file can be created right now; the next poll retries
             with suppress(OSError):
                 kept = self._keep()
             self._lost = self._watched.ended() or self._watched.silent()
@@ -86,15 +86,15 @@ class Watch:
                 ours = (
                     self._before is not None and signal.getsignal(signal.SIGUSR2) == self._interrupt
                 )
-                # without our handler the signal would kill this process
+                # without our handler, the signal would kill this process
                 if ours and not self._over.is_set():
                     self._interrupt_main()
                 return
             self._wait(kept)
 
     def _interrupt_main(self) -> None:
-        """Signal the main thread until it handles the signal: one that arrives just before a system
-        call does not end that call."""
+        """Signal the main thread repeatedly until it handles the signal. A signal that arrives just
+        before a system call does not interrupt that call."""
         deadline = time.monotonic() + _DEAF_S
         while not self._heard.is_set():
             if time.monotonic() >= deadline:
@@ -111,8 +111,8 @@ class Watch:
         """Terminate this process. A local cluster's guard cleans up afterwards, as after a
         SIGKILL."""
         text = (
-            f"hybridflow: {self._lost}; the driver waited for it in a call that cannot be "
-            "interrupted and was ended"
+            f"hybridflow: {self._lost}; the driver was waiting for it in a call that cannot be "
+            "interrupted, and was ended"
         )
         print(
             f"{text}; the same command resumes from the last checkpoint",
@@ -184,7 +184,7 @@ class Processes:
         for name, pid in self._pids.items():
             self._stopped[name] = self._stopped[name] + 1 if state_of(pid) == STOPPED else 0
             if self._stopped[name] >= _STOPPED_LOOKS:
-                return f"Ray's {name} (process {pid}) was stopped and stands still"
+                return f"Ray's {name} (process {pid}) is stopped (SIGSTOP)"
         return ""
 
 
@@ -194,7 +194,7 @@ class Starting:
     Args:
         running: returns the processes that exist now, by name. Processes that existed before, from
             an earlier cluster, are ignored.
-        timeout_s: how long start-up may take, counted from now.
+        timeout_s: maximum duration of start-up, counted from now.
     """
 
     def __init__(self, running: Callable[[], Mapping[str, int]], timeout_s: float) -> None:
@@ -219,7 +219,7 @@ class Starting:
         """Report that start-up has exceeded its timeout."""
         if time.monotonic() < self._deadline:
             return ""
-        return f"Ray has not answered within cluster.start_timeout_s={self._timeout_s:g}"
+        return f"Ray did not respond within cluster.start_timeout_s={self._timeout_s:g}"
 
 
 class Address:
@@ -246,7 +246,7 @@ class Address:
         except OSError as error:
             self._failures += 1
             if self._failures >= _FAILED_LOOKS:
-                return f"Ray's gcs at {self._address} takes no connections: {error}"
+                return f"Ray's gcs at {self._address} does not accept connections: {error}"
         return ""
 
 

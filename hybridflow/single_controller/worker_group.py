@@ -1,5 +1,5 @@
-"""`WorkerGroup`: one actor process per rank, called as a unit through the methods of the worker
-class."""
+"""`WorkerGroup`: one actor process per rank, called as a unit through the worker class's
+methods."""
 
 from __future__ import annotations
 
@@ -67,22 +67,22 @@ class WorkerGroup:
         """Start all ranks and construct `worker_class(context, *args)` in each.
 
         Args:
-            cluster, pool: where the ranks run; `len(pool)` is the world size.
+            cluster, pool: cluster and slots of the ranks; `len(pool)` is the world size.
             worker_class: a plain class with `@register`-ed methods.
             role: name in errors and log files.
             args: picklable arguments, the same for all ranks.
             env: environment of the processes, set before the worker's module is imported.
-            log_dir: folder where `{role}-rank{r}.log` receives stdout and stderr of rank r.
-            name: makes the group detached: it outlives this driver, and another driver can `join`
-                it. Its pool must be detached as well.
-            fork_server: name of a fork server on this machine from which the processes are forked;
-                "": start new interpreters.
+            log_dir: folder of `{role}-rank{r}.log`, the stdout and stderr of rank r.
+            name: makes the group detached, so that it outlives this driver and another driver can
+                `join` it. Its pool must be detached as well.
+            fork_server: name of a fork server on this machine from which to fork the processes; ""
+                starts new interpreters.
 
         Raises:
-            ResourceError: a group of this name exists.
+            ResourceError: a group with this name exists.
             WorkerError: a rank did not start within `cluster.config.start_timeout_s`, or its
                 constructor raised.
-            HybridFlowError: a constructor raised one of our errors (same type).
+            HybridFlowError: a constructor raised one of our errors; has the same type.
         """
         cluster.require_open()
         self.role = role
@@ -107,7 +107,7 @@ class WorkerGroup:
         """Connect to the detached group `name` that another driver started.
 
         Raises:
-            ResourceError: there is no group of that name.
+            ResourceError: no group with that name exists.
         """
         cluster.require_open()
         ranks, role = join_actors(cluster, name)
@@ -156,7 +156,7 @@ class WorkerGroup:
             await hook()
 
     def is_alive(self) -> bool:
-        """Return whether every rank's process is running and no call has marked the group as
+        """Return True if every rank's process is running and no call has marked the group as
         broken.
 
         A busy rank counts as alive.
@@ -183,10 +183,10 @@ class WorkerGroup:
         role: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Make a call from code outside of an event loop, and wait for its result.
+        """Make a call from code outside an event loop, and wait for its result.
 
         A method registered with `blocking=False` returns a `Future` immediately. Arguments and
-        errors are those of `call`.
+        errors are the same as for `call`.
         """
         future = self.call(method, *args, timeout=timeout, only=only, role=role, **kwargs)
         return future.result() if method_spec(method).blocking else future
@@ -200,20 +200,20 @@ class WorkerGroup:
         role: str | None = None,
         **kwargs: Any,
     ) -> Future:
-        """Call a method of the worker class on the group. The ranks have the call when this
-        returns; awaiting it gives the result.
+        """Call a method of the worker class on the group. Returns once the call has been sent to
+        the ranks. Awaiting the future returns the result.
 
         Args:
             method: the function on the class, e.g. `PolicyWorker.compute_log_probs`.
             args, kwargs: distributed to the ranks as declared by `@register`.
-            timeout: seconds; None: `cluster.config.call_timeout_s`.
-            only: the ranks that take part, as if the group had no others; None: all.
-            role: the role to call in a `colocated` group; None: the only role that has the method.
+            timeout: seconds; None for `cluster.config.call_timeout_s`.
+            only: ranks to call, as if the group had no others; None for all.
+            role: role to call in a `colocated` group; None for the only role that has the method.
 
         Raises:
-            WorkerError: a rank died, raised or did not answer in time.
-            SchemaError: arguments or results do not match the declaration of the method.
-            HybridFlowError: a rank raised one of our errors (same type).
+            WorkerError: a rank died, raised an exception or did not reply in time.
+            SchemaError: arguments or results do not match the method's declaration.
+            HybridFlowError: a rank raised one of our errors; has the same type.
         """
         spec = method_spec(method)
         address = self._address(method, role)
@@ -242,8 +242,7 @@ class WorkerGroup:
         return [rank.log_path for rank in self._ranks]
 
     def kill(self) -> None:
-        """Kill all processes of the group immediately, including their children. A second call does
-        nothing."""
+        """Kill all processes of the group immediately, including their children. Idempotent."""
         import ray
 
         ranks = self._ranks
@@ -296,7 +295,7 @@ class WorkerGroup:
         await self._find_positions()
 
     async def _find_positions(self) -> None:
-        """Ask the ranks of a class with `mesh_position` for their data-parallel positions."""
+        """Query the data-parallel positions of the ranks, if the class has `mesh_position`."""
         if hasattr(self.worker_class, "mesh_position"):
             plan = plan_call(_MESH_SPEC, self.world_size, None, (), {})
             self._mesh = Mesh(tuple(await self._launch("mesh_position", plan, None)))
@@ -333,14 +332,14 @@ class WorkerGroup:
         writes: Sequence[str] = (),
         collectors: Sequence[int] = (),
     ) -> Future:
-        """Send the calls. With `writes`, these columns stay in the object store on each collecting
+        """Send the calls. The columns in `writes` stay in the object store on each collecting
         rank."""
         # An object costs about a millisecond, so on a single node all columns of a rank share one.
         # On several nodes each column is a separate object, so that only columns that a call reads
         # are sent to another node.
         together = (tuple(writes),) if self._cluster.is_local else tuple((name,) for name in writes)
-        sent: dict[int, Any] = {}  # ranks of a data-parallel group get the same chunk, stored once
-        made: dict[int, tuple[Any, ...]] = {}  # ranks with the same arguments get the same message
+        sent: dict[int, Any] = {}  # stores each chunk once for all ranks of a data-parallel group
+        made: dict[int, tuple[Any, ...]] = {}  # shares one message among ranks with equal arguments
         refs: dict[int, Any] = {}
         stored: dict[int, dict[str, Any]] = {}
         for r, call in plan.calls.items():
@@ -375,12 +374,12 @@ class WorkerGroup:
         try:
             return address_of(self.worker_class, method, role)
         except TypeError as error:
-            raise TypeError(f"{error}, which {self.role} runs") from None
+            raise TypeError(f"{self.role}: {error}") from None
 
     def _note_loss(self, ranks: list[Rank], error: HybridFlowError) -> None:
         """Mark the group as broken, unless `ranks` have been replaced since.
 
-        After a death or hang the ranks are out of step, so every later call would hang too.
+        After a death or hang, the ranks are out of sync, so every later call would also hang.
         """
         if ranks is self._ranks:
             self._broken = error

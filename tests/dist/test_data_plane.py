@@ -130,9 +130,7 @@ def test_two_roles_in_one_process_are_called_through_their_own_classes(
     assert both.run(sw.Counter.next) == [41, 41]
     assert both.run(sw.Tokens.generate, prompts(5))["uid"].tolist() == list(range(5))
     assert both.run(sw.Counter.next) == [42, 42]
-    with pytest.raises(
-        TypeError, match=r"Worker\.who is not a method of counter, tokens, which both runs"
-    ):
+    with pytest.raises(TypeError, match=r"both: Worker\.who is not a method of counter, tokens"):
         both.run(sw.Worker.who)
     both.kill()
     pool.release()

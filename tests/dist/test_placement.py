@@ -65,6 +65,6 @@ def test_a_setting_of_ray_that_undoes_the_lists_is_refused(tmp_path: Path) -> No
     done = world("gpu", SMALL, tmp_path, RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1")
     assert done.returncode != 0
     assert (
-        "runs Ray with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES: several ranks would be put"
+        "runs Ray with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, which would put several ranks"
         in done.stderr
     )

@@ -28,7 +28,5 @@ def test_one_that_hangs_or_was_stopped_is_found_as_on_the_drivers_machine(tmp_pa
         "no answer from rank(s) 1 of 2; stacks are in their logs" in found["hung"]
         and found["stacks"]
     )
-    assert found["stopped"].startswith(
-        "the worker process was stopped (SIGSTOP) and stands still (actor rank 1"
-    )
+    assert found["stopped"].startswith("the worker process is stopped (SIGSTOP) (actor rank 1")
     assert (found["left"], found["again"]) == (False, [0, 1])

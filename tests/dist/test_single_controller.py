@@ -253,7 +253,7 @@ def test_pools_split_and_merge(pool: ResourcePool) -> None:
     assert ResourcePool.merge([first, second]) == pool
     with pytest.raises(ResourceError, match="overlap"):
         ResourcePool.merge([first, pool])
-    with pytest.raises(ResourceError, match="do not make up"):
+    with pytest.raises(ResourceError, match="must add up to"):
         pool.split([1, 1])
 
 
@@ -262,14 +262,14 @@ def test_a_pool_that_cannot_be_placed_says_what_is_free(
 ) -> None:
     with pytest.raises(
         ResourceError,
-        match=r"the pool needs 2 nodes with 1 process each.*127\.0\.0\.1: (\d+) of \1; give",
+        match=r"the pool needs 2 nodes with 1 process each.*127\.0\.0\.1: (\d+) of \1; add",
     ) as told:
         ResourcePool.allocate(cluster, 2, 1)
     assert "after waiting" not in str(told.value)  # a local cluster will not grow
     total = int(cluster.nodes()[0].total["CPU"])
     with pytest.raises(
         ResourceError,
-        match=rf"after waiting 1 s: .*127\.0\.0\.1: {total - len(pool)} of {total}; give",
+        match=rf"after waiting 1 s: .*127\.0\.0\.1: {total - len(pool)} of {total}; add",
     ):
         ResourcePool.allocate(cluster, 1, total, timeout_s=1)
     ResourcePool.allocate(cluster, 1, total - len(pool), timeout_s=10).release()

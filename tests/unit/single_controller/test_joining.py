@@ -63,7 +63,7 @@ def test_auto_is_the_ray_of_this_user_whatever_others_run(start: Start) -> None:
     start(STRANGER, "10.0.0.9:1")
     with pytest.raises(
         ResourceError,
-        match=r"no Ray of yours runs on this machine; start one .*cluster\.address=HOST",
+        match=r"you run no Ray cluster on this machine; start one .*cluster\.address=HOST",
     ):
         find_address("auto")
     start(ME, "10.0.0.1:20000")
@@ -75,7 +75,8 @@ def test_several_are_told_apart_by_the_note_or_named(start: Start, tmp_path: Pat
     start(ME, "10.0.0.1:20000")
     start(ME, "10.0.0.2:20000")
     with pytest.raises(
-        ResourceError, match=r"several .*\(10\.0\.0\.1:20000, 10\.0\.0\.2:20000\); name one"
+        ResourceError,
+        match=r"several .*\(10\.0\.0\.1:20000, 10\.0\.0\.2:20000\); set cluster\.address",
     ):
         find_address("auto")
     note(tmp_path, ME, "10.0.0.2:20000\n")
@@ -92,7 +93,7 @@ def test_a_note_of_somebody_else_is_refused(start: Start, tmp_path: Path, plante
         os.lchown(file, ME, ME)
     else:
         os.chown(file if planted == "note" else file.parent, STRANGER, STRANGER)
-    who = "is a link" if planted == "link" else f"is of the user with the number {STRANGER}"
+    who = "is a link" if planted == "link" else f"belongs to user {STRANGER}"
     with pytest.raises(
         ResourceError, match=rf"{tmp_path}/ray.* {who}.*token.*cluster\.address=HOST:PORT"
     ):
@@ -126,7 +127,7 @@ def test_no_token_is_sent_to_another_user_who_listens_where_the_head_was(user: i
         address = f"127.0.0.1:{int(listener.stdout.readline())}"
         if user:
             with pytest.raises(
-                ResourceError, match=rf"at {address} listens the user with the number {STRANGER}"
+                ResourceError, match=rf"the listener at {address} belongs to user {STRANGER}"
             ):
                 require_listener(address, 5.0)
         else:

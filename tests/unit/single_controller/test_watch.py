@@ -50,7 +50,7 @@ def test_a_stopped_process_is_lost_after_some_looks_and_one_that_goes_on_is_not(
     assert watched.silent() == "" and watched.ended() == ""
     sleeper.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
-    assert "stands still" in [watched.silent() for _ in range(watch._STOPPED_LOOKS)][-1]
+    assert "is stopped (SIGSTOP)" in [watched.silent() for _ in range(watch._STOPPED_LOOKS)][-1]
 
 
 def test_a_process_that_ends_while_others_are_started_is_named(
@@ -79,8 +79,7 @@ def test_what_is_left_of_an_earlier_cluster_is_no_loss_of_one_that_starts(
 def test_a_start_that_takes_too_long_is_over() -> None:
     assert watch.Starting(dict, 60.0).silent() == ""
     assert (
-        watch.Starting(dict, 0.0).silent()
-        == "Ray has not answered within cluster.start_timeout_s=0"
+        watch.Starting(dict, 0.0).silent() == "Ray did not respond within cluster.start_timeout_s=0"
     )
 
 
@@ -89,7 +88,10 @@ def test_an_address_is_lost_after_some_refusals() -> None:
         gcs.bind(("127.0.0.1", 0))  # held throughout: nobody else can answer there
         watched = watch.Address(f"127.0.0.1:{gcs.getsockname()[1]}")
         refused = [watched.silent() for _ in range(watch._FAILED_LOOKS)]
-        assert refused[:-1] == [""] * (len(refused) - 1) and "takes no connections" in refused[-1]
+        assert (
+            refused[:-1] == [""] * (len(refused) - 1)
+            and "does not accept connections" in refused[-1]
+        )
         again = watch.Address(watched._address)
         assert [again.silent() for _ in refused[1:]] == refused[:-1]
         gcs.listen()
