@@ -1,8 +1,8 @@
-"""Weights of a published folder that training does not use (multi-token-prediction layers, and
-others that its family does not map): an export copies them unchanged, and its config.json describes
-the result.
+"""Weights of a published folder that training does not use, such as multi-token-prediction layers
+and tensors that the family does not map. An export copies them unchanged, and its config.json
+describes the result.
 
-They are not part of checkpoints; an export reads them from the folder again.
+Checkpoints do not contain them. An export rereads them from the folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TIED = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Carried:
-    """Tensors to copy from `source`, and one line for each kind that is copied or omitted."""
+    """Tensors to copy from `source`, and a message for each kind that is copied or omitted."""
 
     source: SafetensorsFolder | None = None
     entries: tuple[Entry, ...] = ()
@@ -47,8 +47,8 @@ class Carried:
 
 
 def carried_from(folder: Path | None, family: Family) -> Carried:
-    """Return what an export of `family` copies from the model's original folder. Empty if the model
-    has a scalar head instead of the published one, or no such folder."""
+    """Return the tensors that an export of `family` copies from the model's original folder. Empty
+    if there is no such folder, or the model has a scalar head instead of the published one."""
     if folder is None or isinstance(family, ScalarHead):
         return Carried()
     try:
@@ -64,11 +64,12 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
         if name not in mapped and name.removesuffix(SCALE_SUFFIX) not in mapped
     ]
     lines = []
-    # the copy would keep the values from before the training
+    # a copy would have the values from before training
     if _TIED in names and family.hf.get("tie_word_embeddings"):
         names.remove(_TIED)
         lines.append(
-            f"{_TIED} is not in the export: tie_word_embeddings makes it model.embed_tokens.weight"
+            f"{_TIED} is not in the export: with tie_word_embeddings it equals "
+            "model.embed_tokens.weight"
         )
     entries = []
     unknown = []
@@ -90,7 +91,7 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
         )
     if unknown:
         lines.append(
-            "not in the export, because their precision cannot be written: "
+            "not in the export, because safetensors cannot store their precision: "
             f"{', '.join(unknown[:4])}"
         )
     return Carried(source, tuple(entries), tuple(lines))
@@ -101,9 +102,9 @@ def exported_config(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config.json of an export with these tensors, and a line for each changed field.
 
-    It states a single precision, under the names of transformers 4 and 5; quantisation only for fp8
-    tensors; multi-token prediction only if its layers are present; and code only if its files are
-    in `folder`.
+    It contains a single precision under the names of transformers 4 and 5, quantisation only for
+    fp8 tensors, multi-token prediction only if its layers are present, and code only if its files
+    are in `folder`.
     """
     written = {entry.name: entry for entry in entries}
     lines = []
@@ -114,8 +115,8 @@ def exported_config(
         config["quantization_config"] = {**quantisation, "modules_to_not_convert": skipped}
     if config.get(_HEADS) and not _has_heads(hf_config, written.keys()):
         lines.append(
-            f"config.json of the export has {_HEADS} 0, not {config[_HEADS]}: their weights are "
-            "not there"
+            f"the export's config.json sets {_HEADS} to 0 instead of {config[_HEADS]}, because "
+            "the weights are missing"
         )
         config[_HEADS] = 0
     code = {}
@@ -138,7 +139,7 @@ def _groups(names: Iterable[str]) -> str:
 
 
 def _unquantised(written: Mapping[str, Entry]) -> list[str]:
-    """Return the modules and whole layers without an fp8 tensor; empty if there is no fp8 tensor at
+    """Return the modules and whole layers without fp8 tensors; empty if there are no fp8 tensors at
     all."""
     quantised = set()
     for name, entry in written.items():
@@ -158,7 +159,7 @@ def _unquantised(written: Mapping[str, Entry]) -> list[str]:
 
 
 def _layer(name: str) -> str:
-    """Return a tensor's layer, such as `model.layers.3`, or else its module."""
+    """Return a tensor's layer, such as `model.layers.3`, or its module if it is in no layer."""
     return (
         ".".join(name.split(".")[:3])
         if name.startswith("model.layers.")
@@ -178,7 +179,7 @@ def _has_heads(hf_config: Mapping[str, Any], written: Iterable[str]) -> bool:
 
 
 def _is_there(code: object, folder: Path) -> bool:
-    """Return True if the file of `module.Class` is in the folder, or is on a hub
+    """Return True if the file of `module.Class` is in the folder or on a hub
     ("org/name--module.Class")."""
     names = []
     for one in code if isinstance(code, list) else [code]:

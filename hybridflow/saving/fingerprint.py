@@ -1,5 +1,5 @@
-"""Everything that a run's numbers depend on: its settings, the contents of the files they name,
-tokenizer and packages. Checkpoints store it, and a resumed run reports the differences."""
+"""The fingerprint of a run: settings, contents of the files they name, tokenizer and packages, on
+all of which its results depend. Checkpoints store it, and a resumed run reports the differences."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import xxhash
 from hybridflow.config.registry import is_user_entry
 from hybridflow.config.schema import RunConfig
 
-# the run's location, and settings of resuming
+# the run's location, and settings for resuming
 _INCIDENTAL = ("name", "output_dir", "trainer.resume", "trainer.resume_with_other_data")
-# the training data of each phase of a checkpoint
+# the training data of each checkpoint phase
 TRAINED_ON: Mapping[str, str] = {
     "sft": "sft.train_files",
     "rl": "data.train_files",
@@ -27,13 +27,13 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """JSON-serializable, for `driver.json`.
+    """A run's fingerprint, JSON-serializable for `driver.json`.
 
     Attributes:
-        settings: by dotted key, except those whose file contents are recorded.
-        files: for each key that names files, their (name, xxh3 of the content).
+        settings: values by dotted key, except settings whose file contents are recorded.
+        files: (name, xxh3 of the content) of each file, by the key that names it.
         tokens: digests of the vocabulary and of the chat template.
-        packages: versions.
+        packages: package versions.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -45,8 +45,8 @@ class Fingerprint:
     def of(
         cls, config: RunConfig, tokens: Mapping[str, str], packages: Mapping[str, str]
     ) -> Fingerprint:
-        """Compute the fingerprint. Reads every file that the settings name: data, and the files of
-        custom entries.
+        """Compute the fingerprint. Reads every file named by the settings: data files and the files
+        of custom entries.
 
         Raises:
             OSError: a file cannot be read.
@@ -66,16 +66,16 @@ class Fingerprint:
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Fingerprint:
-        """Restore the result of `asdict`; empty for a checkpoint of a version without fingerprints.
-        Raises ValueError for anything else."""
+        """Restore the result of `asdict`; empty for a checkpoint from a version without
+        fingerprints. Raises ValueError for anything else."""
         found = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         if not all(isinstance(one, dict) for one in found.values()):
-            raise ValueError("the fingerprint must consist of objects")
+            raise ValueError("the fingerprint's values must be objects")
         for files in found.get("files", {}).values():
             if not all(
                 isinstance(word, str) for name_and_digest in files for word in name_and_digest
             ):
-                raise ValueError("the fingerprint's files are not names and digests")
+                raise ValueError("the fingerprint's files must be lists of names and digests")
         return cls(**found)
 
     def changes(self, before: Fingerprint) -> list[str]:
@@ -94,7 +94,7 @@ class Fingerprint:
         ):
             found += [
                 (
-                    f"{what}{key} was {_shown(then, key)} when the checkpoint was saved and is "
+                    f"{what}{key} was {_shown(then, key)} when the checkpoint was saved, but is "
                     f"{_shown(now, key)} now"
                 )
                 for key in sorted(now.keys() | then.keys())
@@ -104,7 +104,7 @@ class Fingerprint:
         return found
 
     def has_other_data(self, before: Fingerprint, phase: str) -> bool:
-        """Return True if the checkpoint's phase was trained on other rows than this run would
+        """Return True if the checkpoint's phase was trained on different rows than this run would
         use."""
         key = TRAINED_ON[phase]
         return key in before.files and _contents(self.files.get(key, ())) != _contents(
@@ -154,7 +154,7 @@ def _names(now: Sequence[Sequence[str]], before: Sequence[Sequence[str]]) -> str
     other = [name for name, digest in now if digest not in known]
     if len(now) != len(before):
         return f"{len(before)} files then, {len(now)} now"
-    return ", ".join(other[:3]) or "the same files in another order"
+    return ", ".join(other[:3]) or "the same files in a different order"
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -1,7 +1,7 @@
-"""Export of a model as a Hugging Face folder: every rank sends the slices it owns, and several
-ranks write a file each, tensor by tensor.
+"""Export of a model as a Hugging Face folder. Every rank sends the slices it owns, and several
+ranks each write a file, tensor by tensor.
 
-No rank ever holds more than one whole tensor, and its own slices of the few tensors being written.
+A rank never holds more than one whole tensor, plus its slices of the few tensors being written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WRITERS = 4  # files written concurrently; limits the data in flight per rank
 
 @dataclass(frozen=True)
 class _File:
-    """One file, and the rank that writes it."""
+    """A file and the rank that writes it."""
 
     name: str
     writer: int
@@ -46,8 +46,8 @@ class _File:
 
 @dataclass(frozen=True)
 class Held:
-    """The distributed model: which rank sends which piece of each HF tensor, and this rank's
-    tensors by name."""
+    """The distributed model: the owner of every piece of each HF tensor, and this rank's tensors by
+    name."""
 
     family: Family
     dtype: torch.dtype
@@ -72,7 +72,8 @@ def export_held(
             copied.
 
     Returns:
-        Lines about what was copied, omitted or changed; the same on all ranks.
+        Messages about tensors and fields that were copied, omitted or changed; the same on all
+        ranks.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; `folder` is then unchanged.
@@ -109,8 +110,8 @@ def export_held(
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename an export to its final name. An earlier one is removed afterwards, so that a crash
-    never loses both."""
+    """Rename an export to its final name. An earlier export is removed only afterwards, so that a
+    crash never loses both."""
     earlier = folder.with_name(folder.name + ".earlier")
     shutil.rmtree(earlier, ignore_errors=True)
     sync_folder(partial)
@@ -122,14 +123,14 @@ def _put_in_place(partial: Path, folder: Path) -> None:
 
 
 def _agreed(carried: Carried, exchange: Exchange) -> Carried:
-    """Return what is copied from the source; nothing unless all ranks see the same files."""
+    """Return the tensors to copy from the source, or none if ranks see different files."""
     if len(set(exchange.gather(carried.digest()))) == 1:
         return carried
     where = carried.source.folder if carried.source else "the model's original folder"
     return Carried(
         lines=(
             (
-                "weights that training does not use are not in the export: ranks see different "
+                "weights that training does not use are not in the export: the ranks see different "
                 f"files in {where}"
             ),
         )
@@ -139,7 +140,7 @@ def _agreed(carried: Carried, exchange: Exchange) -> Carried:
 def _write_files(
     held: Held, carried: Carried, folder: Path, files: Sequence[_File], exchange: Exchange
 ) -> list[str]:
-    """Write all files, `_WRITERS` at a time. Returns `name sha256` of those that this rank
+    """Write all files, `_WRITERS` at a time. Returns `name sha256` for the files that this rank
     wrote."""
     rank = dist.get_rank()
     owners = held.owners
@@ -161,7 +162,7 @@ def _write_files(
                     and file.writer != rank
                     and (mine := _packed(owners[entry.name], parameters, entry, rank)) is not None
                 ):
-                    # kept alive until it is sent
+                    # keep the tensor alive until it has been sent
                     sends.append((dist.isend(mine, file.writer, group=exchange.group), mine))
             for file, entry in zip(wave, turn, strict=True):
                 if entry is not None and file.writer == rank:

@@ -1,11 +1,11 @@
-"""The manifest that makes a checkpoint complete: its contents, its model, and every file with size
-and hash.
+"""The manifest that completes a checkpoint. It lists the contents, the model, and every file with
+size and hash.
 
 `manifest.json` is the last file written into a checkpoint's folder, and is renamed to its final
-name only when it is on disk: a folder without one is not a checkpoint. Hashes are XXH3 (128 bits),
-because they must detect torn, truncated or corrupted files rather than an adversary, and keep pace
-with the disk, where SHA-256 would slow every save. `xxhsum -H2 FILE` prints the same digits. The
-manifest itself, and the driver's part of a checkpoint, contain a hash of their own content. This
+name only once it is on disk. A folder without one is not a checkpoint. Hashes are XXH3 (128 bits):
+they need to detect torn, truncated or corrupted files but not an adversary, and they keep pace with
+the disk, whereas SHA-256 would slow every save. `xxhsum -H2 FILE` prints the same digits. The
+manifest itself and the driver's part of a checkpoint contain a hash of their own content. This
 module does not import torch.
 """
 
@@ -69,11 +69,14 @@ class FileRecord:
 class Manifest:
     """The description of a checkpoint.
 
-    `contains` names the parts (model, optimizer, reference, rng); `backend` the training backend
-    that wrote it; `layout` its parallel sizes; `hf_config` the model's Hugging Face config;
-    `training` the number of updates and the optimizer's settings (empty without an optimizer);
-    `lora` the adapters' rank, alpha and targets (empty: no adapters); `files` is every other file
-    of the folder, by name.
+    Attributes:
+        contains: the parts: model, optimizer, reference, rng.
+        backend: training backend that wrote it.
+        layout: parallel sizes.
+        hf_config: the model's Hugging Face config.
+        training: number of updates and optimizer settings; empty without an optimizer.
+        lora: the adapters' rank, alpha and targets; empty without adapters.
+        files: every other file in the folder, by name.
     """
 
     phase: str
@@ -101,7 +104,7 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write it to `folder`, atomically and synced to disk."""
+        """Write the manifest to `folder`, atomically and synced to disk."""
         value = asdict(self) | {
             "family": self.family,
             "config_digest": config_digest(self.hf_config),
@@ -113,14 +116,14 @@ class Manifest:
         """Read the manifest of the checkpoint in `folder`.
 
         Raises:
-            CheckpointError: there is none, or it has another format.
+            CheckpointError: the manifest is missing, damaged or of another format.
         """
         file = folder / MANIFEST
         try:
             value = read_sealed(file)
             if value["format"] != FORMAT:
                 raise CheckpointError(
-                    f"{file} has format {value['format']}, this version reads {FORMAT}"
+                    f"{file} has format {value['format']}, but this version reads {FORMAT}"
                 )
             files = {}
             for name, record in value.pop("files").items():
@@ -135,13 +138,13 @@ class Manifest:
             return cls(**{**known, "contains": tuple(map(str, known["contains"]))}, files=files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is torn "
-                "or not ours"
+                f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is "
+                "damaged or was not written by HybridFlow"
             ) from error
 
 
 def structure(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a Hugging Face config that weights and computation depend on."""
+    """Return the part of a Hugging Face config that determines weights and computation."""
     kept: dict[str, Any] = {}
     for key, value in sorted(hf_config.items()):
         if key not in _INCIDENTAL:
@@ -150,21 +153,24 @@ def structure(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_digest(hf_config: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of `structure` as canonical JSON: models with equal digests are equal."""
+    """Return the SHA-256 of `structure` as canonical JSON. Equal digests mean equal models."""
     return sha256(
         json.dumps(structure(hf_config), sort_keys=True, default=str).encode()
     ).hexdigest()
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Return each key in which two Hugging Face configs describe different models, as `key is X
-    there, Y here`."""
+    """Return a line for each key in which two Hugging Face configs describe different models, as
+    `KEY is X in the checkpoint, Y here`."""
     one = structure(theirs)
     two = structure(ours)
     found: list[str] = []
     for key in sorted(one.keys() | two.keys()):
         if json.dumps(one.get(key), default=str) != json.dumps(two.get(key), default=str):
-            found.append(f"{key} is {one.get(key, 'absent')} there, {two.get(key, 'absent')} here")
+            found.append(
+                f"{key} is {one.get(key, 'absent')} in the checkpoint, {two.get(key, 'absent')} "
+                "here"
+            )
     return found
 
 
@@ -180,14 +186,14 @@ def digest_of(file: Path) -> FileRecord:
 
 
 def problems_of(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
-    """Return the problems of the files (all of them, or `names`): missing, wrong size, wrong
-    content. Empty if there are none."""
+    """Return a line for each file (of all files, or of `names`) that is missing or has the wrong
+    size or content."""
     wanted = manifest.files if names is None else names
     return problems_in(folder, {name: manifest.files[name] for name in wanted})
 
 
 def problems_in(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """Return the problems of files of the folder that are not in a manifest."""
+    """Return a line for each of `files` that is missing or has the wrong size or content."""
     problems = [_problem_of(folder / name, record) for name, record in files.items()]
     return list(filter(None, problems))
 
@@ -195,28 +201,28 @@ def problems_in(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
 def _problem_of(file: Path, expected: FileRecord) -> str:
     try:
         status = file.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would block, and a device would never end
+        if not stat.S_ISREG(status.st_mode):  # a pipe would block and a device would never end
             return f"{file} is not a regular file"
         if status.st_size != expected.size:
             return f"{file} has {status.st_size} bytes, but the manifest has {expected.size}"
         if _is_hollow(file, status):
             return f"{file} has a size of {status.st_size} bytes, but none of them are on disk"
         if digest_of(file).xxh3 != expected.xxh3:
-            return f"{file} does not have the content the manifest describes (hash differs)"
+            return f"{file} does not match its hash in the manifest"
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
     return ""
 
 
 def _is_hollow(file: Path, status: os.stat_result) -> bool:
-    """Return True if a large file is one hole. No save writes such a file, and hashing its zeros
-    takes hours."""
+    """Return True if a large file starts with a large hole. No save writes such a file, and hashing
+    its zeros would take hours."""
     if status.st_size < _LARGE or status.st_blocks * 512 > status.st_size >> 10:
         return False
     with file.open("rb") as stream:
         try:
             return os.lseek(stream.fileno(), 0, os.SEEK_DATA) >= _LARGE
-        except OSError:  # no data from here on
+        except OSError:  # there is no data
             return True
 
 
@@ -225,7 +231,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     tensor}.
 
     Raises:
-        CheckpointError: it is torn, or an entry is malformed.
+        CheckpointError: the index is damaged, or an entry is malformed.
     """
     file = folder / INDEX
     try:
@@ -241,7 +247,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         return {"chunks": value["chunks"], "hf": value["hf"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{file} cannot be read ({error}); `hybridflow checkpoint verify` says more"
+            f"{file} cannot be read ({error}); run `hybridflow checkpoint verify` for details"
         ) from error
 
 
@@ -255,7 +261,7 @@ def _check_chunk(chunk: Any) -> None:
     ends = [at + extent for at, extent in zip(start, size, strict=True)]
     if any(end > extent for end, extent in zip(ends, shape, strict=True)):
         raise ValueError(
-            f"the rectangle {start}+{size} leaves its tensor {chunk['key'][:80]} {shape}"
+            f"the rectangle {start}+{size} extends beyond its tensor {chunk['key'][:80]} {shape}"
         )
 
 
@@ -277,7 +283,7 @@ def read_sealed(file: Path) -> dict[str, Any]:
     """Read a file written by `write_sealed`.
 
     Raises:
-        CheckpointError: the file is missing, or its content is not what was written.
+        CheckpointError: the file is missing, or its content does not match its hash.
     """
     try:
         value: dict[str, Any] = read_outside_json(file, _MOST_SEALED_BYTES, unique=True)
@@ -288,15 +294,16 @@ def read_sealed(file: Path) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is torn or "
-            "not ours"
+            f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is damaged "
+            "or was not written by HybridFlow"
         ) from error
     if seal is None:
         raise CheckpointError(
-            f"{file} has no hash of its own content: it is not ours, or an earlier version wrote it"
+            f"{file} has no hash of its own content; it was written by an earlier version, or not "
+            "by HybridFlow"
         )
     if seal != _seal(value):
-        raise CheckpointError(f"{file} does not have the content that was written (hash differs)")
+        raise CheckpointError(f"{file} does not match its own hash; it was damaged or edited")
     return value
 
 
@@ -305,31 +312,32 @@ def _seal(value: Mapping[str, Any]) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Validate the name of a file or folder directly inside another. Raises ValueError for anything
-    that leads elsewhere."""
+    """Return `name` if it is the name of a file or folder directly inside another. Raises
+    ValueError for any other path."""
     if name in ("", ".", "..") or Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a file inside the folder")
     return name
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically. It is on disk when this returns."""
+    """Write a JSON file atomically. The file is synced to disk on return."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as stream:
         json.dump(value, stream)
         stream.flush()
         os.fsync(stream.fileno())
-    # opened before the name appears, because a waiting process may rename the folder at once
+    # open the folder first, because a waiting process may rename it as soon as the file appears
     with _opened(path.parent) as folder:
         os.replace(temporary, path)
         os.fsync(folder)
 
 
 def say_saved(folder: Path) -> None:
-    """Tell the driver, by a file next to `folder`, that every rank has written and synced its part.
+    """Create a file next to `folder` that tells the driver that every rank has written and synced
+    its part.
 
-    The existence of the manifest does not imply this: rank 0 syncs after the rename that makes it
-    visible, and may fail there.
+    The manifest's existence does not imply this: rank 0 syncs after the rename that makes the
+    manifest visible, and the sync may fail.
     """
     _said_by(folder).touch()
 
@@ -344,14 +352,14 @@ def _said_by(folder: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync names that were created, renamed or removed in `folder` to disk."""
+    """Sync created, renamed and removed names in `folder` to disk."""
     with _opened(folder) as descriptor:
         os.fsync(descriptor)
 
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Yield a folder's descriptor, which stays valid when the folder is renamed."""
+    """Yield a folder's descriptor, which remains valid if the folder is renamed."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield descriptor

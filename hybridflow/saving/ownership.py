@@ -1,9 +1,9 @@
-"""Assignment of the slices of Hugging Face tensors to ranks for an export: each element has exactly
-one owner.
+"""Assignment of slices of Hugging Face tensors to ranks for an export. Each element has exactly one
+owner.
 
-This is pure arithmetic: every rank computes the same owners from the same coordinates. Among
-replicas (tensor-parallel copies of norms, embeddings shared by two stages, data-parallel copies)
-the rank with the fewest bytes so far owns a slice.
+Every rank computes the same owners from the same coordinates, without communication. Among replicas
+(tensor-parallel copies of norms, embeddings shared by two stages, data-parallel copies), the rank
+with the fewest bytes so far becomes the owner.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hybridflow.reshard.fsdp_layout import fsdp_tensors
 from hybridflow.reshard.layout import rank_tensors
 from hybridflow.reshard.proof import cover_faults
 
-Owners = dict[str, list["OwnedPiece"]]  # for each HF tensor its slices, by rank
+Owners = dict[str, list["OwnedPiece"]]  # slices of each HF tensor, ordered by rank
 
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """A slice, the rank that owns it, and the local parameter that it is read from."""
+    """A slice, its owner, and the local parameter from which it is read."""
 
     rank: int
     parameter: str
@@ -33,7 +33,7 @@ class OwnedPiece:
 
 
 def megatron_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
-    """Return the owners of every slice in a Megatron world; `ranks` are the coordinates by global
+    """Return the owners of every slice in a Megatron world. `ranks` are the coordinates by global
     rank.
 
     Raises:
@@ -61,7 +61,7 @@ def _assign_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
     for rank, at in enumerate(ranks):
         for local in rank_tensors(family, at):
             for piece in local.pieces:
-                # embeddings shared by two stages are written by ranks of the first one
+                # embeddings shared by two stages are written by ranks of the first stage
                 stage = first_stage.setdefault(piece.source, at.pp_rank)
                 if stage == at.pp_rank:
                     candidates.setdefault(piece.region, []).append(
@@ -83,7 +83,7 @@ def _prove_cover(
     missing = sorted(shapes.keys() - owned.keys())
     if unknown or missing:
         raise ModelError(
-            f"the family's map names tensors that are not in its checkpoint {unknown[:4]}, or "
+            f"the family's map contains tensors that are not in its checkpoint {unknown[:4]}, or "
             f"omits {missing[:4]}"
         )
     names = list(shapes)
@@ -102,7 +102,7 @@ def _prove_cover(
     for fault in faults:
         name = names[fault.key]
         if fault.kind == "beyond":
-            raise ModelError(f"a piece of {name} reaches beyond its shape {shapes[name]}")
+            raise ModelError(f"a piece of {name} extends beyond its shape {shapes[name]}")
         raise ModelError(
             f"the pieces of {name} {shapes[name]} do not cover every element exactly once"
         )

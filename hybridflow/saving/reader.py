@@ -1,5 +1,5 @@
-"""Reader of a checkpoint's tensors by region, as the saved global tensors or as Hugging Face
-tensors: no ranks, no Megatron, no pickle.
+"""Reads a checkpoint's tensors by region, as saved global tensors or as Hugging Face tensors. Needs
+no ranks, Megatron or pickle.
 
 A checkpoint's `index.json` maps rectangles of global tensors to positions in files, and slices of
 Hugging Face tensors to parts of global tensors.
@@ -34,10 +34,10 @@ Start = tuple[int, ...]
 
 
 class CheckpointFolder:
-    """A `WeightSource` over the ranks' folder of a checkpoint (the one with the manifest)."""
+    """A `WeightSource` that reads the ranks' folder of a checkpoint (the one with the manifest)."""
 
     def __init__(self, folder: Path) -> None:
-        """Read manifest and index. Raises CheckpointError if the folder is not a complete
+        """Read the manifest and the index. Raises CheckpointError if the folder is not a complete
         checkpoint."""
         self.folder = folder
         self.manifest = Manifest.read(folder)
@@ -46,16 +46,17 @@ class CheckpointFolder:
         for chunk in index["chunks"]:
             if chunk["file"] not in self.manifest.files or chunk["dtype"] not in _DTYPES:
                 raise CheckpointError(
-                    f"{folder}: the index names {chunk['file']} ({chunk['dtype']}), which is not "
-                    "ours"
+                    f"{folder}: the index contains {chunk['file']} ({chunk['dtype']}), which is "
+                    "not in the manifest or has an unsupported dtype"
                 )
             if chunk["offset"] + chunk["length"] > self.manifest.files[chunk["file"]].size:
                 raise CheckpointError(
-                    f"{folder}: the index places {chunk['key']} after the end of {chunk['file']}"
+                    f"{folder}: the index places {chunk['key']} beyond the end of {chunk['file']}"
                 )
             if chunk["length"] != prod(chunk["size"]) * _DTYPES[chunk["dtype"]].itemsize:
                 raise CheckpointError(
-                    f"{folder}: {chunk['length']} bytes for {chunk['size']} of {chunk['key']}"
+                    f"{folder}: the index has {chunk['length']} bytes for {chunk['size']} of "
+                    f"{chunk['key']}, which does not match its dtype"
                 )
             same = self._chunks.setdefault(chunk["key"], {})
             first = next(iter(same.values()), chunk)
@@ -63,7 +64,9 @@ class CheckpointFolder:
                 chunk["shape"],
                 chunk["dtype"],
             ):
-                raise CheckpointError(f"{folder}: its index describes {chunk['key']} in two ways")
+                raise CheckpointError(
+                    f"{folder}: the index has conflicting entries for {chunk['key']}"
+                )
             same[tuple(chunk["start"])] = chunk
         self._refuse_shared_bytes()
         self._slices: dict[str, list[tuple[Start, Start, str, Start]]] = {}
@@ -81,17 +84,18 @@ class CheckpointFolder:
         for chunk in sorted(chunks, key=lambda one: (one["file"], one["offset"])):
             if chunk["offset"] < ends.get(chunk["file"], 0):
                 raise CheckpointError(
-                    f"{self.folder}: its index places {chunk['key']} over another tensor in "
+                    f"{self.folder}: in the index, {chunk['key']} overlaps another tensor in "
                     f"{chunk['file']}"
                 )
             ends[chunk["file"]] = chunk["offset"] + chunk["length"]
 
     def read(self, name: str, start: Start, shape: Start) -> torch.Tensor:
-        """Read a region of a Hugging Face tensor, in the precision of the checkpoint. Adapters are
+        """Read a region of a Hugging Face tensor, in the checkpoint's precision. Adapters are
         merged into their weights.
 
         Raises:
-            CheckpointError: the checkpoint does not contain it, or its index is inconsistent.
+            CheckpointError: the checkpoint does not contain the region, or its index is
+                inconsistent.
         """
         try:
             return self._merged(name, start, shape)
@@ -104,7 +108,7 @@ class CheckpointFolder:
             ZeroDivisionError,
         ) as error:
             raise CheckpointError(
-                f"{self.folder}: its index does not describe {name}: {error}"
+                f"{self.folder}: the index entries of {name} are inconsistent: {error}"
             ) from error
 
     def _merged(self, name: str, start: Start, shape: Start) -> torch.Tensor:
@@ -119,8 +123,8 @@ class CheckpointFolder:
         return merge(self._read(name, start, shape), *factors, self.manifest.lora["alpha"] / rank)
 
     def factors(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the adapters' factors, by PEFT's names, which `read` accepts too.
-        Empty without adapters."""
+        """Return the shapes of the adapters' factors by PEFT name; empty without adapters. `read`
+        also accepts these names."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, slices in self._slices.items():
             if is_factor(name):
@@ -132,8 +136,8 @@ class CheckpointFolder:
         """Fill rectangles (`Rectangle`, or Megatron's ShardedTensor) in place with their saved
         data.
 
-        If a tensor may have another shape than before (the padding rows of a vocabulary depend on
-        the layout), elements that were not saved are left unchanged.
+        If a tensor's shape may have changed (a vocabulary's padding rows depend on the layout),
+        elements that were not saved are left unchanged.
         """
         for tensor in tensors:
             lead, start, size = (
@@ -177,7 +181,8 @@ class CheckpointFolder:
             filled += values.numel()
         if found is None or filled != found.numel():
             raise CheckpointError(
-                f"{self.folder}: {name} has {filled} elements of the region {start}+{shape}"
+                f"{self.folder}: the index covers only {filled} elements of {name} in the region "
+                f"{start}+{shape}"
             )
         return found
 
@@ -198,7 +203,7 @@ class CheckpointFolder:
             if prod(part):
                 if any(prod(_overlap(low, part, *other)[1]) for other in parts):
                     raise CheckpointError(
-                        f"{self.folder}: its index describes parts of {key} twice, around {low}"
+                        f"{self.folder}: the index covers parts of {key} twice, around {low}"
                     )
                 parts.append((low, part))
                 stored = self._stored(chunk, low, part)
@@ -207,13 +212,13 @@ class CheckpointFolder:
                 filled += stored.numel()
         if found is None or filled != found.numel():
             raise CheckpointError(
-                f"{self.folder}: the files have {filled} elements of {key} at {start}+{size}"
+                f"{self.folder}: the files contain only {filled} elements of {key} in the region "
+                f"{start}+{size}"
             )
         return found
 
     def _stored(self, chunk: Mapping[str, Any], start: Start, size: Start) -> torch.Tensor:
-        """Return a region of one rectangle. Only the rows that overlap it are read from the
-        file."""
+        """Return a region of one rectangle. Reads only the overlapping rows from the file."""
         dtype = _DTYPES[chunk["dtype"]]
         whole = tuple(chunk["size"])
         axis = next((number for number, extent in enumerate(whole) if extent > 1), 0)
@@ -224,7 +229,7 @@ class CheckpointFolder:
             with (self.folder / chunk["file"]).open("rb") as file:
                 file.seek(chunk["offset"] + first * row)
                 if file.readinto(data) != len(data):
-                    raise ValueError("the file ends too early")
+                    raise ValueError("the file is too short")
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{self.folder / chunk['file']} cannot be read at {chunk['offset']}: {error}"
@@ -239,8 +244,8 @@ class CheckpointFolder:
 def _overlap(
     start: Start, size: Start, other_start: Sequence[int], other_size: Sequence[int]
 ) -> tuple[Start, Start]:
-    """Return the intersection of two rectangles: (start, size); some size is zero if it is
-    empty."""
+    """Return the intersection of two rectangles as (start, size). An empty one has a size of
+    zero."""
     low = tuple(max(a, b) for a, b in zip(start, other_start, strict=True))
     ends = (
         min(a + m, b + n) for a, m, b, n in zip(start, size, other_start, other_size, strict=True)

@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint on disk: one file per rank with rectangles of global tensors as raw
-bytes, hashed while writing.
+"""Writes a checkpoint's tensors: one file per rank with rectangles of global tensors as raw bytes,
+hashed while writing.
 
-Megatron's own writer forks two processes per rank out of one that runs gloo's threads, and starts a
-manager of 270 MB that outlives a killed rank (filesystem_async.py:266 and :55). Here a rank writes
-a single file in the calling thread, and no file needs a pickle to be read.
+Megatron's own writer forks two processes per rank from a process with gloo threads, and starts a
+270 MB manager process that outlives a killed rank (filesystem_async.py:266 and :55). Here a rank
+writes a single file in the calling thread, and no file requires pickle to read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Chunk = dict[str, Any]  # key, dtype, shape (global), start, size, file, offset,
 
 @dataclass(frozen=True)
 class Rectangle:
-    """`data` is `key[global_offset : +local_shape]` of a tensor of `global_shape`. Megatron's
-    ShardedTensor has the same attributes.
+    """A part of a global tensor: `data` is `key[global_offset : global_offset + local_shape]` of a
+    tensor of `global_shape`. Megatron's ShardedTensor has the same attributes.
     """
 
     key: str
@@ -51,8 +51,9 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class HfSlice:
-    """`source[source_start : +shape]` of the Hugging Face model is `key[start : +shape]` of the
-    checkpoint, apart from leading axes of length one that only the key has.
+    """Mapping of a slice: `source[source_start : source_start + shape]` of the Hugging Face model
+    is `key[start : start + shape]` of the checkpoint, except for leading axes of length one that
+    only the key has.
     """
 
     source: str
@@ -72,10 +73,10 @@ def write_tensors(
 ) -> tuple[list[Chunk], dict[str, FileRecord]]:
     """Write this rank's rectangles (`Rectangle`, or Megatron's ShardedTensor) to `rank_R.bin`.
 
-    Returns the positions in the file, and the file's size and hash.
+    Returns the rectangles' positions in the file, and the file's size and hash.
 
     Raises:
-        OSError: unchanged from the system (a full disk, for example).
+        OSError: raised unchanged by the system, for example for a full disk.
     """
     name = f"rank_{rank}.bin"
     hasher = xxhash.xxh3_128()
@@ -109,7 +110,7 @@ def _describe(tensor: Any, file: str, offset: int, length: int) -> Chunk:
 
 
 def check_cover(chunks: Sequence[Chunk]) -> None:
-    """Raise CheckpointError unless the rectangles cover every tensor exactly."""
+    """Raise CheckpointError unless the rectangles cover every tensor exactly once."""
     seen: dict[str, tuple[list[int], int]] = {}
     starts = set()
     for chunk in chunks:
@@ -125,12 +126,13 @@ def check_cover(chunks: Sequence[Chunk]) -> None:
             or any(end > full for end, full in zip(ends, shape, strict=True))
         ):
             raise CheckpointError(
-                f"two ranks disagree about {key} {shape}: {chunk['shape']} at {chunk['start']}"
+                f"ranks disagree about {key}: shape {shape}, but {chunk['shape']} at "
+                f"{chunk['start']}"
             )
         starts.add(place)
         seen[key] = shape, covered + prod(chunk["size"])
     for key, (shape, covered) in seen.items():
         if covered != prod(shape):
             raise CheckpointError(
-                f"the ranks have {covered} elements of {key} {shape}, which has {prod(shape)}"
+                f"the ranks wrote {covered} elements of {key} {shape}, expected {prod(shape)}"
             )

@@ -1,7 +1,7 @@
-"""Writer of a Hugging Face folder, tensor by tensor: sharded safetensors, index, and checksums,
-with at most one tensor in memory.
+"""Writes a Hugging Face folder (sharded safetensors, index and checksums) tensor by tensor, with at
+most one tensor in memory.
 
-Files for others are hashed with SHA-256, which `sha256sum -c checksums.sha256` and the hubs use.
+Exported files are hashed with SHA-256, as used by `sha256sum -c checksums.sha256` and the hubs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """Return the dtype with this name in safetensors files; None if it cannot be written."""
+    """Return the dtype with this name in safetensors files, or None if it cannot be written."""
     return _DTYPES.get(name)
 
 
@@ -61,7 +61,7 @@ class Entry:
 
 
 def entries_of(family: Family, dtype: torch.dtype) -> list[Entry]:
-    """Return the tensors of a model whose weights have this precision."""
+    """Return entries for all tensors of a model, with weights in this precision."""
     kept = kept_dtypes(family)
     entries: list[Entry] = []
     for name, shape in family.tensors().items():
@@ -70,8 +70,8 @@ def entries_of(family: Family, dtype: torch.dtype) -> list[Entry]:
 
 
 def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
-    """Return {file name: its tensors, in order}. No file exceeds `max_bytes`, unless a single
-    tensor does."""
+    """Return {file name: tensors in order}. A file exceeds `max_bytes` only if a single tensor
+    does."""
     files: list[list[Entry]] = []
     room = -1
     for entry in entries:
@@ -87,7 +87,7 @@ def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]
 
 
 class ShardWriter:
-    """One safetensors file; its tensors are added in the announced order."""
+    """Writes one safetensors file. Tensors must be added in the declared order."""
 
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
         self.path = path
@@ -112,8 +112,8 @@ class ShardWriter:
         entry = self._left.pop()
         if (name, tuple(tensor.shape)) != (entry.name, entry.shape):
             raise ModelError(
-                f"{self.path}: {entry.name} {entry.shape} was announced, {name} "
-                f"{tuple(tensor.shape)} was added"
+                f"{self.path}: expected {entry.name} {entry.shape}, got {name} "
+                f"{tuple(tensor.shape)}"
             )
         data = tensor.detach().to("cpu", entry.dtype).contiguous()
         if data.numel():
@@ -122,7 +122,7 @@ class ShardWriter:
     def close(self) -> str:
         """Sync the file to disk and return its SHA-256."""
         if self._left:
-            raise ModelError(f"{self.path}: {self._left[-1].name} was announced and never added")
+            raise ModelError(f"{self.path}: {self._left[-1].name} was declared but never added")
         with naming(self.path):
             self._stream.flush()
             os.fsync(self._stream.fileno())
@@ -141,7 +141,7 @@ def write_surroundings(
     checksums: Mapping[str, str],
     config: Mapping[str, object],
 ) -> None:
-    """Write the index, config.json and checksums into the folder of the shards, synced to disk."""
+    """Write the index, config.json and checksums next to the shards, synced to disk."""
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
     total = sum(entry.size for entries in files.values() for entry in entries)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -1,9 +1,9 @@
-"""Saving and loading of one role's state, optionally in the background: the same for every training
-backend.
+"""Saving and loading of a role's state, optionally in the background. Shared by all training
+backends.
 
-A folder is a checkpoint once it has a `manifest.json`, which is written last: after a kill or with
-a full disk it does not have one. An asynchronous save stops the training only to copy the state
-into host memory; a thread of this process does the rest (docs/adr/0009).
+A folder is a checkpoint once it has a `manifest.json`. It is written last, so it is missing after a
+kill or with a full disk. An asynchronous save pauses training only to copy the state to host
+memory; a thread of this process does the rest (docs/adr/0009).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class State(Protocol):
         ...
 
     def owned(self) -> Sequence[Any]:
-        """The rectangles (`saving.rectangles.Rectangle`) that this rank writes, over live
+        """The rectangles (`saving.rectangles.Rectangle`) that this rank writes, as views of live
         memory."""
         ...
 
@@ -67,17 +67,17 @@ class Holder(Protocol):
 
     @property
     def family(self) -> Family:
-        """The family of the model."""
+        """The model's family."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the weights."""
+        """The precision of the model's weights."""
         ...
 
     @property
     def has_optimizer(self) -> bool:
-        """True if there is an optimizer, whose state belongs to a checkpoint."""
+        """True if there is an optimizer, whose state is part of a checkpoint."""
         ...
 
     @property
@@ -87,8 +87,8 @@ class Holder(Protocol):
 
 
 class Saver:
-    """Saves of one role, at most one at a time: the next waits for the previous one. All ranks
-    create it and call its methods together."""
+    """Saves a role's state, one save at a time: the next waits for the previous one. All ranks
+    create it and call its methods collectively."""
 
     def __init__(
         self, open_job: Callable[[Path, str, int, Exchange], Job], timeout_s: float = 1800.0
@@ -96,14 +96,14 @@ class Saver:
         """Initialize without a save in progress.
 
         Args:
-            open_job: creates the job of one save from folder, phase, step and exchange; it reads
-                everything but the tensors' data from the live state.
-            timeout_s: maximum wait of a rank for the slowest one, and of a save for the previous
-                one.
+            open_job: creates a save's job from folder, phase, step and exchange. It reads
+                everything except the tensors' data from the live state.
+            timeout_s: maximum wait of a rank for the slowest rank, and of a save for the previous
+                save.
         """
         self._open_job = open_job
         self.timeout_s = timeout_s
-        # separate from the shared exchange, which an export or a load may use on the training's
+        # separate from the shared exchange, which an export or a load may use on the training
         # thread while a save finishes in the background
         self._exchange = Exchange(timeout_s)
         self._staging = Staging()
@@ -114,15 +114,15 @@ class Saver:
         """Write the policy's state to `folder`, which must not contain a checkpoint yet.
 
         Raises:
-            CheckpointError: a rank could not write; nothing is left behind.
+            CheckpointError: a rank could not write. The partial save is removed.
         """
         self.wait(self.timeout_s)
         job = self._open_job(folder, phase, step, self._exchange)
         job.write(job.state.owned())
 
     def start(self, folder: Path, *, phase: str = "", step: int = 0) -> None:
-        """Start a save in the background. Returns when the state has been copied; `done` reports
-        the outcome."""
+        """Start a save in the background. Returns once the state has been copied; `done` reports
+        the result."""
         self.wait(self.timeout_s)
         job = self._open_job(folder, phase, step, self._exchange)
         copies = self._staging.copy(job.state.owned())
@@ -148,7 +148,7 @@ class Saver:
         """Return True if no save is in progress.
 
         Raises:
-            CheckpointError: (once) the last save failed; has the reason.
+            CheckpointError: the last save failed, with the reason. Raised once.
         """
         if self._thread is not None:
             if self._thread.is_alive():
@@ -167,17 +167,16 @@ class Saver:
         while not self.done():
             if time.monotonic() > end:
                 raise CheckpointError(
-                    f"a checkpoint was not written within {deadline_s:.0f} s; is the file system "
-                    "hanging?"
+                    f"a checkpoint was not written within {deadline_s:.0f} s; check whether the "
+                    "file system hangs"
                 )
             time.sleep(0.005)
 
 
 class Staging:
-    """A host memory buffer for a consistent copy of this rank's state while it is written.
+    """A host memory buffer for a consistent copy of this rank's state while the state is written.
 
-    It is pinned if there is a GPU, reused by every save, grows for a larger state, and is never
-    freed.
+    It is pinned if there is a GPU, reused by every save, grows when needed, and is never freed.
     """
 
     def __init__(self) -> None:
@@ -190,11 +189,11 @@ class Staging:
         return self._buffer.numel()
 
     def copy(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the same rectangles (dataclasses with `data`) over a copy of their data, taken
-        now. Valid until the next call."""
+        """Return the same rectangles (dataclasses with `data`) with a copy of their current data.
+        Valid until the next call."""
         sizes = [-(-tensor.data.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
         if sum(sizes) > self.size:
-            # free the old buffer first: never both
+            # free the old buffer first, so that both never exist at the same time
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = torch.empty(
                 sum(sizes), dtype=torch.uint8, pin_memory=self._platform.kind == "cuda"
@@ -218,7 +217,7 @@ class Staging:
 
 
 class Job:
-    """One save on one rank. Everything but the tensors' data is read at creation, on the training's
+    """A save on one rank. Everything except the tensors' data is read at creation, on the training
     thread."""
 
     def __init__(self, state: State, manifest: Manifest, folder: Path, exchange: Exchange) -> None:
@@ -229,8 +228,8 @@ class Job:
         self.rank = dist.get_rank()
 
     def write(self, tensors: Sequence[Any]) -> None:
-        """Do all of the work, together with the other ranks. Raises CheckpointError on every rank
-        if it failed on any."""
+        """Write the checkpoint together with the other ranks. Raises CheckpointError on every rank
+        if any rank failed."""
         try:
             self._on_first(self._make_room)
             reports = self.exchange.gather_on_first(self._write_own(tensors))
@@ -242,7 +241,7 @@ class Job:
             ) from error
 
     def _write_own(self, tensors: Sequence[Any]) -> str:
-        """Write this rank's file. Returns as JSON the positions in it, or the error."""
+        """Write this rank's file. Returns the positions in it, or the error, as JSON."""
         try:
             chunks, files = write_tensors(self.folder, self.rank, tensors)
         except Exception as error:
@@ -265,7 +264,7 @@ class Job:
         self.folder.mkdir(parents=True)
 
     def _complete(self, texts: Sequence[str]) -> None:
-        """On rank 0, when all ranks have written: write the index, and last the manifest."""
+        """Write the index and then the manifest. Called on rank 0 after all ranks have written."""
         reports = list(map(json.loads, texts))
         errors = [report["error"] for report in reports if "error" in report]
         if errors:
@@ -295,12 +294,12 @@ class Job:
             raise self._not_written(failure)
 
     def _not_written(self, cause: str) -> CheckpointError:
-        """Remove a partial save, and return the error to raise."""
+        """Remove the partial save and return the error to raise."""
         if self.rank == 0 and not (self.folder / MANIFEST).exists():
             shutil.rmtree(self.folder, ignore_errors=True)
         return CheckpointError(
             f"the checkpoint {self.folder} could not be written ({cause}); the previous checkpoint "
-            "is untouched. Free disk space and run the same command again to resume."
+            "is untouched. Free disk space and rerun the same command to resume."
         )
 
 
@@ -316,7 +315,7 @@ def manifest_of(
     lora: dict[str, Any] | None = None,
     versions: dict[str, str] | None = None,
 ) -> Manifest:
-    """Build the manifest of a save, without its files; `versions` adds libraries other than ours
+    """Build the manifest of a save, without its files. `versions` adds libraries other than ours
     and torch."""
     return Manifest(
         phase=phase,
@@ -341,12 +340,12 @@ def manifest_of(
 
 
 def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, backend: str) -> Manifest:
-    """Read the manifest, and verify the files and that the model matches the holder's. The ranks
-    share the reading; all raise alike.
+    """Read the manifest, verify the files, and check that the model matches the holder's. The ranks
+    divide the files among them, and all raise the same error.
 
     Raises:
-        CheckpointError: the folder is missing, torn, foreign, of another backend, or of another
-            model.
+        CheckpointError: the folder is missing, damaged, not a checkpoint, or from another backend
+            or model.
     """
     problems = []
     manifest = None
@@ -373,7 +372,7 @@ def restore(folder: Path, tensors: Sequence[Any], exchange: Exchange) -> None:
     """Fill this rank's rectangles from a checkpoint verified by `checked_manifest`. Collective.
 
     Raises:
-        CheckpointError: on all ranks, if one of them cannot read its data.
+        CheckpointError: raised on all ranks if any of them cannot read its data.
     """
     failure = ""
     try:
@@ -388,20 +387,21 @@ def _mismatches(holder: Holder, manifest: Manifest, backend: str) -> list[str]:
     if manifest.backend != backend:
         return [
             (
-                f"another training backend wrote it ({manifest.backend}); set actor.backend as it "
-                "was, or bring it over with `hybridflow checkpoint export` and model.path"
+                f"it was written by another training backend ({manifest.backend}); set "
+                f"actor.backend={manifest.backend}, or convert it with `hybridflow checkpoint "
+                "export` and model.path"
             )
         ]
     family = holder.family.hf.get("model_type")
     if manifest.family != family:
-        return [f"it is a checkpoint of the family {manifest.family}, the model here is {family}"]
+        return [f"it is a checkpoint of family {manifest.family}, but the model is {family}"]
     found = differences(manifest.hf_config, holder.family.hf)
     dtype = str(holder.dtype).removeprefix("torch.")
     if manifest.dtype != dtype:
-        found.append(f"dtype is {manifest.dtype} there, {dtype} here")
+        found.append(f"dtype is {manifest.dtype} in the checkpoint, {dtype} here")
     wanted = {"optimizer": holder.has_optimizer, "reference": holder.has_reference}
     found += [
-        f"it has no {part}, which is needed here"
+        f"it does not contain the {part}, which this role needs"
         for part, needed in wanted.items()
         if needed and part not in manifest.contains
     ]

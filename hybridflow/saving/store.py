@@ -1,11 +1,11 @@
-"""Checkpoints on the driver's side: names, contents, selection of the latest complete one,
+"""The driver's side of checkpoints: names, contents, selection of the latest complete one,
 retention.
 
-`checkpoints/global_step_N/` (and `sft_step_N/` of the warm start) contains `policy/` (written by
-the ranks), with a critic `critic/`, and `driver.json` (step, sampler and totals at the time of the
-ranks' copy), and with prompts in flight `rollouts.parquet` (their partial answers). The folder gets
-its final name when all of it is on disk, then `latest.json` points to it. A crash at any moment
-leaves the previous one in force.
+`checkpoints/global_step_N/` (and `sft_step_N/` for the warm start) contains `policy/` (written by
+the ranks), `critic/` if there is a critic, `driver.json` (step, sampler and totals at the time of
+the ranks' copy), and `rollouts.parquet` (partial responses) if prompts are in flight. The folder
+gets its final name once everything is on disk; then `latest.json` is pointed to it. A crash at any
+moment leaves the previous checkpoint in force.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Saves(Protocol):
     """The interface of a role's ranks to the store."""
 
     async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
-        """Write the state to a new folder. In the background, return when it has been copied."""
+        """Write the state to a new folder. In background mode, return as soon as the state has been
+        copied; writing continues asynchronously."""
         ...
 
     async def is_saved(self) -> bool:
@@ -76,29 +77,29 @@ class Checkpoint:
 
     @property
     def policy(self) -> Path:
-        """The folder of the policy's ranks."""
+        """The folder written by the policy's ranks."""
         return self.folder / "policy"
 
     @property
     def critic(self) -> Path:
-        """The folder of the critic's ranks, in a run that has one."""
+        """The folder written by the critic's ranks, if the run has a critic."""
         return self.folder / "critic"
 
     def rollouts(self) -> DataProto | None:
-        """Return the partial answers of the prompts in `state`; None if there are none. Raises
+        """Return the partial responses to the prompts in `state`, or None if there are none. Raises
         DataError if the file is damaged."""
         path = self.folder / ROLLOUTS
         return read_parquet(path) if path.exists() else None
 
     def check_parts(self) -> None:
-        """Raise CheckpointError if the parts do not match the driver's (`problems_of_parts`)."""
+        """Raise CheckpointError if the parts do not match `driver.json` (`problems_of_parts`)."""
         if found := problems_of_parts(self.folder):
-            raise CheckpointError(f"{self.folder} was not resumed from: {'; '.join(found)}")
+            raise CheckpointError(f"could not resume from {self.folder}: {'; '.join(found)}")
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Convert errors while restoring the driver's state to CheckpointError: it may have the
-        right hash but unexpected content."""
+        """Convert errors raised while restoring the driver's state to CheckpointError, because the
+        file may have the right hash but unexpected content."""
         try:
             yield
         except (
@@ -110,17 +111,17 @@ class Checkpoint:
             OverflowError,
         ) as error:
             raise CheckpointError(
-                f"{self.folder / DRIVER} has its right hash and does not hold the state of such a "
-                f"run ({type(error).__name__}: {error}): another version wrote it, or it was made "
-                "up. Go on from another checkpoint (latest.json names it), or start anew with "
-                "trainer.resume=disable"
+                f"{self.folder / DRIVER} has the right hash but does not contain the state of such "
+                f"a run ({type(error).__name__}: {error}); it was written by another version or "
+                "edited. Resume from another checkpoint (set its name in latest.json), or start "
+                "over with trainer.resume=disable"
             ) from error
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the newest `last` checkpoints (0: all), and those of the main job whose step is a
-    multiple of `every` (0: none of them)."""
+    """Retention rule: keep the newest `last` checkpoints (0 keeps all), and those of the main job
+    whose step is a multiple of `every` (0 for none)."""
 
     last: int = 0
     every: int = 0
@@ -141,7 +142,7 @@ class CheckpointStore:
     one at a time.
 
     Attributes:
-        fingerprint: everything that the run's numbers depend on, stored in each checkpoint.
+        fingerprint: the run's `Fingerprint`, stored in each checkpoint.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class CheckpointStore:
         background: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
-        """Open the folder. `timeout_s` limits how long the next save, or the end of the run, waits
-        for a save in progress."""
+        """Open the folder. `timeout_s` is the maximum time for which the next save, or the end of
+        the run, waits for a save in progress."""
         self.folder = folder
         self.retention = retention
         self.background = background
@@ -171,23 +172,23 @@ class CheckpointStore:
         rollouts: DataProto | None = None,
         **others: Saves,
     ) -> Path:
-        """Write a checkpoint, or start writing it in the background: it then counts once it is
-        complete, and `check` reports failures.
+        """Write a checkpoint, or start writing it in the background. A background save takes effect
+        once it is complete, and `check` reports failures.
 
-        `critic=...` is another role whose ranks fill a folder of that name next to `policy/`;
-        `rollouts` are answers that belong to `state`. Non-finite numbers in `state` become None
-        when read again.
+        `critic=...` is another role whose ranks write a folder of that name next to `policy/`.
+        `rollouts` are responses that belong to `state`. Non-finite numbers in `state` become None
+        when read back.
 
         Raises:
-            CheckpointError: it (or the previous one, in the background) could not be written; the
-                previous one is in force.
+            CheckpointError: the checkpoint (or the previous background save) could not be written.
+                The previous checkpoint remains in force.
         """
         await self.wait()
         final = self.folder / f"{_PREFIX[phase]}{step}"
         partial = final.with_name(final.name + ".partial")
         with self._nothing_left(final, partial):
             shutil.rmtree(partial, ignore_errors=True)
-            # not its parents: a run folder that was moved must not be recreated
+            # do not create its parents: a run folder that was moved must not be recreated
             self.folder.mkdir(exist_ok=True)
             partial.mkdir()
             roles = {"policy": policy, **others}
@@ -232,30 +233,31 @@ class CheckpointStore:
             if self._pending is not None and time.monotonic() > deadline:
                 raise CheckpointError(
                     f"the checkpoint {self._pending.final} was not written within "
-                    f"{self.timeout_s:.0f} s (trainer.checkpoint_timeout_s); is the file system "
-                    "hanging?"
+                    f"{self.timeout_s:.0f} s (trainer.checkpoint_timeout_s); check whether the "
+                    "file system hangs"
                 )
             await asyncio.sleep(_POLL_S / 5)
 
     def settle(self) -> None:
-        """Stop background commits when the ranks have ended or are about to. A save in progress
-        counts only if it is already complete."""
+        """Stop background commits, because the ranks have ended or are about to. A save in progress
+        is committed only if it is already complete."""
         pending = self._pending
         self._pending = None
         if pending is not None:
             pending.stop()
-            with suppress(OSError):  # then the checkpoint before it is in force
+            with suppress(OSError):  # the previous checkpoint then remains in force
                 if pending.is_whole():
                     self._commit(pending.partial, pending.final)
 
     def latest(self) -> Checkpoint | None:
         """Return the checkpoint in force, or None in a fresh run.
 
-        It is the one named by latest.json, or the newest complete one without latest.json. Another
+        It is the one named in latest.json or, without latest.json, the newest complete one. Another
         process may be saving at the same time.
 
         Raises:
-            CheckpointError: latest.json points to nothing, to something torn, or out of the folder.
+            CheckpointError: latest.json points to a missing or damaged checkpoint or out of the
+                folder.
         """
         said: str | None = None
         while True:
@@ -264,13 +266,13 @@ class CheckpointStore:
                 said = latest_name(self.folder)
                 return _read(self.folder / said) if said else None
             except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
-                # unless another process has committed a newer one in the meantime, and deleted the
-                # one being read
+                # retry if another process has committed a newer one meanwhile and deleted the one
+                # being read
                 if said == before:
                     raise CheckpointError(
-                        f"{self.folder / LATEST} does not lead to a complete checkpoint ({error}). "
-                        "Point it to another checkpoint in the same folder, or start over with "
-                        "trainer.resume=disable"
+                        f"{self.folder / LATEST} does not point to a complete checkpoint "
+                        f"({error}). Point it to another checkpoint in the same folder, or start "
+                        "over with trainer.resume=disable"
                     ) from error
 
     def left_out(self) -> list[str]:
@@ -278,8 +280,8 @@ class CheckpointStore:
         return left_out(self.folder)
 
     def of_loop(self) -> dict[int, Checkpoint]:
-        """Return the complete checkpoints of the loop by step. Raises CheckpointError if one cannot
-        be read."""
+        """Return the training loop's complete checkpoints by step. Raises CheckpointError if one
+        cannot be read."""
         found: dict[int, Checkpoint] = {}
         for one in self._whole():
             if one.phase == "rl":
@@ -289,8 +291,9 @@ class CheckpointStore:
     # ---- internals
 
     def _commit(self, partial: Path, final: Path) -> Path:
-        """Rename a synced checkpoint to its final name, point to it, and apply the retention."""
-        # the same step once more: keep the one in force until the new one is
+        """Rename a synced checkpoint to its final name, update latest.json, and apply the
+        retention."""
+        # the same step was saved before: keep that checkpoint until the new one is in force
         if final.exists() and self._points_to(final):
             final = final.with_name(f"{final.name}-{int(time.time())}")
         shutil.rmtree(final, ignore_errors=True)
@@ -303,10 +306,10 @@ class CheckpointStore:
         write_json(self.folder / LATEST, {"folder": final.name})
         for old in self.retention.dropped(self._whole()):
             if old.folder != final:
-                # never a partial checkpoint under a final name
+                # rename first, so that a partial checkpoint never has a final name
                 dropped = old.folder.with_name(old.folder.name + _DROPPED)
                 os.replace(old.folder, dropped)
-        # also of interrupted saves: no other is in progress
+        # also remove those of interrupted saves; no other save is in progress
         for pattern in (f"*{_DROPPED}", "*.partial"):
             for left in self.folder.glob(pattern):
                 shutil.rmtree(left, ignore_errors=True)
@@ -323,7 +326,7 @@ class CheckpointStore:
     def _nothing_left(
         self, final: Path, partial: Path, pending: _Pending | None = None
     ) -> Iterator[None]:
-        """Remove all traces of a checkpoint after a failure, and convert system errors to
+        """Remove all files of a checkpoint after a failure, and convert system errors to
         CheckpointError."""
         try:
             yield
@@ -335,15 +338,14 @@ class CheckpointStore:
             if isinstance(error, OSError):
                 raise CheckpointError(
                     f"the checkpoint {final} could not be written: {error}; the previous "
-                    "checkpoint is untouched. Free disk space and run the same command again to "
-                    "resume."
+                    "checkpoint is untouched. Free disk space and rerun the same command to resume."
                 ) from error
             raise
 
 
 class _Pending:
-    """A save in progress. A thread commits it as soon as the ranks of each role have reported that
-    it is on disk, regardless of the training's progress."""
+    """A save in progress. A thread commits it once the ranks of all roles have reported that it is
+    on disk, independently of the training's progress."""
 
     def __init__(
         self, store: CheckpointStore, partial: Path, final: Path, roles: Mapping[str, Saves]
@@ -358,7 +360,7 @@ class _Pending:
         self._thread.start()
 
     def is_over(self) -> bool:
-        """Return True if it was committed. Raises the error that prevented it."""
+        """Return True if the save was committed. Raises the error that prevented it."""
         if self._thread.is_alive():
             return False
         if self._error is not None:
@@ -386,7 +388,7 @@ class _Pending:
 
 
 def is_name_of_checkpoint(name: str) -> bool:
-    """Return True if a folder of this name was written as a complete checkpoint, with the driver's
+    """Return True if this is the final name of a checkpoint folder, which includes the driver's
     part."""
     return name.startswith(tuple(_PREFIX.values()))
 
@@ -395,12 +397,12 @@ def latest_name(folder: Path) -> str:
     """Return the folder of the checkpoint in force inside `folder`; empty if there is none.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: latest.json cannot be read, or points outside of
+        OSError, ValueError, KeyError, TypeError: latest.json cannot be read, or points outside
             `folder`.
     """
     try:
         return plain_name(str(read_outside_json(folder / LATEST, _MOST_LATEST_BYTES)["folder"]))
-    except FileNotFoundError:  # killed before the first one was named, or deleted
+    except FileNotFoundError:  # killed before the first one was named, or deleted by the user
         whole = _whole(folder)
         return whole[-1].name if whole else ""
 
@@ -414,31 +416,29 @@ def left_out(folder: Path) -> list[str]:
             is_name_of_checkpoint(one.name) and one.suffix not in _UNFINISHED and one.is_dir()
         )
         if has_ended and (lacking := _lacks(one)):
-            lines.append(f"{one} is ignored, no run resumes from it: {lacking} is missing")
+            lines.append(f"{one} is ignored and cannot be resumed from: {lacking} is missing")
     return lines
 
 
 def _whole(folder: Path) -> list[Path]:
-    """Return the complete checkpoints' folders, oldest first."""
+    """Return the folders of complete checkpoints, oldest first."""
     found = [one for one in folder.glob("*/") if one.suffix not in _UNFINISHED and not _lacks(one)]
     return sorted(found, key=lambda one: (one / DRIVER).stat().st_mtime_ns)
 
 
 def _lacks(folder: Path) -> str:
-    """Return the first file that a checkpoint's folder lacks; empty if it is complete."""
+    """Return the first file missing from a checkpoint's folder; empty if it is complete."""
     return next(
         (name for name in (DRIVER, f"policy/{MANIFEST}") if not (folder / name).exists()), ""
     )
 
 
 def problems_of_parts(folder: Path) -> list[str]:
-    """Return the problems of a checkpoint beyond the files of each role: in the driver's part, and
-    roles and files that are missing or of another step. Empty if there are none."""
+    """Return the problems of a checkpoint other than those of each role's files: errors in the
+    driver's part, and roles and files that are missing or from another step."""
     file = folder / DRIVER
     if not file.exists():
-        return [
-            f"{file} is missing: no run can resume from this checkpoint, which can only be exported"
-        ]
+        return [f"{file} is missing: this checkpoint can only be exported, not resumed from"]
     try:
         _read(folder)
         driver = read_sealed(file)
@@ -447,8 +447,8 @@ def problems_of_parts(folder: Path) -> list[str]:
             manifest = Manifest.read(folder / role)
             if (manifest.phase, manifest.step) != (driver["phase"], driver["step"]):
                 found.append(
-                    f"{file} is of step {driver['step']} ({driver['phase']}), and "
-                    f"{folder / role / MANIFEST} of step {manifest.step} ({manifest.phase})"
+                    f"{file} is from step {driver['step']} ({driver['phase']}), but "
+                    f"{folder / role / MANIFEST} is from step {manifest.step} ({manifest.phase})"
                 )
         files = {}
         for name, record in driver.get("files", {}).items():

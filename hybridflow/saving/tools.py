@@ -1,5 +1,5 @@
-"""Implementation of `hybridflow checkpoint`: inspect and verify checkpoints, export them as Hugging
-Face folders, and check such folders, in one process without a GPU."""
+"""Implementation of `hybridflow checkpoint`: inspects and verifies checkpoints, exports them as
+Hugging Face folders, and checks such folders, in one process without a GPU."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _MOST_LIST_BYTES = 16 << 20
 
 
 def locate(path: Path) -> Path:
-    """Return the ranks' folder (with the manifest) for `path`: that folder, a checkpoint, a run or
-    its `checkpoints/` (then of the latest).
+    """Return the ranks' folder (with the manifest) for `path`, which is that folder, a checkpoint,
+    a run, or its `checkpoints/`. For a run, the latest checkpoint is used.
 
     Raises:
-        ConfigError: there is none; lists what was looked for.
+        ConfigError: there is no such folder. The message lists the names that were tried.
     """
     if not path.is_dir():
         raise ConfigError(
@@ -61,7 +61,7 @@ def locate(path: Path) -> Path:
             name = latest_name(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{folder / LATEST} is torn ({error}); give a checkpoint of that folder"
+                f"{folder / LATEST} is damaged ({error}); give a checkpoint in that folder"
             ) from error
         if name:
             return locate(folder / name)
@@ -71,16 +71,16 @@ def locate(path: Path) -> Path:
     if path.name == "policy" or (path / "policy").is_dir() or (path / DRIVER).exists():
         raise CheckpointError(
             f"{path} is not a complete checkpoint: no {MANIFEST} in it (the save was interrupted, "
-            "or an older version wrote it)"
+            "or it was written by an older version)"
         )
     raise ConfigError(
-        f"{path} contains no checkpoint: no {MANIFEST}, no policy/, no checkpoints/latest.json"
+        f"{path} contains no checkpoint: no {MANIFEST}, policy/ or checkpoints/latest.json found"
     )
 
 
 def roles(path: Path) -> list[Path]:
-    """Return the folders of every role (policy, critic) of the checkpoint at `path`, or only that
-    of a given role."""
+    """Return the folders of all roles (policy, critic) of the checkpoint at `path`, or only the
+    given role's folder."""
     folder = locate(path)
     if folder.resolve() == path.resolve():
         return [folder]
@@ -107,7 +107,7 @@ def incomplete_checkpoints(path: Path) -> list[str]:
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """Describe a checkpoint: the manifest's figures, and tensors and bytes of each part."""
+    """Summarise a checkpoint: the manifest's values, and the tensors and bytes of each part."""
     manifest = Manifest.read(folder)
     parts: dict[str, dict[str, int]] = {}
     seen: set[str] = set()
@@ -176,15 +176,16 @@ def table(figures: Mapping[str, Any]) -> str:
 
 
 def verify(folder: Path, whole: bool = False) -> tuple[Manifest, list[str]]:
-    """Read every file again. Returns the manifest and the problems found.
+    """Reread every file. Returns the manifest and the problems found.
 
     Args:
-        whole: the folder is part of a checkpoint, even if no file next to it indicates that.
+        whole: if True, treat the folder as part of a checkpoint even if no file next to it
+            indicates that.
     """
     manifest = Manifest.read(folder)
     found = _all_problems(folder, manifest)
     found += [
-        f"{path} does not belong to the checkpoint"
+        f"{path} is not part of the checkpoint"
         for path in sorted(folder.iterdir())
         if path.name not in (MANIFEST, *manifest.files)
     ]
@@ -204,8 +205,8 @@ def _all_problems(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _wrong_checksums(folder: Path) -> list[str]:
-    """Return the files that do not match their folder's checksums.sha256; empty if there is no such
-    file."""
+    """Return the files that do not match the folder's checksums.sha256; empty if there is no such
+    list."""
     listed = folder / "checksums.sha256"
     found = []
     if not listed.exists():
@@ -222,9 +223,9 @@ def _wrong_checksums(folder: Path) -> list[str]:
                 raise ValueError("not a regular file")
             with file.open("rb") as stream:
                 if file_digest(stream, "sha256").hexdigest() != digest:
-                    found.append(f"{file} does not have the content that {listed.name} describes")
+                    found.append(f"{file} does not match its checksum in {listed.name}")
         except (OSError, ValueError) as error:
-            found.append(f"{listed}, {line[:200]!r}: cannot be compared: {error}")
+            found.append(f"{listed}, {line[:200]!r}: could not verify it: {error}")
     return found
 
 
@@ -250,19 +251,19 @@ def export(
     tokenizer: Path | None,
     published: Path | None = None,
 ) -> Written:
-    """Write a checkpoint's model as a Hugging Face folder. At most one tensor, and its source
-    rectangles, are in memory at a time.
+    """Write a checkpoint's model as a Hugging Face folder. At most one tensor and its source
+    rectangles are in memory at a time.
 
     Args:
-        tokenizer: the folder whose tokenizer files are copied; None: the run's.
+        tokenizer: folder from which to copy tokenizer files; None for the run's.
         published: the model's original folder, from which weights that training does not use are
-            copied; None: the run's `model.path`.
+            copied; None for the run's `model.path`.
 
     Raises:
         CheckpointError: a file of the checkpoint does not match the manifest.
     """
     source = _verified(folder)
-    # a run keeps a copy of its tokenizer next to the config that its engines start from
+    # a run keeps a copy of its tokenizer next to the config with which its engines start
     if tokenizer is None:
         tokenizer = next(filter(Path.is_dir, _above(folder, "model")), None)
     published = _published_folder(folder) if published is None else published
@@ -272,7 +273,8 @@ def export(
 
 
 def _above(folder: Path, name: str) -> list[Path]:
-    """Return the paths of this name in the three folders around a checkpoint, nearest first."""
+    """Return the paths with this name in the three parent folders of a checkpoint, nearest
+    first."""
     return [parent / name for parent in folder.resolve().parents[:3]]
 
 
@@ -285,7 +287,7 @@ def _published_folder(folder: Path) -> Path | None:
     try:
         _, config = read_outside_yaml(file)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}; give --published DIR") from error
+        raise CheckpointError(f"{file} cannot be read: {error}; pass --published DIR") from error
     model = config.get("model")
     found = model.get("path") if isinstance(model, dict) else None
     return Path(found) if isinstance(found, str) else None
@@ -296,7 +298,7 @@ def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
     adapter_config.json.
 
     Raises:
-        ConfigError: the checkpoint has none.
+        ConfigError: the checkpoint has no adapters.
         CheckpointError: a file of the checkpoint does not match the manifest.
     """
     from safetensors.torch import save_file
@@ -308,7 +310,7 @@ def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
     shapes = source.factors()
     if not shapes:
         raise ConfigError(
-            f"{folder} has no adapters (its run had actor.lora.rank=0); omit --adapter for "
+            f"{folder} has no adapters (its run had actor.lora.rank=0); omit --adapter to export "
             "the whole model"
         )
     precision = _precision(dtype or source.manifest.dtype)
@@ -334,7 +336,7 @@ def _verified(folder: Path) -> CheckpointFolder:
 
     manifest = Manifest.read(folder)
     if problems := _all_problems(folder, manifest):
-        raise CheckpointError(f"{folder} was not exported: {'; '.join(problems[:6])}")
+        raise CheckpointError(f"could not export {folder}: {'; '.join(problems[:6])}")
     return CheckpointFolder(folder)
 
 
@@ -342,8 +344,8 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
     """Check a Hugging Face folder against its family's map and write it as a folder for
     `model.path`.
 
-    It contains every tensor that training needs, in one precision, with checksums. Other tensors
-    are copied unchanged and reported.
+    The new folder contains every tensor that training needs, in one precision, with checksums.
+    Other tensors are copied unchanged and reported.
 
     Raises:
         ModelError: a tensor is missing, or a file does not match the folder's checksums.sha256 (if
@@ -357,11 +359,11 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
     try:
         hf_config = read_model_config(file)
     except FileNotFoundError as error:
-        raise ConfigError(f"{folder} is not a Hugging Face folder: there is no {file}") from error
+        raise ConfigError(f"{folder} is not a Hugging Face folder: {file} not found") from error
     except ValueError as error:
         raise ConfigError(f"{file} is {error}") from error
     if problems := _wrong_checksums(folder):
-        raise ModelError(f"{folder} was not imported: {'; '.join(problems[:6])}")
+        raise ModelError(f"could not import {folder}: {'; '.join(problems[:6])}")
     check_weights(folder, family_of(hf_config).tensors())
     source = SafetensorsFolder(folder)
     chosen = dtype or str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
@@ -419,7 +421,7 @@ def _precision(dtype: str) -> torch.dtype:
 
     precision = getattr(torch, dtype, None)
     if not isinstance(precision, torch.dtype):
-        raise ConfigError(f"dtype {dtype!r}: one of float32, bfloat16, float16")
+        raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
     return precision
 
 
@@ -428,7 +430,7 @@ def _whole_or_nothing(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `out` on success. Raises ConfigError if `out`
     exists."""
     if out.exists():
-        raise ConfigError(f"{out} exists already; give another folder, or remove it")
+        raise ConfigError(f"{out} already exists; choose another folder, or remove it")
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -438,7 +440,7 @@ def _whole_or_nothing(out: Path) -> Iterator[Path]:
         os.replace(partial, out)
         sync_folder(out.parent)
     except OSError as error:
-        raise CheckpointError(f"{out} could not be written: {error}") from error
+        raise CheckpointError(f"could not write {out}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

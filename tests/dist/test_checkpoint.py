@@ -162,10 +162,10 @@ def test_missing_torn_and_foreign_checkpoints_are_named_and_nothing_is_loaded(
             "torn" in errors["torn"]
             and ".bin has 100 bytes, but the manifest has" in errors["torn"]
         )
-        assert ".bin does not have the content" in errors["flipped"]
+        assert ".bin does not match its hash" in errors["flipped"]
         assert ".bin cannot be read: No such file" in errors["empty"]
-        assert "hidden_size is 32 there, 64 here" in errors["wider"]
-        assert "a checkpoint of the family qwen3_moe, the model here is llama" in errors["foreign"]
+        assert "hidden_size is 32 in the checkpoint, 64 here" in errors["wider"]
+        assert "a checkpoint of family qwen3_moe, but the model is llama" in errors["foreign"]
         assert rank["untouched"]
 
 

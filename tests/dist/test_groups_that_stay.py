@@ -92,7 +92,7 @@ def test_another_driver_joins_a_detached_group_by_name(cluster: Cluster, tmp_pat
     pool = ResourcePool.allocate(cluster, 1, 2, detached=True)
     group = WorkerGroup(cluster, pool, sw.Counter, role="stays", log_dir=tmp_path, name="counter")
     assert group.run(sw.Counter.next) == [1, 1]
-    with pytest.raises(ResourceError, match="'counter' exists already"):
+    with pytest.raises(ResourceError, match="'counter' already exists"):
         WorkerGroup(cluster, pool, sw.Counter, role="twin", log_dir=tmp_path, name="counter")
     command = [
         sys.executable,

@@ -85,7 +85,7 @@ def goes_on_with_other_rows(folder: Path, words: Sequence[str]) -> None:
     changed = {path.name for path, content in before.items() if path.read_bytes() != content}
     assert changed <= {"driver.log"} and {*folder.glob("config*.yaml")} <= before.keys()
     out, _ = train(folder.parent, [*other[:-2], "trainer.resume_with_other_data=true"], folder.name)
-    assert "actor.optim.lr was 0.003 when the checkpoint was saved and is 0.002 now" in out
+    assert "actor.optim.lr was 0.003 when the checkpoint was saved, but is 0.002 now" in out
     [record] = read_jsonl(folder / "changes.jsonl")
     assert record["step"] == STEPS and {line.split()[0] for line in record["changes"]} == {
         "data.train_files", "actor.optim.lr", "trainer.total_steps"

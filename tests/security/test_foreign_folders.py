@@ -31,7 +31,10 @@ SAID = {
     "endless_and_expected": ("Rollouts of step 2", "policy/b is not a regular file"),
     "sparse": ("metrics.jsonl: has 1048576 MiB", "larger than"),
     "sparse_and_expected": ("Rollouts of step 2", "but none of them are on disk"),
-    "links": ("step_000001.parquet: cannot be read (a link out of the run folder", "hash differs"),
+    "links": (
+        "step_000001.parquet: cannot be read (a link out of the run folder",
+        "does not match its hash",
+    ),
     "manifest_lies": ("Rollouts of step 2", "manifest.json cannot be read (ValueError: layout is"),
     "huge_numbers": ("metrics.jsonl: line 10 is not a complete record", "all as in the manifest"),
     "twice": ("Rollouts of step 2", "the key 'step' is there twice"),

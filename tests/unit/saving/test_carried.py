@@ -126,8 +126,8 @@ def test_a_config_announces_no_heads_that_are_absent(absent: str, tmp_path: Path
     done = import_(folder, tmp_path / "out", None, 1 << 30)
     assert config_of(tmp_path / "out")["num_nextn_predict_layers"] == 0
     assert (
-        "config.json of the export has num_nextn_predict_layers 0, not 1: their weights are "
-        "not there"
+        "the export's config.json sets num_nextn_predict_layers to 0 instead of 1, because the "
+        "weights are missing"
     ) in done.lines
 
 
@@ -157,7 +157,8 @@ def test_without_the_published_folder_the_absence_is_said(tmp_path: Path) -> Non
     entries = [Entry(name, shape, torch.bfloat16) for name, shape in family.tensors().items()]
     written, [changed] = exported_config(config, torch.bfloat16, entries, tmp_path)
     assert (
-        written["num_nextn_predict_layers"] == 0 and "num_nextn_predict_layers 0, not 1" in changed
+        written["num_nextn_predict_layers"] == 0
+        and "num_nextn_predict_layers to 0 instead of 1" in changed
     )
     assert "quantization_config" not in written and "auto_map" not in written
 

@@ -214,7 +214,7 @@ def test_a_checkpoint_without_the_drivers_part_is_not_well(tmp_path: Path) -> No
     assert [
         problem
         for problem in verify(policy)[1]
-        if "driver.json is missing: no run can resume" in problem
+        if "driver.json is missing: this checkpoint can only be exported" in problem
     ]
     moved = policy.rename(tmp_path / "weights")  # a role's folder alone can be kept without
     assert verify(moved)[1] == []
@@ -268,8 +268,8 @@ def test_configs_differ_in_what_matters_alone() -> None:
     assert differences(MODEL, same) == [] and config_digest(MODEL) == config_digest(same)
     other = {**MODEL, "hidden_size": 64, "rope_theta": 1e6}
     assert differences(MODEL, other) == [
-        "hidden_size is 32 there, 64 here",
-        "rope_theta is absent there, 1000000.0 here",
+        "hidden_size is 32 in the checkpoint, 64 here",
+        "rope_theta is absent in the checkpoint, 1000000.0 here",
     ]
     assert config_digest(MODEL) != config_digest(other)
 
@@ -294,7 +294,7 @@ def test_shards_hold_what_fits_and_are_read_back(tmp_path: Path) -> None:
         for key, tensor in load_file(tmp_path / name).items():
             assert torch.equal(tensor, values[key].bfloat16())
     writer = ShardWriter(tmp_path / "x", entries)
-    with pytest.raises(ModelError, match=r"t0 .* was announced, t1"):
+    with pytest.raises(ModelError, match=r"expected t0 .*, got t1"):
         writer.add("t1", values["t1"])
 
 

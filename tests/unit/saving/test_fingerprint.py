@@ -74,7 +74,7 @@ CHANGES: dict[str, Callable[[RunConfig], RunConfig]] = {
 @pytest.mark.parametrize("line", CHANGES)
 def test_each_setting_is_a_line(config: RunConfig, line: str) -> None:
     [said] = fingerprint(CHANGES[line](config)).changes(kept(fingerprint(config)))
-    assert said.startswith(line) and " when the checkpoint was saved and is " in said
+    assert said.startswith(line) and " when the checkpoint was saved, but is " in said
 
 
 def test_files_template_and_packages_are_lines(config: RunConfig, tmp_path: Path) -> None:
@@ -103,6 +103,6 @@ def test_other_rows_are_other_data(config: RunConfig, tmp_path: Path, change: st
     files = files[::-1] if change == "order" else files[:1] if change == "fewer" else files
     now = fingerprint(replace(config, data=replace(config.data, train_files=files)))
     [said] = now.changes(before)
-    named = {"content": "more.parquet", "order": "another order", "fewer": "2 files then, 1 now"}
+    named = {"content": "more.parquet", "order": "different order", "fewer": "2 files then, 1 now"}
     assert said.startswith("data.train_files has changed") and named[change] in said
     assert now.has_other_data(before, "rl") and not now.has_other_data(before, "sft")

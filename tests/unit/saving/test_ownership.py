@@ -115,7 +115,7 @@ def shifted(pieces: Any) -> Any:
         ),
         pytest.param(on("linear_qkv.weight", shifted), "q_proj", id="off-by-one-row"),
         pytest.param(
-            on("router.weight", shifted), "mlp.gate.weight reaches beyond", id="beyond-the-end"
+            on("router.weight", shifted), "mlp.gate.weight extends beyond", id="beyond-the-end"
         ),
         pytest.param(
             on("final_layernorm.weight", lambda _: ()),

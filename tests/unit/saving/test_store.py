@@ -355,7 +355,7 @@ def test_who_asks_while_a_newer_one_replaces_the_last_is_told_of_the_newer(
     assert latest is not None and latest.step == 3 and behind == []
     (tmp_path / "global_step_3" / "driver.json").unlink()
     with pytest.raises(
-        CheckpointError, match=r"latest\.json does not lead to a complete checkpoint"
+        CheckpointError, match=r"latest\.json does not point to a complete checkpoint"
     ):
         store.latest()
 
@@ -413,7 +413,7 @@ def test_the_drivers_part_of_a_checkpoint_is_checked(
 def test_a_pointer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latest.json").mkdir()
     with pytest.raises(
-        CheckpointError, match=r"latest\.json does not lead to a complete checkpoint"
+        CheckpointError, match=r"latest\.json does not point to a complete checkpoint"
     ):
         store_in(tmp_path).latest()
 
@@ -443,7 +443,10 @@ def whole_checkpoint(folder: Path, **others: Any) -> Path:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda at: (at / "driver.json").unlink(), r"driver\.json is missing: no run can resume"),
+        (
+            lambda at: (at / "driver.json").unlink(),
+            r"driver\.json is missing: this checkpoint can only be exported",
+        ),
         (lambda at: shutil.rmtree(at / "critic"), r"critic is not a complete checkpoint"),
         (
             lambda at: (at / "rollouts.parquet").unlink(),
@@ -457,7 +460,7 @@ def whole_checkpoint(folder: Path, **others: Any) -> Path:
             lambda at: write_sealed(
                 at / "driver.json", {**read_sealed(at / "driver.json"), "step": 4}
             ),
-            r"driver\.json is of step 4 \(rl\), and .*policy/manifest\.json of step 3 \(rl\)",
+            r"driver\.json is from step 4 \(rl\), but .*policy/manifest\.json is from step 3 \(rl\)",
         ),
         (
             lambda at: write_sealed(
@@ -513,8 +516,9 @@ def test_a_checkpoint_that_is_left_out_is_named(
     assert latest is not None and latest.step == 1
     two, three = store.left_out()
     assert (
-        "global_step_2 is ignored, no run resumes from it: policy/manifest.json is missing" in two
+        "global_step_2 is ignored and cannot be resumed from: policy/manifest.json is missing"
+        in two
     )
-    assert "global_step_3 is ignored, no run resumes from it: driver.json is missing" in three
+    assert "global_step_3 is ignored and cannot be resumed from: driver.json is missing" in three
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("is ignored") == 2

@@ -473,7 +473,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_force(tmp_path: Path) -> 
     latest = trainer.session.store.latest()
     assert latest is not None and latest.step == 1
     (folder / "global_step_1" / "driver.json").write_text("{")
-    with pytest.raises(CheckpointError, match="does not lead to a complete checkpoint"):
+    with pytest.raises(CheckpointError, match="does not point to a complete checkpoint"):
         trainer.session.store.latest()
 
 
