@@ -1,7 +1,7 @@
-"""The driver's part of ten thousand conversations of four answers, all under way at once.
+"""The driver's work for 10,000 concurrent conversations of four responses each.
 
-Conversations, requests and their placement are those of a run; the engines are lists that answer
-at once.
+Conversations, requests and their placement are the same as in a run. The engines are lists that
+respond immediately.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hybridflow.workers.rollout import response_columns
 ANSWERS = 4
 ENGINES = 8
 PROMPT = 64  # tokens
-TOKENS = 32  # of an answer
-RUNNING = 4096  # requests that an engine runs at a time
+TOKENS = 32  # per response
+RUNNING = 4096  # concurrent requests per engine
 MOST_GIB = 4.0
-_AT_ONCE = 256  # answers that an engine returns at a time
+_AT_ONCE = 256  # responses that an engine returns at a time
 LOOP = f"""
 from hybridflow.agents.loops.base import agent_loop
 
@@ -46,7 +46,7 @@ async def several(conversation, tools):
 
 
 class Engines(Requests):
-    """Engines that answer every request with the same tokens."""
+    """Engines that respond to every request with the same tokens."""
 
     def __init__(self, config: RunConfig, eos: int) -> None:
         super().__init__(config)
@@ -74,7 +74,7 @@ class Engines(Requests):
 
     def _unexpected(self, *_: object) -> Any:
         raise RuntimeError(
-            "these engines are never lost, saved, aborted or given weights"
+            "these engines do not support loss, saving, aborting or weight syncs"
         )
 
     sync = _unexpected
@@ -88,8 +88,7 @@ class Engines(Requests):
 
 @measurement("conversations", timeout_s=900, rounds=5, warm_up=0)
 def conversations(place: Place, count: int = 10_000) -> Iterator[Timed | Metric]:
-    """requests a second and memory of the driver's part of 10,000 conversations over list
-    engines"""
+    """requests per second and memory of the driver for 10,000 conversations with list engines"""
     write_character_tokenizer(place.local, "0123456789")
     (place.local / "loop.py").write_text(LOOP)
     config = RunConfig(
@@ -127,7 +126,7 @@ async def _answers(
 
 
 def _prompts(count: int) -> DataProto:
-    """Return prompts of digits, eight samples of each."""
+    """Return prompts of digits, with eight samples each."""
     texts = np.array(["x"] * count, dtype=object)
     infos: list[Any] = [{} for _ in range(count)]
     return DataProto.from_columns(

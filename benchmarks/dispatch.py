@@ -1,8 +1,8 @@
-"""A batch to two actors and back, and a call that does nothing to four, against verl and bare Ray.
+"""Round trip of a batch to two actors, and empty calls to four, against verl and bare Ray.
 
-A process that meets a page of the object store for the first time takes a fault for each 4 KiB,
-half a second for the 416 MB of a round trip, and Ray places objects wherever there is room. The
-store is small and the warm-up long, so that all processes have met it when the clock runs.
+On first access to the object store, a process takes a page fault for each 4 KiB, which costs half a
+second for the 416 MB of a round trip, and Ray places objects wherever there is room. Therefore the
+store is small and the warm-up long, so that all processes have touched it before timing starts.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 CALLS = 200
 STORE = 2 << 30
 ROWS = 1024
-TOKENS = 3173  # of a row: eight columns of eight bytes are 208 MB
+TOKENS = 3173  # per row: eight columns of eight bytes are 208 MB
 SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 
 
 @measurement("dispatch", timeout_s=1200, rounds=11, warm_up=10)
 def dispatch(place: Place) -> Iterator[Timed]:
-    """208 MB to two actors and back, and an empty call to four, against verl and bare Ray"""
+    """round trip of 208 MB to two actors, and empty calls to four, against verl and bare Ray"""
     peer.install()
     folders = [
         os.environ.get("PYTHONPATH", ""),
         str(Path(__file__).parents[1]),
         str(peer.FOLDER),
     ]
-    # the actors import both
+    # the actors import both packages
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     config = ClusterConfig(
         procs_per_node=4,
@@ -54,7 +54,7 @@ def dispatch(place: Place) -> Iterator[Timed]:
 def _sides(
     cluster: Cluster, folder: Path, ranks: int
 ) -> tuple[WorkerGroup, Any, list[Any]]:
-    """Start the worker group, the peer's, and bare actors."""
+    """Start the worker group, the peer's worker group, and bare actors."""
     import ray
 
     pool = ResourcePool.allocate(cluster, 1, ranks)

@@ -1,4 +1,4 @@
-"""Advantages and returns from values, whitened, against verl's padded loop over tokens."""
+"""GAE advantages and returns with whitening, against verl's padded loop over tokens."""
 
 from __future__ import annotations
 

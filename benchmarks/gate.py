@@ -1,9 +1,9 @@
-"""Reliability of the gate on this machine: equal runs that compare clean, and slowdowns that are
-named.
+"""Reliability of the gate on this machine: identical runs must compare clean, and slowdowns must be
+detected.
 
-Each try takes two neighbouring real runs. The slowdown is put into the rounds of the second: all
-rounds of one metric, or of all metrics of one node, become a fifth slower than measured. Four
-processes that measure side by side stand for four nodes.
+Each try compares two consecutive real runs. A slowdown is injected into the second run by making
+all rounds of one metric, or of all metrics of one node, 20% slower than measured. Four concurrent
+processes represent four nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NODES = ("n1", "n2", "n3", "n4")
 
 @measurement("gate", timeout_s=86_400)
 def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
-    """runs of equal code that compare clean, and slowdowns of a fifth that the gate names"""
+    """identical runs that compare clean, and slowdowns of 20% that the gate detects"""
     draw = random.Random(0)
     found = Counter[str]()
     before = _run_parts(place.local / "0", parts)
@@ -57,7 +57,7 @@ def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
 
 
 def _quiet(_: str) -> None:
-    """Print no line for an entry."""
+    """Suppress the lines for entries."""
 
 
 def _run_parts(folder: Path, parts: str) -> Result:
@@ -69,7 +69,7 @@ def _run_parts(folder: Path, parts: str) -> Result:
 
 
 def _run_nodes(folder: Path) -> Result:
-    """Run four processes at the same time, as four nodes."""
+    """Run four concurrent processes that represent four nodes."""
     with ThreadPoolExecutor(len(NODES)) as threads:
         list(
             threads.map(
@@ -80,7 +80,7 @@ def _run_nodes(folder: Path) -> Result:
 
 
 def _slowed(result: Result, name: str, node: str) -> Result:
-    """Return the result with all rounds of a metric, or of a node, a fifth slower."""
+    """Return the result with all rounds of a metric, or of a node, 20% slower."""
 
     def slower(metric: Metric) -> Metric:
         if name not in ("", metric.name) or node not in ("", metric.node):
@@ -92,7 +92,7 @@ def _slowed(result: Result, name: str, node: str) -> Result:
 
 
 def _slower(before: Result, after: Result) -> list[str]:
-    """Return the metrics that the gate calls slower."""
+    """Return the metrics that the gate judges slower."""
     changes = compare(before, after).changes
     return [
         change.name for change in changes if change.verdict in ("slower", "only in A")

@@ -1,6 +1,6 @@
-"""Plans of weight syncs of published sizes: planning, evenness of the links, predicted time.
+"""Weight-sync plans for published sizes: planning time, evenness of the links, predicted time.
 
-Predictions are of a model of the network, published times were measured: compare with care.
+Predictions come from a network model, whereas published times were measured: compare with care.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTINGS = Path(__file__).with_suffix(".yaml")
 
 @dataclass(frozen=True)
 class Case:
-    """One sync; `published` is the system in published.yaml that measured the same model."""
+    """A weight sync. `published` is the system in published.yaml that measured the same model."""
 
     name: str
     model: str
@@ -45,18 +45,18 @@ CASES = [
 
 @measurement("reshard_plan", timeout_s=900)
 def reshard_plan(place: Place, case: str = "") -> Iterator[Metric]:
-    """plans of published models: seconds, memory, evenness of links, predicted beside published
+    """plans for published models: seconds, memory, evenness of links, predicted against published
     time"""
     for one in CASES:
         if case in one.name:
-            # an own process, so that the peak of memory is the case's
+            # a separate process, to measure the case's own peak memory
             with multiprocessing.get_context("fork").Pool(1) as pool:
                 figures = pool.apply(_measure, (one,))
             yield from _metrics(one, figures)
 
 
 def _measure(case: Case) -> dict[str, Any]:
-    """Return the figures of a case, in this process."""
+    """Compute a case's figures in this process."""
     trainer = report.build(ParallelShape, case.trainer)
     engine = report.build(EngineShape, case.engine)
     config = report.read_config(case.model)

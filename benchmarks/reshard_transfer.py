@@ -1,7 +1,7 @@
-"""Weight syncs over tcp, gloo and shared memory beside bare sends, a copy, and verl's buckets.
+"""Weight syncs over tcp, gloo and shared memory, against bare sends, a copy, and verl's buckets.
 
-All sides of a part run in the same processes, in turns, on the same tensors: a sync is timed from
-the command to all ranks until the last has answered. Every element of a sync is checked first.
+All sides of a part take turns in the same processes on the same tensors. A sync is timed from the
+command to the last rank's reply. Every element of a sync is checked beforehand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB = 1 << 20
 WIRES = {"p2p": "gloo", "tcp": "tcp"}  # transports between any two hosts
 MODES = {"in place": False, "staged": True}
 MODELS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-# 2048: verl/workers/config/rollout.py:135, passed on in vllm_rollout.py:235; 512: the default of
+# 2048: verl/workers/config/rollout.py:135, passed on in vllm_rollout.py:235; 512: the default in
 # bucketed_weight_transfer.py:89
 PEER_MIB = (2048, 512, 64)
 
@@ -38,7 +38,7 @@ PEER_MIB = (2048, 512, 64)
 def reshard_transfer(
     place: Place, part: str = "layers,small,one host"
 ) -> Iterator[Timed | Metric]:
-    """weight syncs over tcp and gloo beside bare sends, over shared memory beside verl and a
+    """weight syncs over tcp and gloo against bare sends, and over shared memory against verl and a
     copy"""
     for name in part.split(","):
         if name == "one host":
@@ -46,13 +46,11 @@ def reshard_transfer(
         elif name in MODELS:
             yield from _between_hosts(name, MODELS[name])
         else:
-            raise ConfigError(
-                f"part={name}: there is no such part (one of {', '.join(MODELS)})"
-            )
+            raise ConfigError(f"part={name}: no such part; parts: {', '.join(MODELS)}")
 
 
 def _between_hosts(name: str, hf: dict[str, Any]) -> Iterator[Timed | Metric]:
-    """Sync from four Megatron ranks (TP2, PP2, EP2) to one engine of two."""
+    """Sync from four Megatron ranks (TP2, PP2, EP2) to one engine with two ranks."""
     make = partial(
         Ranks,
         hf=hf,
@@ -123,7 +121,7 @@ def _calls(pool: Pool, label: str, transport: str) -> dict[str, Call]:
 
 
 def _checked(pool: Pool, transports: tuple[str, ...], trainers: int) -> int:
-    """Return the bytes that engines receive, after a check of every side's weights."""
+    """Check the weights after a sync in each mode. Returns the bytes that the engines receive."""
     total = 0
     for transport in transports:
         for staged in MODES.values():
@@ -135,7 +133,7 @@ def _checked(pool: Pool, transports: tuple[str, ...], trainers: int) -> int:
 
 
 def _processor_time(pool: Pool, name: str, call: Call, limit: Call) -> Metric:
-    """Measure the processor seconds of all ranks, which a busy machine distorts least."""
+    """Measure the CPU seconds of all ranks, which are least affected by other load."""
     sides = {"call": call, "limit": limit}
     used: dict[str, list[float]] = {side: [] for side in sides}
     for side in rotated(list(sides), ROUNDS):

@@ -1,13 +1,13 @@
-"""Steps of GRPO beside TRL's on the same cores: seconds a step, and to the end of the first step.
+"""GRPO steps against TRL's on the same cores: seconds per step, and to the end of the first step.
 
-The peer is a Python with TRL 1.16, in its own environment:
+The peer is a Python with TRL 1.16, in a separate environment:
 
     python3.11 -m venv FOLDER && FOLDER/bin/pip install trl==1.16.0
 
-A case is 64 prompts x 8 samples and two updates a step in fp32 from the same weights, whose samples
-have the same lengths in distribution (`support/lengths_model.py`). The sides run in turns, each
-round in its own processes; the first step of a round warms up and is only counted as the first,
-unless it is the only one. Each side chooses its number of threads.
+A case has 64 prompts x 8 samples and two updates per step in fp32. Both sides start from the same
+weights, whose samples have the same length distribution (`support/lengths_model.py`). The sides
+take turns, each round in new processes. The first step of a round is a warm-up and only counts as
+the first step, unless it is the only one. Each side chooses its number of threads.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from hybridflow.bench.rounds import rotated
 from hybridflow.bench.run import CONDITIONS
 from hybridflow.errors import ConfigError, ResourceError
 
-LIMIT_S = 3600.0  # of a round
+LIMIT_S = 3600.0  # per round
 PROMPTS = 64
 SAMPLES = 8
 UPDATES = 2
 TRL = "TRL"
 RECIPE = Path(__file__).parent / "support" / "trl"  # the sides' settings
 SIZES = yaml.safe_load((RECIPE / "models.yaml").read_text())
-# most tokens of a response, and the median if lengths vary
+# maximum tokens per response, and the median if lengths vary
 LENGTHS: dict[str, tuple[int, float | None]] = {
     "8": (8, None),
     "128": (128, None),
@@ -55,7 +55,7 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 7 / 7
 """
-# layouts of two cores: ranks and engines, or everything in the driver's process
+# layouts for two cores: ranks and engines, or everything in the driver's process
 LAYOUTS = {
     "in-process": ["cluster=in-process"],
     "1+1": ["cluster.procs_per_node=1", "rollout.num_engines=1"],
@@ -72,7 +72,7 @@ def trl_steps(
     rounds: int = 3,
     steps: int = 3,
 ) -> Iterator[Metric]:
-    """steps of GRPO in turns with TRL's, which needs peer=PYTHON of an environment that has TRL
+    """GRPO steps in turns with TRL's; set peer=PYTHON to the Python of an environment with TRL
     1.16"""
     names = sides.split(",")
     unknown = set(names) - {TRL, *LAYOUTS}
@@ -94,10 +94,10 @@ def trl_steps(
 
 
 def _metrics(case: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[Metric]:
-    """Yield a layout's steps and first steps, with TRL's of the same rounds."""
+    """Yield each layout's steps and first steps, with TRL's from the same rounds."""
     values = {}
     for name, ones in found.items():
-        # a single step, of many minutes, is counted
+        # if a round has a single step of many minutes, that step is counted
         steps = [
             second for one in ones for second in one["seconds"][1:] or one["seconds"]
         ]
@@ -122,7 +122,7 @@ def _metrics(case: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[Metr
 
 
 def _prepare(folder: Path, case: str) -> list[str]:
-    """Write model, prompts and reward; return the prompts' texts."""
+    """Write the model, prompts and reward. Returns the prompts' texts."""
     size, length, *_ = case.split("-")
     (folder / "model").mkdir()
     lengths_model.write(folder / "model", SIZES[size], LENGTHS[length][1])
@@ -146,7 +146,7 @@ def _prepare(folder: Path, case: str) -> list[str]:
 
 
 def _run(side: str, command: Sequence[str], folder: Path, **more: str) -> str:
-    """Run a round of a side, and return its output; each side chooses its threads."""
+    """Run a round of a side and return its output. Each side chooses its number of threads."""
     environment = {
         name: value for name, value in os.environ.items() if name not in CONDITIONS
     }
@@ -162,11 +162,11 @@ def _run(side: str, command: Sequence[str], folder: Path, **more: str) -> str:
         )
     except FileNotFoundError:
         raise ConfigError(
-            f"peer={command[0]}: no such Python; no figure was taken"
+            f"peer={command[0]}: no such Python; nothing was measured"
         ) from None
     except subprocess.TimeoutExpired:
         raise ResourceError(
-            f"{side}: a round had not ended after {LIMIT_S / 60:.0f} minutes; take fewer steps"
+            f"{side}: a round did not finish within {LIMIT_S / 60:.0f} minutes; set fewer steps"
         ) from None
     if done.returncode:
         print(done.stdout[-2000:], done.stderr[-2000:], flush=True)
@@ -177,7 +177,7 @@ def _run(side: str, command: Sequence[str], folder: Path, **more: str) -> str:
 
 
 def _ours(folder: Path, case: str, layout: Sequence[str], steps: int) -> dict[str, Any]:
-    """Run `hybridflow train`, and return the seconds of its steps and of its start."""
+    """Run `hybridflow train` and return the seconds of its steps and of its start."""
     name = f"ours-{time.monotonic_ns()}"
     words = [
         "--config-name=steps",
@@ -207,7 +207,7 @@ def _ours(folder: Path, case: str, layout: Sequence[str], steps: int) -> dict[st
 def _theirs(
     folder: Path, case: str, texts: Sequence[str], python: str, steps: int
 ) -> dict[str, Any]:
-    """Run `support/trl/side.py`, and return the same."""
+    """Run `support/trl/side.py` and return the same figures as `_ours`."""
     settings = {
         "model": str(folder / "model"),
         "texts": texts,
@@ -228,5 +228,5 @@ def _theirs(
 
 
 def _beta(case: str) -> float:
-    """Return the coefficient of the divergence from the reference."""
+    """Return the coefficient of the KL divergence from the reference."""
     return 1e-3 if case.endswith("reference") else 0.0

@@ -1,2 +1,2 @@
-"""Shared code of the entries in `benchmarks/`: the peer's packages, processes that stay up, and
+"""Shared code for the entries in `benchmarks/`: the peer's packages, persistent processes, and
 workloads."""

@@ -1,4 +1,4 @@
-"""Two ranks of one host: syncs over shared memory, verl's bucketed transfer, and a plain copy."""
+"""Two ranks on one host: syncs over shared memory, verl's bucketed transfer, and a plain copy."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from benchmarks.support.reshard_ranks import Ranks
 
 
 class NoDevice:
-    """A replacement of torch.cuda, which verl falls back to without an accelerator."""
+    """A substitute for torch.cuda, which verl falls back to without an accelerator."""
 
     def synchronize(self) -> None:
-        """Return at once: nothing is queued."""
+        """Do nothing: nothing is queued."""
 
     def empty_cache(self) -> None:
-        """Return at once: nothing is cached."""
+        """Do nothing: nothing is cached."""
 
 
 def load_peer() -> ModuleType:
-    """Load verl's module by its path: its package imports vllm, the module does not."""
+    """Load verl's module by path, because its package imports vllm but the module does not."""
     path = (
         peer.install() / "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
     )
@@ -46,13 +46,13 @@ class BucketRanks(Ranks):
         self.peer = load_peer()
         self.handle = f"ipc://{folder}/weights.sock"
         elements = sum(values.numel() for values in self.live.values())
-        # loaded by the peer; also the target of plain copies, as a third set of weights
-        # is too large
+        # loaded by the peer; also the target of plain copies, because a third set of
+        # weights would not fit
         self.flat = torch.zeros(elements, dtype=torch.bfloat16)
         self.places: dict[str, slice] = {}
 
     def peer_sync(self, bucket_mb: int) -> None:
-        """Send all parameters with verl; each is copied out of the bucket, as loading does."""
+        """Send all parameters with verl. Each is copied out of the bucket, as in loading."""
         if self.is_trainer:
             sender = self.peer.BucketedWeightSender(
                 self.handle, bucket_mb, use_shm=True
@@ -71,7 +71,7 @@ class BucketRanks(Ranks):
             self.flat[self.places[name]].copy_(values.view(-1))
 
     def copy(self) -> None:
-        """Copy the engine's bytes by one thread, within the engine's process: the limit."""
+        """Copy the engine's bytes with one thread in the engine's process, as the limit."""
         begin = 0
         for values in self.live.values() if not self.is_trainer else ():
             self.flat[begin : begin + values.numel()].copy_(values.view(-1))

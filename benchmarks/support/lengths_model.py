@@ -1,10 +1,10 @@
-"""A model folder whose sampled responses have chosen lengths, for any engine: no sampler is
-patched.
+"""A model folder whose sampled responses have a chosen length distribution, in any engine and
+without patching its sampler.
 
-The embedding of a token tells the phase of a response, the blocks hardly change it (their outputs
-start small), and the output layer turns it into the chances of the next phase. A response goes
+A token's embedding encodes the phase of a response, the blocks hardly change it (their outputs
+start small), and the output layer maps it to the probabilities of the next phase. A response passes
 through one of several branches of two phases each, so its length is a mixture of sums of two
-geometric numbers, which is close to log-normal.
+geometric variables, which is close to log-normal.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hybridflow.models import family_of
 from hybridflow.models.weights import RandomWeights
 
 CHARACTERS = string.digits + "+=" + string.ascii_letters[:48]
-_FIRST = 3 + 12  # the first id that a response uses
-_TOKENS = 4  # ids of one phase
+_FIRST = 3 + 12  # first id that a response uses
+_TOKENS = 4  # ids per phase
 _EOS = 1
 _LOGIT = 20.0
 _SIZE = 5.0
-# The branches' logarithms of length in normal quantiles, with their shares: the two phases of a
-# branch (digamma 0.423, trigamma 0.645) provide the rest of the spread.
+# Log lengths of the branches as normal quantiles, with their shares. The two phases of a branch
+# (digamma 0.423, trigamma 0.645) contribute the rest of the spread.
 _QUANTILES = (
     (-1.4, 0.12),
     (-0.7, 0.2),
@@ -47,11 +47,11 @@ def write(
     """Write the folder.
 
     Args:
-        folder: exists and is empty.
+        folder: an existing, empty folder.
         sizes: fields of a qwen3 config.json.
-        median: of the lengths, in tokens, whose 99th percentile is about ten times as large; None:
-            no response ends before its limit.
-        seed: of the random weights.
+        median: median length in tokens; the 99th percentile is about ten times as large. None: no
+            response ends before its limit.
+        seed: seed of the random weights.
     """
     write_character_tokenizer(folder, CHARACTERS)
     config = {
@@ -77,7 +77,7 @@ def write(
     }
     embedding = tensors["model.embed_tokens.weight"]
     output = tensors["lm_head.weight"]
-    # the last norm makes one large component the root of the hidden size
+    # the last norm scales a single large component to the square root of the hidden size
     scale = 1.0 / math.sqrt(int(sizes["hidden_size"]))
     embedding[:_FIRST, 0] = _SIZE
     for branch, (quantile, share) in enumerate(_QUANTILES):

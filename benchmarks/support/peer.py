@@ -1,4 +1,4 @@
-"""verl, the peer: installed next to the benchmarks, never into the project's environment."""
+"""verl, the peer: installed next to the benchmarks, never in the project's environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / ".cache" / "peer"
-# Without their dependencies, which would replace the project's own torch, ray and numpy.
+# Installed without dependencies, which would replace the project's torch, ray and numpy.
 PACKAGES = (
     "verl==0.9.1",
     "tensordict==0.10.0",
@@ -25,9 +25,9 @@ NAME = PACKAGES[0].replace("==", " ")
 
 
 def install() -> Path:
-    """Return the folder with the peer, made on first use.
+    """Return the folder with the peer, created on first use.
 
-    It is appended to the import path, so that it shadows nothing of the project.
+    It is appended to the import path, so that it does not shadow any of the project's packages.
     """
     marker = FOLDER / "complete"
     listed = "\n".join(PACKAGES)

@@ -1,4 +1,4 @@
-"""Processes that stay up during an entry, so that sides can run in turns: every rank does each
+"""Processes that persist during an entry, so that sides can take turns. Every rank runs each
 job."""
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ _PATIENCE_S = 200
 
 
 def free_port() -> int:
-    """Return a loopback port that no process listens on."""
+    """Return a free loopback port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Pool:
-    """One forked process a rank, each with an object of `make(rank)`, whose methods are the
-    jobs."""
+    """One forked process per rank, each with an object `make(rank)` whose methods are the jobs."""
 
     def __init__(self, world: int, make: Callable[[int], Any]) -> None:
         os.environ.setdefault(
             VARIABLE, job_secret()
-        )  # ranks meet in a store that asks for it
+        )  # required by the store at which the ranks meet
         context = multiprocessing.get_context("fork")
         self.ends: list[Connection] = []
         self.processes = []
@@ -41,16 +40,16 @@ class Pool:
                 target=_serve, args=(far, make, rank), daemon=True
             )
             process.start()
-            far.close()  # so that a rank's death ends the wait for it
+            far.close()  # so that waiting for a rank ends when the rank dies
             self.ends.append(end)
             self.processes.append(process)
         self._answers()
 
     def run(self, method: str, *values: Any) -> list[Any]:
-        """Return every rank's answer.
+        """Run a method on every rank and return the results.
 
         Raises:
-            ResourceError: a rank failed or did not answer in time; all ranks have been ended.
+            ResourceError: a rank failed or did not reply in time. All ranks have been killed.
         """
         for end in self.ends:
             end.send((method, values))
@@ -67,7 +66,7 @@ class Pool:
             if not ready:
                 self.stop()
                 raise ResourceError(
-                    f"ranks {missing} did not answer within {_PATIENCE_S} s"
+                    f"ranks {missing} did not reply within {_PATIENCE_S} s"
                 )
             for rank in missing:
                 if self.ends[rank] in ready:
@@ -80,7 +79,7 @@ class Pool:
         except EOFError:
             failure = "its process has ended"
             answer = None
-        if failure:  # the others may wait for this rank
+        if failure:  # the others may be waiting for this rank
             self.stop()
             raise ResourceError(f"rank {rank}: {failure}")
         return answer

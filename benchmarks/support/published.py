@@ -13,5 +13,5 @@ PUBLISHED: dict[str, Any] = yaml.safe_load(
 
 
 def sync_seconds(system: str, model: str) -> float:
-    """Return the shortest published seconds of a system's weight sync of a model."""
+    """Return the fastest published time in seconds of a system's weight sync of a model."""
     return float(min(PUBLISHED["syncs"][system][model]))

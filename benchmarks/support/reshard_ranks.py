@@ -1,4 +1,4 @@
-"""Ranks of the benchmark of weight transfers: syncs, and bare sends of the same bytes."""
+"""Ranks for the weight-transfer benchmark: syncs, and bare sends of the same bytes."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from hybridflow.sync.transports.base import Endpoint
 
 HOST = "127.0.0.1"
 DTYPE = "bfloat16"
-BARE_BYTES = 16 << 20  # of a bare message
+BARE_BYTES = 16 << 20  # per bare message
 
 
 class Ranks:
-    """One rank, the trainer's first, with a plan and buffers for all sides of a comparison.
+    """A rank with a plan and buffers for all sides of a comparison.
 
     Args:
-        rank: among trainer and engine ranks.
+        rank: index among trainer and engine ranks; the trainer's come first.
         hf: fields of config.json.
         trainer: sizes of the Megatron layout.
         engine: sizes of the only engine.
-        port: of the store, which rank 0 opens.
-        staging: bytes of a bucket.
-        transports: that `sync` can use; each has a session in place and a staged one.
+        port: port of the store, which rank 0 opens.
+        staging: bytes per bucket.
+        transports: transports that `sync` can use. Each has an in-place and a staged session.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Ranks:
         }
 
     def _open(self, transport: str, staged: bool) -> tuple[Any, Any, Any]:
-        """Return messages, channel and staging of a session, sized as the trainer sizes them."""
+        """Return messages, channel and staging of a session, with the trainer's sizes."""
         messages = Messages(self.plan, part_bytes(transport, Platform("cpu")))
         engines = range(self.plan.target.num_ranks)
         arriving = [messages.incoming(rank) for rank in engines]
@@ -115,7 +115,7 @@ class Ranks:
         )
 
     def sync(self, transport: str, staged: bool) -> tuple[int, float]:
-        """Sync once; return the bytes that this rank moved, and the seconds of its commit."""
+        """Sync once. Returns the bytes that this rank moved and the seconds of its commit."""
         messages, channel, staging = self.sides[transport, staged]
         if self.is_trainer:
             return send_stream(messages, self.live, channel, staging).payload_bytes, 0.0
@@ -123,17 +123,17 @@ class Ranks:
         return received.stats.payload_bytes, received.commit(self.live)
 
     def cpu(self) -> float:
-        """Return the seconds of processor time that this rank has used."""
+        """Return the CPU seconds that this rank has used."""
         return time.process_time()
 
     def forget(self) -> None:
-        """Make an engine rank's weights wrong."""
+        """Overwrite an engine rank's weights with wrong values."""
         if not self.is_trainer:
             for values in self.live.values():
                 values.zero_()
 
     def check(self) -> bool:
-        """Return whether all elements of an engine rank's buffers are right."""
+        """Return True if all elements of an engine rank's buffers are correct."""
         if self.is_trainer:
             return True
         expected = make_buffers(self.plan.catalog, self.plan.target, self.engine)
@@ -142,8 +142,8 @@ class Ranks:
         )
 
     def bare(self, transport: str) -> None:
-        """Send the bytes of every pair over gloo, from and into memory of the weights' size: the
-        limit of `transport`."""
+        """Send the bytes of every pair over gloo, from and to memory of the weights' size, as the
+        limit for `transport`."""
         if not self.bare_memory:
             amounts: Counter[int] = Counter()
             for message in self.sides[transport, False][0]:
@@ -166,9 +166,9 @@ class Ranks:
 def make_buffers(
     catalog: Catalog, layout: Layout, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Return the buffers of a rank, in three dimensions.
+    """Return a rank's buffers, in three dimensions.
 
-    Every element follows from its HF tensor and its place there, so replicas are equal.
+    Every element is determined by its HF tensor and its position there, so replicas are equal.
     """
     mine = layout.classes[int(layout.rank_class[rank])]
     shapes = zip(mine.names, mine.shapes.tolist(), mine.dtypes, strict=True)
@@ -179,7 +179,7 @@ def make_buffers(
     for row, tensor in enumerate(mine.tensor.tolist()):
         if tensor != PADDING:
             shape = catalog.shapes[tensor].tolist()
-            # below 256: exact in bfloat16
+            # values below 256 are exact in bfloat16
             whole = (torch.arange(math.prod(shape)).view(shape) + 31 * tensor) % 251
             size = mine.size[row].tolist()
             source = _region(mine.start[row].tolist(), size)

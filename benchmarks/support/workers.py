@@ -1,4 +1,4 @@
-"""Worker classes of the sides of `dispatch`: they return what they are given."""
+"""Worker classes for the sides of `dispatch`, which return their arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = (
 
 
 class Plain:
-    """A bare Ray actor: the machine's limit."""
+    """A bare Ray actor, as the machine's limit."""
 
     def echo(self, value: object) -> object:
         """Return the value."""
@@ -38,7 +38,7 @@ class Echo:
         self.context = context
 
     def mesh_position(self) -> MeshPosition:
-        """The data-parallel rank is the rank."""
+        """Return the rank as the data-parallel rank."""
         return MeshPosition(self.context.rank, self.context.world_size, True)
 
     @register(Dispatch.DP, writes=COLUMNS)
@@ -52,7 +52,7 @@ class Echo:
 
 
 def peer_group(ranks: int) -> Any:
-    """Start verl's worker group without GPUs; its workers are echoes."""
+    """Start verl's worker group with echo workers, without GPUs."""
     import ray
     from verl.single_controller.base import Worker
     from verl.single_controller.base.decorator import Dispatch as PeerDispatch

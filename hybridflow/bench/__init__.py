@@ -1,2 +1,2 @@
-"""Benchmark suites for those who run clusters: measurements, their results, a gate between two
-runs, and reports."""
+"""Benchmark suites for cluster operators: measurements, their results, a regression gate between
+two runs, and reports."""

@@ -1,5 +1,5 @@
-"""`python -m hybridflow.bench JOB.json`: one entry in this process; `hybridflow bench run` starts
-it."""
+"""`python -m hybridflow.bench JOB.json`: runs one entry in this process. Started by `hybridflow
+bench run`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.errors import HybridFlowError, StorageError
 
 
 def measure(job: dict[str, Any]) -> Result:
-    """Run the entry of a job, and return its metrics, findings and what it did not run."""
+    """Run a job's entry. Returns its metrics, findings and the parts that were not run."""
     nodes = tuple(job["nodes"])
     place = Place(job["node"], nodes, Path(job["folder"]), Path(job["local"]))
     entry = find(job["name"])
@@ -49,7 +49,7 @@ def measure(job: dict[str, Any]) -> Result:
 
 
 def main(path: str) -> int:
-    """Measure, and write the result; returns the exit status."""
+    """Run the job in the file at `path` and write the result. Returns the exit status."""
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     try:
         results.write(Path(job["out"]), measure(job))

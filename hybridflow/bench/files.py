@@ -1,4 +1,4 @@
-"""Folders of runs: reading them, baselines of a kind of machine, and archives."""
+"""Run folders: reading results, baselines per type of machine, and archives."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ARCHIVED = (".json", ".log", ".html", ".prom", ".csv", ".out", ".err")
 
 
 def load(path: Path) -> Result:
-    """Return a result file, or the `result.json` or the joined nodes of a run's folder.
+    """Load a result file, or the `result.json` or merged node results in a run's folder.
 
     Raises:
-        DataError: there is none, or it is truncated or foreign.
+        DataError: there is no result, or it is truncated or not a benchmark result.
     """
     if not path.is_dir():
         return results.read(path)
@@ -31,16 +31,16 @@ def load(path: Path) -> Result:
     nodes = sorted((path / "nodes").glob("*.json"))
     if not nodes:
         raise DataError(
-            f"{path}: has no {RESULT}; give a folder or file that `hybridflow bench run` wrote"
+            f"{path}: has no {RESULT}; give a folder or file written by `hybridflow bench run`"
         )
     return results.merge(map(results.read, nodes))
 
 
 def load_all(paths: Sequence[Path]) -> list[Result]:
-    """Return results by their time, oldest first; a folder of runs counts as all of its runs.
+    """Load results, oldest first. For a folder of runs, load all of its runs.
 
     Raises:
-        DataError: one cannot be read, or they are of several suites.
+        DataError: a result cannot be read, or the results are from several suites.
     """
     found = []
     for path in paths:
@@ -50,15 +50,15 @@ def load_all(paths: Sequence[Path]) -> list[Result]:
     suites = sorted({one.suite for one in found})
     if len(suites) > 1:
         raise DataError(
-            f"these are results of several suites ({', '.join(suites)}); give those of one"
+            f"the results are from several suites ({', '.join(suites)}); give results of one suite"
         )
     return sorted(found, key=lambda one: one.started)
 
 
 def pooled(runs: Sequence[Result]) -> Result:
-    """Return the last of several runs with the rounds of all of them in each metric.
+    """Return the last of several runs, with the rounds of all runs in each metric.
 
-    Differences between runs of an equal system then widen the spread.
+    Differences between runs of the same system then widen the spread.
     """
     by_key: dict[tuple[str, str], list[Metric]] = {}
     for run in runs:
@@ -72,7 +72,7 @@ def pooled(runs: Sequence[Result]) -> Result:
 
 
 def _pooled(same: Sequence[Metric]) -> Metric:
-    """Return the last metric with the rounds of all."""
+    """Return the last metric, with the rounds of all."""
     joined: dict[str, Any] = dict.fromkeys(results.REFERENCES)
     for name in results.REFERENCES:
         parts: list[Reference | None] = [getattr(one, name) for one in same]
@@ -96,10 +96,10 @@ def baseline_path(folder: Path, result: Result) -> Path:
 
 
 def find_baseline(folder: Path, result: Result) -> Result:
-    """Return the baseline to judge `result` by.
+    """Return the baseline to compare `result` with.
 
     Raises:
-        ConfigError: there is none of this hardware; names the others.
+        ConfigError: there is no baseline for this hardware. The message lists the existing ones.
     """
     path = baseline_path(folder, result)
     if path.exists():
@@ -109,20 +109,20 @@ def find_baseline(folder: Path, result: Result) -> Result:
         words = results.differences(results.read(file), result).get(
             "hardware", ["this hardware"]
         )
-        others.append(f"one of {', '.join(words)}")
+        others.append(f"an existing one differs in {', '.join(words)}")
     raise ConfigError(
         f"{folder} has no baseline of {result.suite} on this hardware"
-        f"{' (' + '; '.join(others) + ')' if others else ''}; take one with "
+        f"{' (' + '; '.join(others) + ')' if others else ''}; create one with "
         "`hybridflow bench baseline RESULT ...`"
     )
 
 
 def archive(folder: Path, out: Path) -> Path:
-    """Pack the results, pages and logs of a run into one compressed file, and return its path.
+    """Pack a run's results, pages and logs into one compressed file, and return its path.
 
     Raises:
-        ConfigError: the folder is not of a run.
-        StorageError: the disk is full, or may not be written.
+        ConfigError: the folder is not a run's folder.
+        StorageError: the disk is full or not writable.
     """
     load(folder)
     top = Path(folder.resolve().name)
@@ -136,7 +136,7 @@ def archive(folder: Path, out: Path) -> Path:
 
 
 def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Return the entry without its owner's name."""
+    """Return the archive entry without its owner's name."""
     info.uid = 0
     info.gid = 0
     info.uname = ""

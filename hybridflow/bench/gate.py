@@ -1,16 +1,16 @@
-"""Comparison of two runs, and of the nodes of one: bootstrap tests of ratios.
+"""Comparison of two runs, and of the nodes of a run, with bootstrap tests of ratios.
 
-Shared machines swing by a third within minutes, and so does everything on them. What is judged is
-therefore the ratio of a metric to the limit (or peer) of the same rounds. Nodes are compared by the
-value itself, since a slow node slows its own limits as well.
+The speed of a shared machine varies by a third within minutes. The gate therefore judges the ratio
+of a metric to the limit (or peer) measured in the same rounds. Nodes are compared by the value
+itself, because a slow node also slows its own limits.
 
-The test uses the logarithms of the ratios, the difference of their middles (the mean of the inner
-half, which a few bad rounds do not move and which needs fewer rounds than a median), and its
-bootstrap distribution. Neighbouring rounds are drawn together because they share the machine's
-weather. If several processes measured a metric, processes are drawn first: memory placement is the
-same in all rounds of one, and another in the next. A metric has changed if the difference is larger
-than its bound and the interval does not reach zero. The interval's confidence is Bonferroni's over
-all metrics of the comparison, so many metrics do not raise a false alarm together.
+The test uses the logarithms of the ratios, the difference of their midmeans (the mean of the inner
+half, which is robust to a few bad rounds and needs fewer rounds than a median), and its bootstrap
+distribution. Neighbouring rounds are drawn together because they share the machine's load. If
+several processes measured a metric, processes are drawn first, because memory placement is the same
+in all rounds of a process but differs between processes. A metric has changed if the difference
+exceeds its bound and the interval excludes zero. The interval's confidence is Bonferroni-corrected
+over all metrics of the comparison, so that many metrics do not add up to a false alarm.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ import numpy as np
 
 from hybridflow.bench.result import MIN_ROUNDS, Metric, Reference, Result, differences
 
-ALARM = 0.05  # chance that any interval of a comparison excludes zero where nothing has changed
+ALARM = (
+    0.05  # probability that any interval of a comparison excludes zero without a change
+)
 DRAWS = 4000
-NODE_BOUND = 0.10  # nodes of one kind differ by a few percent in their clocks
-WIDEST = 0.12  # of a bound that follows the spread, so that a fifth is still seen
+NODE_BOUND = 0.10  # clocks of identical nodes differ by a few percent
+WIDEST = 0.12  # largest bound derived from the spread, so that a slowdown of 20% is still detected
 SEEN = 0.2  # a slowdown that must be excluded before a metric is called the same
 Verdict = Literal[
     "same", "unclear", "slower", "faster", "not judged", "only in A", "only in B"
@@ -37,8 +39,8 @@ Verdict = Literal[
 
 @dataclass(frozen=True)
 class Change:
-    """A metric in two runs. `change` is of its cost: 0.2 is a fifth slower; `low` and `high` its
-    interval."""
+    """A metric in two runs. `change` is the relative change of its cost (0.2: 20% slower), with the
+    interval `low` to `high`."""
 
     name: str
     node: str
@@ -55,7 +57,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A node that is worse than the others in one metric, by `excess` (0.2: a fifth)."""
+    """A node that is worse than the others in one metric, by `excess` (0.2: 20%)."""
 
     node: str
     name: str
@@ -68,8 +70,8 @@ class Outlier:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All changes between two runs, the differences of their machines, and node outliers of the
-    second."""
+    """All changes between two runs, the differences between their machines, and the node outliers
+    of the second run."""
 
     changes: tuple[Change, ...]
     differences: dict[str, list[str]]
@@ -77,13 +79,13 @@ class Comparison:
 
     @property
     def same_hardware(self) -> bool:
-        """True if the two may be judged by each other."""
+        """True if the two runs can be judged against each other."""
         return "hardware" not in self.differences
 
     @property
     def exit_code(self) -> int:
-        """0: no metric is slower and no node stands out; 1: one is; 3: other hardware, nothing was
-        judged."""
+        """Exit status: 0 if no metric is slower and no node stands out, 1 otherwise, 3 if nothing
+        was judged because the hardware differs."""
         if not self.same_hardware:
             return 3
         slower = any(
@@ -93,12 +95,12 @@ class Comparison:
 
 
 def compare(first: Result, second: Result, bound: float | None = None) -> Comparison:
-    """Compare two runs of one machine.
+    """Compare two runs on one machine.
 
     Args:
         first: the baseline.
-        second: the run in question.
-        bound: replaces the metrics' own.
+        second: the run to judge.
+        bound: overrides the metrics' bounds.
     """
     before = {(metric.node, metric.name): metric for metric in first.metrics}
     after = {(metric.node, metric.name): metric for metric in second.metrics}
@@ -135,7 +137,7 @@ def _change(one: Metric, other: Metric, alarm: float, *, judge: bool) -> Change:
         bound=other.bound,
     )
     if not judge:
-        return replace(blank, why="other hardware")
+        return replace(blank, why="different hardware")
     if other.unit == "count":
         change = 0.0
         if one.value and other.value:
@@ -151,10 +153,12 @@ def _change(one: Metric, other: Metric, alarm: float, *, judge: bool) -> Change:
     a = _log_ratios(one)
     b = _log_ratios(other)
     if a is None or b is None:
-        return replace(blank, why="nothing was measured next to it in the same rounds")
+        return replace(blank, why="no reference was measured in the same rounds")
     fewest = min(len(a), len(b))
     if fewest < MIN_ROUNDS:
-        return replace(blank, why=f"{fewest} rounds; {MIN_ROUNDS} are needed")
+        return replace(
+            blank, why=f"only {fewest} rounds; at least {MIN_ROUNDS} are needed"
+        )
     spread = max(_spread(a), _spread(b))
     limit = max(other.bound, min(spread, WIDEST))
     processes = (other.processes, one.processes)
@@ -163,7 +167,7 @@ def _change(one: Metric, other: Metric, alarm: float, *, judge: bool) -> Change:
     why = ""
     if verdict == "same" and high - middle > math.log1p(SEEN):
         verdict = "unclear"
-        why = f"rounds differ by {spread:.0%}: a fifth would not be seen"
+        why = f"rounds differ by {spread:.0%}, so a slowdown of 20% could go undetected"
     return replace(
         blank,
         verdict=verdict,
@@ -184,8 +188,8 @@ def _verdict(low: float, middle: float, high: float, edge: float) -> Verdict:
 
 
 def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
-    """Return nodes that are worse than the rest in a metric, the worst first. Of two nodes the
-    worse is named."""
+    """Return nodes that are worse than the rest in a metric, worst first. If there are two nodes,
+    the worse one is returned."""
     by_name: dict[str, list[Metric]] = {}
     for metric in result.metrics:
         if metric.node and metric.better != "none" and metric.value > 0:
@@ -197,7 +201,7 @@ def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
         shortest = min(len(metric.rounds) for metric in group)
         costs = np.log([_costs(metric, metric.rounds[:shortest]) for metric in group])
         for index, metric in enumerate(group):
-            # rounds of the nodes ran side by side: the weather of a shared machine cancels
+            # the nodes ran each round at the same time, so the load of a shared machine cancels out
             excess = costs[index] - np.median(np.delete(costs, index, axis=0), axis=0)
             limit = max(bound, metric.bound, min(_spread(excess), WIDEST))
             if metric.unit == "count" or shortest < MIN_ROUNDS:
@@ -230,14 +234,15 @@ def interval(
     seed: int,
     processes: tuple[int, int] = (1, 1),
 ) -> tuple[float, float, float]:
-    """Return (low, middle, high) of the difference of the middles; chance passes each end with
-    `alarm`.
+    """Return (low, middle, high) of the difference of the midmeans. The true difference is beyond
+    each end with probability `alarm`.
 
     Args:
-        values, baseline: [rounds], in the order in which they were measured.
-        alarm: one-sided chance.
-        seed: makes the answer the same for the same rounds.
-        processes: that measured the values and the baseline, as many rounds in each.
+        values, baseline: [rounds], in the order of measurement.
+        alarm: one-sided error probability.
+        seed: makes the result reproducible for the same rounds.
+        processes: number of processes that measured the values and the baseline, each with the same
+            number of rounds.
     """
     generator = np.random.default_rng(seed)
     middle = float(_middles(values[None])[0] - _middles(baseline[None])[0])
@@ -251,8 +256,8 @@ def interval(
 def _drawn(
     values: np.ndarray, generator: np.random.Generator, processes: int
 ) -> np.ndarray:
-    """Return [DRAWS] middles of rounds, drawn in blocks of neighbours (circular block bootstrap) of
-    drawn processes."""
+    """Return [DRAWS] midmeans of rounds, drawn in blocks of neighbours (circular block bootstrap)
+    from drawn processes."""
     count = len(values) // processes
     block = max(1, round(count ** (1 / 3)))
     starts = generator.integers(0, count, (DRAWS, processes, -(-count // block)))
@@ -274,8 +279,8 @@ def _middles(values: np.ndarray) -> np.ndarray:
 
 
 def _log_ratios(metric: Metric) -> np.ndarray | None:
-    """Return [rounds] logarithms of costs over those of the reference; None without one of as many
-    rounds."""
+    """Return [rounds] logarithms of the ratio of the metric's cost to the reference's, or None if
+    no reference has as many rounds."""
     references: tuple[Reference | None, ...] = (
         metric.limit,
         metric.yardstick,
@@ -289,14 +294,14 @@ def _log_ratios(metric: Metric) -> np.ndarray | None:
 
 
 def _costs(metric: Metric, values: tuple[float, ...]) -> np.ndarray:
-    """Return [rounds] costs of values of the metric's unit: lower is better."""
+    """Convert values in the metric's unit to [rounds] costs, of which lower ones are better."""
     positive = np.maximum(np.asarray(values, dtype=float), 1e-12)
     return positive if metric.better == "lower" else 1 / positive
 
 
 def _spread(logs: np.ndarray) -> float:
-    """Return 1.48 times the median distance from the median: a standard deviation that a few bad
-    rounds do not move."""
+    """Return 1.48 times the median absolute deviation, an estimate of the standard deviation that
+    is robust to a few bad rounds."""
     return 1.4826 * float(np.median(np.abs(logs - np.median(logs))))
 
 

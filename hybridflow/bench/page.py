@@ -1,4 +1,4 @@
-"""One self-contained HTML page: the last run of a suite, the history of each metric, and node
+"""A self-contained HTML page with the last run of a suite, each metric's history, and node
 outliers."""
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hybridflow.observe.charts import Chart, Drawn, Point, Series, draw
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the page of several runs, oldest first; tables are of the last one."""
+    """Return the page for several runs, oldest first. The tables show the last run."""
     last = results[-1]
     loader = jinja2.PackageLoader("hybridflow.bench", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True)
     worse = outliers(last)
     rows = [show.row(metric) for metric in last.metrics if not metric.node]
-    # columns that are empty in every row are left out
+    # omit columns that are empty in every row
     columns = [
         index for index in range(len(show.COLUMNS)) if any(row[index] for row in rows)
     ]
@@ -50,7 +50,7 @@ def page(results: Sequence[Result]) -> str:
 def _by_node(
     result: Result, worse: Sequence[Outlier]
 ) -> list[tuple[str, str, list[Any]]]:
-    """Return name, unit, and each node's metric and outlier, of the metrics that nodes have."""
+    """Return (name, unit, each node's metric and outlier) for each metric measured per node."""
     marks = {(one.name, one.node): one for one in worse}
     cells = {(one.name, one.node): one for one in result.metrics}
     units = {one.name: one.unit for one in result.metrics if one.node}

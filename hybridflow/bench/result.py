@@ -1,7 +1,8 @@
-"""The result of a suite: metrics with all their rounds, what was not run and why, and where it ran.
+"""The result of a suite: metrics with all rounds, entries that were not run with the reason, and
+the environment.
 
-A result is one JSON file that follows `result.schema.json`, the published schema next to this
-module. A new form gets a new number in `FORMAT`.
+A result is one JSON file that conforms to `result.schema.json`, the published schema next to this
+module. Every change of the schema increments the number in `FORMAT`.
 """
 
 from __future__ import annotations
@@ -19,44 +20,49 @@ from hybridflow.errors import DataError, StorageError
 
 FORMAT = "hybridflow-bench/1"
 SCHEMA = Path(__file__).with_name("result.schema.json")
-PARTS = ("hardware", "software", "commit", "recipe", "placement")  # of a fingerprint
+PARTS = (
+    "hardware",
+    "software",
+    "commit",
+    "recipe",
+    "placement",
+)  # parts of a fingerprint
 REFERENCES = ("limit", "peer", "yardstick")
-MIN_ROUNDS = 5  # a median of fewer rounds is not compared
+MIN_ROUNDS = 5  # metrics with fewer rounds are not compared
 Better = Literal["lower", "higher", "none"]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A limit, a peer or a yardstick of a metric, in the metric's unit, measured in the same
-    rounds."""
+    """A metric's limit, peer or yardstick, in the metric's unit and measured in the same rounds."""
 
     name: str
     rounds: tuple[float, ...]
 
     @property
     def value(self) -> float:
-        """The median of the rounds."""
+        """Median of the rounds."""
         return statistics.median(self.rounds)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One quantity of one measurement.
+    """A quantity measured by an entry.
 
     Attributes:
         measurement: name of the entry.
         name: `subject/quantity`, unique within a result and node.
         unit: "s", "GB/s", "tokens/s"; "count" for a value that does not vary with the machine's
             load.
-        better: whether lower or higher values are better; "none": shown, not judged.
-        rounds: values without those of the warm-up.
+        better: "lower" or "higher"; "none" if the metric is shown but not judged.
+        rounds: values of all rounds except the warm-up.
         limit: the machine's limit, for example a plain copy of the same bytes.
-        peer: another system that does the same.
-        yardstick: how fast the machine was in the same rounds, for metrics without a limit or a
-            peer.
-        node: the node that measured, empty for a metric that belongs to no single node.
-        bound: relative change of the ratio to the reference that counts as one, 0.05 for 5%.
-        processes: number of processes that measured one after the other, each as many rounds.
+        peer: another system that does the same work.
+        yardstick: speed of the machine in the same rounds, for metrics without a limit or peer.
+        node: the node that measured it; empty for a metric that belongs to no single node.
+        bound: relative change of the ratio to the reference that counts as a change, 0.05 for 5%.
+        processes: number of processes that measured one after the other, each with the same number
+            of rounds.
     """
 
     measurement: str
@@ -73,7 +79,7 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """The median of the rounds."""
+        """Median of the rounds."""
         return statistics.median(self.rounds)
 
     @property
@@ -85,12 +91,12 @@ class Metric:
 
     @property
     def share(self) -> float | None:
-        """Reached share of the limit; 1 is the limit."""
+        """Achieved share of the limit; 1 is the limit."""
         return self._against(self.limit)
 
     @property
     def ratio(self) -> float | None:
-        """Factor to the peer; above 1 is better than the peer."""
+        """Ratio to the peer; above 1 is better than the peer."""
         return self._against(self.peer)
 
     def _against(self, other: Reference | None) -> float | None:
@@ -110,7 +116,7 @@ def single(
     peer: tuple[str, float] | None = None,
     bound: float = 0.05,
 ) -> Metric:
-    """Return a metric of one value; `limit` and `peer` are a name and a value."""
+    """Return a metric with a single value. `limit` and `peer` are (name, value)."""
 
     def reference(given: tuple[str, float] | None) -> Reference | None:
         return Reference(given[0], (float(given[1]),)) if given else None
@@ -129,7 +135,7 @@ def single(
 
 @dataclass(frozen=True)
 class NotRun:
-    """A measurement, or a part of one, without a figure, and the reason."""
+    """A measurement, or a part of one, that produced no figure, with the reason."""
 
     measurement: str
     why: str
@@ -145,9 +151,9 @@ class Result:
         started: ISO 8601, UTC.
         seconds: duration.
         fingerprint: hardware, software, commit, recipe and placement.
-        metrics: of all entries and nodes.
+        metrics: metrics of all entries and nodes.
         not_run: entries without figures.
-        findings: of checks, each with node, name, level and what.
+        findings: findings of checks, each with node, name, level and what.
     """
 
     suite: str
@@ -164,7 +170,7 @@ class Result:
         return tuple(sorted({metric.node for metric in self.metrics if metric.node}))
 
     def joined(self, parts: Iterable[Result], **changes: Any) -> Result:
-        """Return this result followed by the entries of others; `changes` replace further
+        """Return this result with the entries of others appended. `changes` replace other
         attributes."""
         every = [self, *parts]
         return replace(
@@ -177,7 +183,7 @@ class Result:
 
 
 def write(path: Path, result: Result) -> None:
-    """Write the file whole or not at all.
+    """Write the result atomically.
 
     Raises:
         StorageError: the disk is full, or the folder is not writable.
@@ -186,14 +192,14 @@ def write(path: Path, result: Result) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text whole or not at all. StorageError as from `whole_file`."""
+    """Write a text file atomically. Raises StorageError like `whole_file`."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that becomes `path` if nothing fails.
+    """Yield a temporary file that is renamed to `path` on success.
 
     Raises:
         StorageError: the disk is full, or the folder is not writable.
@@ -212,28 +218,26 @@ def read(path: Path) -> Result:
     """Read a result.
 
     Raises:
-        DataError: the file is missing, truncated, or of another program; the message names the
-            wrong entry.
+        DataError: the file is missing, truncated, or not a benchmark result. The message names the
+            invalid entry.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: cannot be read ({error}); give a file that `hybridflow bench run` wrote"
+            f"{path}: cannot be read ({error}); give a file written by `hybridflow bench run`"
         ) from error
     except ValueError as error:
         raise DataError(
-            f"{path}: is no whole JSON file ({error}); it was cut off while it was written or "
-            "copied: take it again"
+            f"{path}: not a complete JSON file ({error}); it was truncated while being written or "
+            "copied; rerun or recopy it"
         ) from error
     form = str(found.get("format", "")) if isinstance(found, dict) else ""
     if not form.startswith("hybridflow-bench/"):
-        raise DataError(
-            f"{path}: is no result of a benchmark (no `format: {FORMAT}` in it)"
-        )
+        raise DataError(f"{path}: not a benchmark result (missing `format: {FORMAT}`)")
     if form != FORMAT:
         raise DataError(
-            f"{path}: has the form {form}; this version reads {FORMAT}: update it"
+            f"{path}: has format {form}, but this version reads {FORMAT}; update hybridflow"
         )
     _check(path, found)
     return Result(
@@ -257,7 +261,7 @@ def _check(path: Path, found: dict[str, Any]) -> None:
     if error:
         place = ".".join(map(str, error.absolute_path)) or "the file"
         raise DataError(
-            f"{path}: {place}: {error.message[:200]} (hybridflow/bench/{SCHEMA.name} has the form)"
+            f"{path}: {place}: {error.message[:200]} (see hybridflow/bench/{SCHEMA.name})"
         )
 
 
@@ -270,7 +274,7 @@ def _metric(entry: dict[str, Any]) -> Metric:
 
 
 def as_dict(result: Result) -> dict[str, Any]:
-    """Return the file's content: the result, and the values that follow from its rounds."""
+    """Return the file's content: the result, and the values derived from its rounds."""
     plain = {"format": FORMAT, **asdict(result)}
     for entry, metric in zip(plain["metrics"], result.metrics, strict=True):
         for name in ("value", "spread", "share", "ratio"):
@@ -292,9 +296,9 @@ def fingerprint_of(
 
     Args:
         environment: from `hybridflow.observe.environment`.
-        recipe: hash of the recipe that ran, if one did.
-        nodes: names of the nodes that took part.
-        model: of the processor.
+        recipe: hash of the recipe, if one was run.
+        nodes: names of the participating nodes.
+        model: processor model.
     """
     hardware = {
         key: environment.get(key) for key in ("cores", "memory_gib", "accelerators")
@@ -313,7 +317,7 @@ def fingerprint_of(
 
 
 def differences(one: Result, other: Result) -> dict[str, list[str]]:
-    """Return the differences of two fingerprints by part, each as `key: A → B`."""
+    """Return the differences between two fingerprints by part, each as `key: A → B`."""
     found: dict[str, list[str]] = {}
     for part in PARTS:
         first = flat(one.fingerprint.get(part))
@@ -327,7 +331,7 @@ def differences(one: Result, other: Result) -> dict[str, list[str]]:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted keys."""
+    """Flatten nested mappings to values by dotted key."""
     if not isinstance(value, dict):
         return {prefix: value}
     found: dict[str, Any] = {}
@@ -337,10 +341,10 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def merge(parts: Iterable[Result]) -> Result:
-    """Return one result of the measurements of several nodes in one suite.
+    """Merge the results of several nodes in one suite.
 
     Raises:
-        DataError: the parts are of several suites.
+        DataError: the parts are from several suites.
     """
     first, *others = parts
     suites = sorted({part.suite for part in (first, *others)})

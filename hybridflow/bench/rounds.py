@@ -1,4 +1,4 @@
-"""Calls that are timed in turns: every measurement's rounds, warm-up, references and ratios."""
+"""Interleaved timing of calls, with rounds, warm-up, references and ratios for all measurements."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Side:
-    """A reference of a metric: a call that is timed in the metric's own rounds.
+    """A reference of a metric: a call that is timed in the same rounds as the metric.
 
     Attributes:
         name: shown next to the metric.
-        call: timed once in each round.
-        scale: seconds of the reference over seconds of the call; 0.1 for a tenth of it.
+        call: timed once per round.
+        scale: ratio of the reference's seconds to the call's; 0.1 for a tenth.
     """
 
     name: str
@@ -29,19 +29,19 @@ class Side:
 
 @dataclass(frozen=True)
 class Timed:
-    """Calls to time in turns. Each of `calls` becomes a metric, or one metric for each of several
-    peers.
+    """Calls to time in turns. Each of `calls` becomes a metric or, with several peers, one metric
+    per peer.
 
     Attributes:
         calls: metric name -> call.
         limit: a limit of the machine, for example a copy of the same bytes.
-        yardstick: a call that shows how fast the machine is at that moment.
-        peers: other systems that do the same.
-        amount: quantity of `unit` that a call handles, which makes the metric a rate; 0: seconds.
-        unit: of the metric.
-        better: "none" shows the metric without judging it; by default lower seconds and higher
+        yardstick: a call that shows the machine's current speed.
+        peers: other systems that do the same work.
+        amount: quantity that a call processes, which makes the metric a rate; 0 for seconds.
+        unit: the metric's unit.
+        better: "none" shows the metric without judging it. By default, lower seconds and higher
             rates are better.
-        bound: relative change that counts as one.
+        bound: relative change that counts as a change.
     """
 
     calls: Mapping[str, Call]
@@ -59,7 +59,7 @@ class Timed:
         return {**self.calls, **{side.name: side.call for side in references if side}}
 
     def metrics(self, seconds: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
-        """Yield the metrics, from the seconds of each side in each round."""
+        """Yield the metrics, given each side's seconds in each round."""
 
         def reference(side: Side | None) -> Reference | None:
             if side is None:
@@ -96,9 +96,9 @@ def interleaved(
     warm_up: int = 1,
     clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each side in each round, without the `warm_up` rounds.
+    """Time all sides in turns. Returns each side's seconds per round, without the `warm_up` rounds.
 
-    Every round runs all sides, in an order that rotates, so that a disturbance hits all of them.
+    Every round runs all sides in a rotating order, so that a disturbance affects all of them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for name in rotated(list(sides), warm_up + rounds):
@@ -109,15 +109,14 @@ def interleaved(
 
 
 def rotated(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Yield every name once in each round, in an order that rotates."""
+    """Yield every name once per round, in a rotating order."""
     for turn in range(rounds):
         first = turn % len(names)
         yield from (*names[first:], *names[:first])
 
 
 def loop() -> int:
-    """Run Python's own work for about a hundredth of a second: the yardstick of interpreted
-    code."""
+    """Run a Python loop for about 10 ms, as the yardstick for interpreted code."""
     total = 0
     table: dict[int, int] = {}
     for number in range(60_000):
@@ -127,5 +126,5 @@ def loop() -> int:
 
 
 def loops(count: int) -> Side:
-    """Return `count` of Python's own loops as a yardstick."""
+    """Return `count` Python loops as a yardstick."""
     return Side("Python's own loop", lambda: [loop() for _ in range(count)])

@@ -1,4 +1,4 @@
-"""Running a suite: one entry after the other, each in its own process with its own log."""
+"""Runs a suite: one entry after the other, each in a separate process with its own log."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hybridflow.config.registry import absolute_entry, is_user_entry
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.observe.environment import describe_environment
 
-# One thread, and torch's allocator on huge pages like numpy's: otherwise the allocator decides,
-# not the code.
+# One thread, and huge pages for torch's allocator like numpy's: otherwise the allocator would
+# dominate the comparison.
 CONDITIONS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -35,19 +35,19 @@ CONDITIONS = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_worker_niceness": "0",
 }
-_LAST = 300  # characters of a failed entry's last line
-_NO_GPU = "it needs a GPU, and there is none"
+_LAST = 300  # maximum characters of a failed entry's last line
+_NO_GPU = "it needs a GPU, but none was found"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a suite or an entry on this node; `nodes` are all that take part."""
+    """A run of a suite or entry on this node. `nodes` are all participating nodes."""
 
     what: str
     folder: Path
     node: str = ""
     nodes: tuple[str, ...] = ("",)
-    settings: tuple[str, ...] = ()  # `key=value` of a single entry
+    settings: tuple[str, ...] = ()  # `key=value` words for a single entry
 
 
 def label_of(name: str) -> str:
@@ -58,8 +58,8 @@ def label_of(name: str) -> str:
 def run(job: Job, say: Callable[[str], None] = print) -> Result:
     """Run a suite, and write its result after each entry.
 
-    The file is `result.json`, or `nodes/NODE.json` if several nodes take part. An entry that fails,
-    takes too long or lacks a device is in the result with the reason.
+    The file is `result.json`, or `nodes/NODE.json` if several nodes participate. For an entry that
+    fails, times out or needs a missing device, the result contains the reason.
 
     Raises:
         ConfigError: no such suite, entry or setting.
@@ -107,7 +107,7 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
 
 
 def _without(job: Job, name: str, why: str) -> Result:
-    """Return a result that has only the reason."""
+    """Return a result that contains only the reason."""
     not_run = NotRun(label_of(name), why, job.node)
     return Result(
         label_of(name), "", 0.0, results.fingerprint_of({}), not_run=(not_run,)
@@ -117,7 +117,7 @@ def _without(job: Job, name: str, why: str) -> Result:
 def _measure(job: Job, name: str, entry: Measurement) -> Result:
     """Return the pooled metrics of all processes of an entry, or the reason why one failed."""
     parts = []
-    # nodes measure each round side by side, which processes that start again would not
+    # nodes measure each round at the same time, which restarted processes could not
     for part in range(entry.processes if len(job.nodes) == 1 else 1):
         parts.append(_measure_once(job, name, entry, part))
         if not parts[-1].metrics:
@@ -154,9 +154,11 @@ def _measure_once(job: Job, name: str, entry: Measurement, part: int) -> Result:
             return results.read(local / "metrics.json")
         last = log.read_text(errors="replace").strip().rpartition("\n")[2]
         why = last.strip()[:_LAST].removeprefix("hybridflow: ")
-        why = why or f"it ended with status {code} in silence"
+        why = why or f"it exited with status {code} without any output"
     except subprocess.TimeoutExpired:
-        why = f"it was ended after {entry.timeout_s:.0f} s; {log.name} has its output"
+        why = (
+            f"it was killed after {entry.timeout_s:.0f} s; see its output in {log.name}"
+        )
     except DataError as error:
         why = str(error)
     finally:
@@ -167,9 +169,9 @@ def _measure_once(job: Job, name: str, entry: Measurement, part: int) -> Result:
 def finish(
     words: Sequence[str], environment: Mapping[str, str], log: IO[bytes], limit_s: float
 ) -> int:
-    """Return the exit status of a command.
+    """Run a command and return its exit status.
 
-    A command that takes too long, or that is interrupted, ends with all processes of its session.
+    On a timeout or an interrupt, all processes of its session are killed.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than `limit_s`.
@@ -184,7 +186,7 @@ def finish(
         try:
             return process.wait(limit_s)
         except BaseException:
-            # the command itself has not been waited for: its group exists
+            # the command has not been reaped yet, so its process group still exists
             os.killpg(process.pid, signal.SIGKILL)
             raise
 

@@ -1,4 +1,4 @@
-"""A result as text: a table for a terminal, and a file for Prometheus' node exporter."""
+"""Formats results as text: a table for a terminal, and a file for Prometheus' node exporter."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NUMBERS = (
 )  # columns with numbers
 _COMPARED = ("metric", "node", "A", "B", "unit", "cost", "interval", "bound", "verdict")
 _HELP = {
-    "value": "Median of a metric of a benchmark suite, in its own unit.",
-    "share": "Part of the limit that a metric reaches.",
-    "node_excess": "How much worse than the other nodes a node is that stands out.",
+    "value": "Median of a benchmark metric, in the metric's unit.",
+    "share": "Share of the limit that a metric achieves.",
+    "node_excess": "By how much an outlier node is worse than the other nodes.",
 }
 
 
@@ -38,7 +38,7 @@ def number(value: float | None) -> str:
 
 
 def row(metric: Metric) -> tuple[str, ...]:
-    """Return the columns of a metric."""
+    """Return a metric's table row."""
     share = metric.share
     ratio = metric.ratio
     return (
@@ -55,7 +55,7 @@ def row(metric: Metric) -> tuple[str, ...]:
 
 
 def table(result: Result) -> str:
-    """Return the result for a terminal: metrics, gaps, findings, and nodes that stand out."""
+    """Format the result for a terminal: metrics, gaps, findings, and nodes that stand out."""
     nodes = ", ".join(result.nodes) or "one node"
     lines = [f"{result.suite}, {result.started}, {result.seconds:.0f} s, {nodes}", ""]
     lines += _aligned([COLUMNS, *map(row, result.metrics)])
@@ -76,7 +76,7 @@ def sentence(outlier: Outlier) -> str:
 
 
 def compared(found: Comparison) -> str:
-    """Return the comparison for a terminal; the verdict is the last line."""
+    """Format the comparison for a terminal. The verdict is the last line."""
     lines = []
     for part, words in found.differences.items():
         more = " ..." if len(words) > 6 else ""
@@ -104,10 +104,10 @@ def compared(found: Comparison) -> str:
 
 
 def verdict(found: Comparison) -> str:
-    """Return one line: passed, or the slower metrics and their nodes."""
+    """Return the verdict as one line: passed, or the slower metrics and their nodes."""
     if not found.same_hardware:
         return (
-            "not judged: A and B are of other hardware; take a baseline on this one "
+            "not judged: A and B ran on different hardware; create a baseline on this hardware "
             "(hybridflow bench baseline)"
         )
     by_verdict: dict[str, list[str]] = {}
@@ -121,14 +121,16 @@ def verdict(found: Comparison) -> str:
     said = [f"{what}: {', '.join(names)}" for what, names in bad.items() if names]
     judged = sum(len(by_verdict.get(name, ())) for name in ("same", "slower", "faster"))
     unclear = len(by_verdict.get("unclear", ()))
-    quiet = f"; {unclear} unclear: repeat both on a quieter machine" if unclear else ""
+    quiet = (
+        f"; {unclear} unclear: repeat both runs on a quieter machine" if unclear else ""
+    )
     if said:
         return f"failed; {'; '.join(said)}{quiet}"
-    return f"passed: {judged} metrics judged, none is slower{quiet}"
+    return f"passed: {judged} metrics judged, none slower{quiet}"
 
 
 def prometheus(result: Result) -> str:
-    """Return values, shares and node outliers for the node exporter's textfile collector."""
+    """Format values, shares and node outliers for the node exporter's textfile collector."""
     shares = [(one, one.share) for one in result.metrics]
     families: dict[str, list[tuple[Metric | Outlier, float]]] = {
         "value": [(one, one.value) for one in result.metrics],
@@ -161,7 +163,7 @@ def _on(name: str, node: str) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pad the columns to one width each; empty columns are left out."""
+    """Pad each column to a common width. Empty columns are omitted."""
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
     lines = []

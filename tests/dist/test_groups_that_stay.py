@@ -112,7 +112,7 @@ def test_another_driver_joins_a_detached_group_by_name(cluster: Cluster, tmp_pat
     with pytest.raises(ResourceError, match="only the driver that started it"):
         block_on(same.restart())
     group.kill()
-    with pytest.raises(ResourceError, match="no detached group named 'counter'"):
+    with pytest.raises(ResourceError, match="detached group 'counter' not found"):
         WorkerGroup.join(cluster, sw.Counter, "counter")
     pool.release()
 

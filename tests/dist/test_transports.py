@@ -105,12 +105,12 @@ def test_a_changed_byte_is_found_and_named(bad: tuple[str, Facts, Path]) -> None
     errors = [rank["flip trainer"]["error"] for rank in bad[1][cases.TRAINERS :]]
     found = [error for error in errors if "checksum" in error]
     assert len(found) == 1
-    assert f"from trainer rank {cases.BAD_TRAINER} of bucket" in found[0]
+    assert f"from trainer rank {cases.BAD_TRAINER}, bucket" in found[0]
     assert found[0].startswith("engine rank ")
     assert (
-        "(from model.layers." in found[0]
-        or "(from lm_head" in found[0]
-        or "(from model.norm" in found[0]
+        "(starting at model.layers." in found[0]
+        or "(starting at lm_head" in found[0]
+        or "(starting at model.norm" in found[0]
     )
 
 

@@ -31,7 +31,7 @@ def test_conversations_are_measured_with_their_yardstick_and_the_limit_of_memory
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        ("peer=/nowhere/python", "peer=/nowhere/python: no such Python; no figure was taken"),
+        ("peer=/nowhere/python", "peer=/nowhere/python: no such Python; nothing was measured"),
         ("case=tiny-9", "case=tiny-9 sides=TRL,2+2: cases are tiny-8, tiny-8-reference"),
         ("sides=TRL,3+3", "sides are TRL, in-process, 1+1, 2+2"),
     ],

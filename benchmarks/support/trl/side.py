@@ -1,9 +1,9 @@
-"""The peer's side of `trl_steps`: steps of TRL's GRPO, by a Python that has TRL, without this
+"""The peer's side of `trl_steps`: steps of TRL's GRPO, run by a Python that has TRL but not this
 project.
 
-Settings are those that TRL recommends for speed if a model fits: no gradient checkpointing, the
-whole share of an update in one batch up to 40,000 tokens, old log-probs only because two updates
-share a generation. Prints one line of JSON.
+Uses the settings that TRL recommends for speed if a model fits: no gradient checkpointing, the
+whole share of an update in one batch up to 40,000 tokens, and old log-probs only because two
+updates share a generation. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STARTED = time.time()
 
 
 def main(settings: dict) -> None:
-    """Train for `settings["steps"]` steps of as many updates each."""
+    """Train for `settings["steps"]` steps with `settings["updates"]` updates each."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -51,7 +51,7 @@ def main(settings: dict) -> None:
         beta=settings["beta"],
         learning_rate=1e-6,
         warmup_steps=0,
-        loss_type="dapo",  # the mean over the tokens of an update
+        loss_type="dapo",  # mean over an update's tokens
         max_steps=settings["updates"] * settings["steps"],
         gradient_checkpointing=False,
         bf16=False,

@@ -1,1 +1,1 @@
-"""Built-in measurements, one file each; the file's name is the measurement's."""
+"""Built-in measurements, one per file. A file is named after its measurement."""

@@ -1,8 +1,8 @@
-"""Benchmark entries: functions that yield what to time, and where and when they run.
+"""Benchmark entries: functions that yield calls to time, with the conditions under which they run.
 
-An entry is a file of this package, a file of the checkout's `benchmarks/`, or
-`path/to/file.py:name`. It runs in its own process under the conditions of `hybridflow.bench.run`,
-so none disturbs the next and one that hangs is ended.
+An entry is a file in this package, a file in the checkout's `benchmarks/`, or
+`path/to/file.py:name`. Each runs in a separate process under the conditions of
+`hybridflow.bench.run`, so that it does not affect the next one and is ended if it hangs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from hybridflow.errors import ConfigError, ResourceError
 
 SUITES = {
     "preflight": "devices, clocks, disks, links and shared folder of each node (at most 2 minutes)",
-    "micro": "parts alone: collectives, columns, planner, store, transports (at most 5 minutes)",
-    "rollout": "an engine's tokens a second by concurrency and length, prefix cache, long tail",
-    "train": "tokens a second of a training step, and its share of the matrix peak",
-    "full": "steps of reinforcement learning of the tiny recipe, by phase (at most 10 minutes)",
+    "micro": "single components: collectives, columns, planner, store, transports (at most 5 min)",
+    "rollout": "an engine's tokens per second by concurrency and length, prefix cache, long tail",
+    "train": "tokens per second of a training step, and its share of the matrix peak",
+    "full": "reinforcement-learning steps of the tiny recipe, by phase (at most 10 minutes)",
     "scale": "the same steps with 1, 2, 4, ... processes: efficiency",
 }
 ROUNDS = 25
-# Memory placement differs by process and stays the same within one: short measurements use several.
+# Memory placement is constant within a process but differs between processes, so short measurements
+# use several.
 PROCESSES = 5
 ROUNDS_EACH = 9
 _POLL_S = 0.02
@@ -38,14 +39,14 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Place:
-    """Where a measurement runs.
+    """The node and folders of a measurement.
 
     Attributes:
-        node: its name in `nodes`.
-        nodes: all that take part, in the same order everywhere.
-        folder: the run's folder, which every node sees.
-        local: a folder on the node's own disk.
-        timeout_s: longest wait for another node.
+        node: this node's name in `nodes`.
+        nodes: all participating nodes, in the same order everywhere.
+        folder: the run's folder, shared by all nodes.
+        local: a folder on the node's local disk.
+        timeout_s: maximum wait for another node.
     """
 
     node: str
@@ -55,7 +56,7 @@ class Place:
     timeout_s: float = 60.0
 
     def meet(self, name: str) -> None:
-        """Return when every node is here, within a few hundredths of a second of each other.
+        """Wait until every node has arrived. All nodes return within a few hundredths of a second.
 
         Raises:
             ResourceError: a node did not arrive within `timeout_s`.
@@ -70,8 +71,8 @@ class Place:
         ]:
             if time.monotonic() > deadline:
                 raise ResourceError(
-                    f"{', '.join(missing)} did not come to {name} within {self.timeout_s:.0f} s: "
-                    f"down, or does not see {self.folder}"
+                    f"{', '.join(missing)} did not arrive at {name} within {self.timeout_s:.0f} s; "
+                    f"check that each node is up and can access {self.folder}"
                 )
             time.sleep(_POLL_S)
 
@@ -86,19 +87,19 @@ class Measurement:
 
     Attributes:
         run: called with the place and the entry's settings (keyword arguments with defaults).
-            Yields calls to time, metrics, what could not be measured, findings of checks (`name`,
-            `level`, `what`), and `recipe`, a hash.
-        suites: the suites that it belongs to.
-        summary: one line.
-        per_node: every node runs it, at the same time; otherwise only the first node does.
-        needs_gpu: without a GPU it is not run, and the result says so; a call ends when the device
-            has finished.
-        timeout_s: its process is ended after this time.
-        processes: how many processes measure, one after the other; their rounds are judged
-            together. With several nodes there is one on each.
-        rounds: of each process, without the `warm_up` rounds.
-        warm_up: rounds that are not counted.
-        cpu_time: count the process's processor time, which other load on the machine affects less.
+            Yields calls to time, metrics, parts that could not be measured, findings of checks
+            (`name`, `level`, `what`), and `recipe`, a hash.
+        suites: suites that include the entry.
+        summary: one-line description.
+        per_node: if True, all nodes run it at the same time; otherwise only the first node does.
+        needs_gpu: if True, skip it without a GPU and report that in the result. Each call is timed
+            until the device has finished.
+        timeout_s: time after which its process is ended.
+        processes: number of processes that measure one after the other. Their rounds are judged
+            together. With several nodes there is one process on each.
+        rounds: rounds per process, without the `warm_up` rounds.
+        warm_up: number of discarded rounds.
+        cpu_time: measure the process's CPU time, which other load on the machine affects less.
     """
 
     run: Run
@@ -115,7 +116,7 @@ class Measurement:
     def measure(
         self, place: Place, settings: Sequence[str]
     ) -> Iterable[Metric | NotRun | dict[str, str]]:
-        """Run the entry: time what it yields, and pass on the rest."""
+        """Run the entry. Times the calls that it yields, and passes on everything else."""
         # with several nodes there is one process
         several = self.processes > 1 and len(place.nodes) > 1
         rounds = ROUNDS if several else self.rounds
@@ -124,16 +125,16 @@ class Measurement:
             if isinstance(one, Timed):
                 sides = one.sides()
                 if self.needs_gpu:
-                    sides = {name: _to_its_end(call) for name, call in sides.items()}
+                    sides = {name: _synchronized(call) for name, call in sides.items()}
                 yield from one.metrics(interleaved(sides, rounds, self.warm_up, clock))
             else:
                 yield one
 
     def settings(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the keyword arguments of `run` that `key=value` words set.
+        """Parse `key=value` words to keyword arguments of `run`.
 
         Raises:
-            ConfigError: no such setting, or a value of another type.
+            ConfigError: no such setting, or a value of the wrong type.
         """
         parameters = list(inspect.signature(self.run).parameters.values())[1:]
         known = {parameter.name: parameter.default for parameter in parameters}
@@ -145,9 +146,7 @@ class Measurement:
                     ", ".join(f"{name}={value}" for name, value in known.items())
                     or "none"
                 )
-                raise ConfigError(
-                    f"{word}: there is no such setting; settings: {accepted}"
-                )
+                raise ConfigError(f"{word}: no such setting; settings: {accepted}")
             kind = type(known[key])
             try:
                 given[key] = kind(text)
@@ -158,8 +157,8 @@ class Measurement:
         return given
 
 
-def _to_its_end(call: Call) -> Call:
-    """Return the call followed by a wait for the device."""
+def _synchronized(call: Call) -> Call:
+    """Wrap the call so that it synchronizes the device before returning."""
     from hybridflow.device.platform import Platform
 
     platform = Platform.detect()
@@ -177,14 +176,14 @@ MEASUREMENTS: Registry[Measurement] = Registry(
 
 
 def measurement(name: str, *suites: str, **attributes: Any) -> Callable[[Run], Run]:
-    """Register a function as the measurement `name`; `attributes` are those of `Measurement`.
+    """Register a function as the measurement `name`, with `attributes` of `Measurement`.
 
     Raises:
-        ConfigError: there is no such suite.
+        ConfigError: no such suite.
     """
     if unknown := set(suites) - set(SUITES):
         raise ConfigError(
-            f"measurement {name}: there is no suite {unknown.pop()} (one of {', '.join(SUITES)})"
+            f"measurement {name}: suite {unknown.pop()} not found; suites: {', '.join(SUITES)}"
         )
 
     def decorate(run: Run) -> Run:
@@ -197,16 +196,16 @@ def measurement(name: str, *suites: str, **attributes: Any) -> Callable[[Run], R
 
 
 def comparisons() -> dict[str, Path]:
-    """Return the entries of a checkout's `benchmarks/` by name, none for an installed package."""
+    """Return the entries in a checkout's `benchmarks/` by name; empty for an installed package."""
     folder = Path(__file__).resolve().parents[3] / "benchmarks"
     return {path.stem: path for path in sorted(folder.glob("*.py"))}
 
 
 def find(name: str) -> Measurement:
-    """Return the entry of a name or of `path/to/file.py:name`.
+    """Return the entry with a name or at `path/to/file.py:name`.
 
     Raises:
-        ConfigError: there is none; names the nearest.
+        ConfigError: no such entry. The message suggests the nearest name.
     """
     if path := comparisons().get(name):
         root = str(path.parents[1])
@@ -220,7 +219,7 @@ def chosen(what: str) -> list[str]:
     """Return the names of a suite's entries, or the name of one entry.
 
     Raises:
-        ConfigError: there is neither; names the nearest.
+        ConfigError: no such suite or entry. The message suggests the nearest name.
     """
     if what in SUITES:
         return [
@@ -233,6 +232,6 @@ def chosen(what: str) -> list[str]:
         return [what]
     near = difflib.get_close_matches(what, names, n=1, cutoff=0.0)
     raise ConfigError(
-        f"there is no suite or measurement {what}; did you mean {near[0]}? "
-        "(`hybridflow bench list` names them all)"
+        f"no suite or measurement named {what}; did you mean {near[0]}? "
+        "(`hybridflow bench list` lists all)"
     )

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written, synchronized and hashed."""
+"""Writing, syncing and hashing of checkpoint files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ BYTES = 32 << 20
 
 @measurement("checkpoints", "micro", rounds=15)
 def checkpoints(place: Place) -> Iterator[Timed]:
-    """a safetensors file of 32 MiB, saved, synchronized and hashed, beside a plain write and
-    fsync"""
+    """saving, syncing and hashing a safetensors file of 32 MiB, against a plain write and fsync"""
     import torch
     from safetensors.torch import save_file
 

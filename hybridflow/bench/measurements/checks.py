@@ -1,4 +1,4 @@
-"""The checks of `hybridflow doctor` on the node, and those of the nodes on each other."""
+"""The checks of `hybridflow doctor` on each node, and checks between nodes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hybridflow.launch import preflight
 
 @measurement("checks", "preflight", per_node=True)
 def checks(place: Place) -> Iterator[Metric | dict[str, str]]:
-    """devices, packages, limits and disks as `hybridflow doctor` sees them, the way to other nodes,
-    clocks"""
+    """devices, packages, limits and disks as checked by `hybridflow doctor`, connections to other
+    nodes, clocks"""
     for finding in machine.examine():
         if finding.level in ("warning", "error"):
             remedy = f"; {finding.remedy}" if finding.remedy else ""

@@ -1,4 +1,4 @@
-"""Collectives of two processes on one node."""
+"""Collectives between two processes on one node."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hybridflow.errors import ResourceError
 SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24}
 WORLD = 2
 WARM_UP = 2
-# Bytes on the wire of each rank over bytes of the buffer (nccl-tests, PERFORMANCE.md).
+# Bytes on the wire per rank divided by bytes of the buffer (nccl-tests, PERFORMANCE.md).
 BUS = {
     "all_reduce": 2 * (WORLD - 1) / WORLD,
     "all_gather": (WORLD - 1) / WORLD,
     "broadcast": 1.0,
 }
-AT_LEAST = 4 << 20  # bytes that a timed call moves
+AT_LEAST = 4 << 20  # minimum bytes moved by a timed call
 
 
 @measurement("collectives", "micro", timeout_s=120, warm_up=WARM_UP)
 def collectives(place: Place) -> Iterator[Timed]:
-    """all-reduce, all-gather and broadcast of two processes by size: bus bandwidth"""
+    """bus bandwidth of all-reduce, all-gather and broadcast between two processes, by size"""
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
         fork = multiprocessing.get_context("fork")
@@ -36,7 +36,7 @@ def collectives(place: Place) -> Iterator[Timed]:
         yield from _cases(0, store)
         other.join(30)
     if other.exitcode:
-        raise ResourceError(f"the second rank ended with status {other.exitcode}")
+        raise ResourceError(f"the second rank exited with status {other.exitcode}")
 
 
 def _follow(store: str) -> None:
@@ -67,7 +67,7 @@ def _cases(rank: int, store: str) -> Iterator[Timed]:
         for kind, call in calls.items():
             yield Timed(
                 {f"{kind}/{size}, bus": partial(_repeated, call, repeats)},
-                # there and back is twice the buffer
+                # a round trip moves twice the buffer
                 yardstick=Side(
                     "gloo's bare send there and back", bare, scale=BUS[kind] / 2
                 ),

@@ -1,4 +1,4 @@
-"""Speed of a node's cores and memory, each by itself."""
+"""Speed of a node's cores and of its memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COPY = 64 << 20
     warm_up=3,
 )
 def compute(place: Place) -> Iterator[Timed]:
-    """clocks of the cores (a matrix product, Python's own loop) and bandwidth of the memory"""
+    """speed of the cores (a matrix product, a Python loop) and memory bandwidth"""
     left = np.random.default_rng(1).random((SIZE, SIZE), dtype=np.float32)
     right = np.random.default_rng(2).random((SIZE, SIZE), dtype=np.float32)
     out = np.empty((SIZE, SIZE), np.float32)
@@ -49,7 +49,7 @@ def compute(place: Place) -> Iterator[Timed]:
         unit="GFLOP/s",
         bound=0.08,
     )
-    place.meet("compute-loop")  # rounds of the nodes run side by side
+    place.meet("compute-loop")  # all nodes run each round at the same time
     yield Timed({"compute/loop": loop}, yardstick=by_product, bound=0.08)
     place.meet("compute-copy")
     yield Timed(

@@ -1,4 +1,4 @@
-"""Disks: the node's own and the folder that all nodes share."""
+"""Speed of the node's local disk and of the folder shared by all nodes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FILES = 20
 
 @measurement("disk", "preflight", per_node=True, rounds=9)
 def disk(place: Place) -> Iterator[Timed]:
-    """writing with fsync, and small files, on the node's own disk and in the shared folder"""
+    """writes with fsync, and small files, on the node's local disk and in the shared folder"""
     data = os.urandom(BYTES)
     shared = place.folder / "disk" / (place.node or "node")
     shared.mkdir(parents=True, exist_ok=True)
-    # without a name in /dev/shm, which an ended process would leave behind
+    # anonymous, because a killed process would leave a name in /dev/shm behind
     in_memory = Path(f"/proc/self/fd/{os.memfd_create('hybridflow-bench')}")
     memory_write = Side("the same write to memory", partial(_write, in_memory, data))
     writes: dict[str, Call] = {}

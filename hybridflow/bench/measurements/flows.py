@@ -1,4 +1,4 @@
-"""What following a flow costs the driver: its steps over workers that compute nothing."""
+"""The driver's overhead of running a flow, measured with workers that compute nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 FLOWS = {"grpo": "grpo", "ppo": "gae"}  # flow -> estimator
 STEPS = 20
 PROMPTS = 64
-SAMPLES = 8  # of a prompt
-# of an answer: few, so that advantages, which both sides compute, take no time
+SAMPLES = 8  # per prompt
+# per response; few, so that advantages, which both sides compute, take negligible time
 TOKENS = 8
 ROUNDS = 7
 MOST_MS = 5.0
@@ -31,15 +31,15 @@ MOST_MS = 5.0
 
 @measurement("flows", "micro", processes=2)
 def flows(place: Place) -> Iterator[Metric]:
-    """processor time that following a flow adds to a step of 512 samples: its queue, checks and
-    timeline, without the calls that it makes, whose workers return at once"""
+    """CPU time that running a flow adds to a step of 512 samples: queue, checks and timeline,
+    without the calls, whose workers return immediately"""
     for name, estimator in FLOWS.items():
         sides = _sides(_Workers(_config(estimator)), str(place.local / f"{name}.jsonl"))
         seconds = interleaved(sides, rounds=ROUNDS, warm_up=2, clock=time.process_time)
         pairs = zip(seconds["flow"], seconds["hand"], strict=True)
         added = tuple((flow - hand) / STEPS * 1e3 for flow, hand in pairs)
         limit = Reference("aim", (MOST_MS,) * len(added))
-        # a difference of two times: only a change of the order of the aim counts
+        # the difference of two times is noisy: only a change as large as the aim counts
         yield Metric(
             "", f"flows/{name} adds to a step", "ms", "lower", added, limit, bound=1.0
         )
@@ -73,7 +73,7 @@ def _config(estimator: str) -> RunConfig:
 
 
 async def _followed(workers: _Workers, timeline: str) -> None:
-    """All steps of the flow that the settings imply."""
+    """Run all steps through the flow that the settings select."""
     from hybridflow.observe.progress import Progress
     from hybridflow.trainer.run import FlowRun, Trainer
 
@@ -85,7 +85,7 @@ async def _followed(workers: _Workers, timeline: str) -> None:
 
 
 async def _by_hand(workers: _Workers) -> None:
-    """The calls of the flow, one after another."""
+    """Make the flow's calls directly, one after another."""
     from hybridflow.workers.model_role import ModelWorker
     from hybridflow.workers.policy import PolicyWorker
 
@@ -108,7 +108,7 @@ async def _by_hand(workers: _Workers) -> None:
 
 @dataclass
 class _Workers:
-    """Roles, engines and samples that return at once what was made before."""
+    """Roles, engines and samples that immediately return precomputed values."""
 
     config: RunConfig
     updates: int = 0
@@ -136,15 +136,15 @@ class _Workers:
         )
 
     async def take(self, step: int, greedy: bool = False) -> DataProto:
-        """The samples of every step."""
+        """Return the same samples in every step."""
         return self.samples
 
     def keep(self, batch: DataProto) -> DataProto:
-        """The batch."""
+        """Return the batch unchanged."""
         return batch
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """The columns that the method writes."""
+        """Return the columns that the method writes."""
         from hybridflow.batch import DataProto
         from hybridflow.dispatch import method_spec
 
@@ -154,26 +154,28 @@ class _Workers:
     async def update(
         self, method: Callable[..., Any], batch: DataProto, seed: int = 0
     ) -> Sequence[Any]:
-        """An update of the critic."""
+        """Pretend to update the critic."""
         return []
 
     async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[Sequence[Any], DataProto]:
-        """An update of the policy, which computes the log-probs too."""
+        """Count an update of the policy. Returns the batch in place of its log-probs."""
         self.updates += 1
         return [], batch
 
     async def sync(self, version: int) -> Any:
-        """A weight sync."""
+        """Return the report of an empty weight sync."""
         from hybridflow.rollout.protocols import SyncReport
 
         return SyncReport(version, 0.0, 0, {})
 
 
 def _trainer(workers: _Workers, timeline: str) -> SimpleNamespace:
-    """The trainer as far as a flow is followed by it, with a real queue and timeline; records and
-    checkpoints, which are the same for each algorithm, are left out."""
+    """Return the parts of a trainer that a flow uses, with a real queue and timeline.
+
+    Records and checkpoints are omitted, because they are the same for each algorithm.
+    """
     from hybridflow.config import derived
     from hybridflow.observe.timeline import Timeline
     from hybridflow.trainer.devices import Devices
@@ -224,4 +226,4 @@ async def _memory() -> AsyncIterator[None]:
 
 
 async def _later(*given: Any) -> None:
-    """There is nothing to be done."""
+    """Do nothing."""

@@ -1,4 +1,4 @@
-"""An engine's tokens a second: by concurrency and length, with and without its prefix cache, and
+"""An engine's tokens per second: by concurrency and length, with and without its prefix cache, and
 with a long tail."""
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ CASES = {
     "64 x 32": [32] * 64,
     "16 x 128": [128] * 16,
 }
-# lengths as reasoning has them, near log-normal: the longest eighth has 44% of the tokens
+# lengths typical of reasoning, close to log-normal: the longest eighth has 44% of the tokens
 TAIL = [12, 16, 20, 24, 28, 32, 32, 36, 40, 48, 56, 64, 80, 112, 176, 300]
 
 
 @measurement("generation", "rollout", timeout_s=400, rounds=6)
 def generation(place: Place) -> Iterator[Timed]:
-    """an engine with a small dense model: tokens a second by concurrency and length, prefix cache,
-    long tail"""
+    """tokens per second of an engine with a small dense model, by concurrency and length, prefix
+    cache, long tail"""
     from hybridflow.config.schema import RolloutConfig, SamplingConfig
     from hybridflow.engines.base import ENGINES
     from hybridflow.engines.spec import EngineSpec
@@ -56,7 +56,7 @@ def generation(place: Place) -> Iterator[Timed]:
         engine.generate([prompt() for _ in lengths], SamplingConfig(), max(lengths))
 
     def tail() -> None:
-        """Generate a request of each length, all at the same time."""
+        """Generate one request of each length, all concurrently."""
         with ThreadPoolExecutor(len(TAIL)) as pool:
             list(pool.map(lambda length: generate([length]), TAIL))
 

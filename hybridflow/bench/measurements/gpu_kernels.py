@@ -1,4 +1,4 @@
-"""The kernels of `hybridflow_kernels` on one GPU, beside torch and the machine's limits."""
+"""The kernels of `hybridflow_kernels` on one GPU, against torch and the machine's limits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from hybridflow.bench.measurements.base import Place, measurement
 from hybridflow.bench.rounds import Call, Side, Timed
 
-BYTES = 1 << 28  # of a message
-ROW = 4096  # elements of a bf16 row in the message
-BLOCK = (128, 128)  # of fp8 scales
+BYTES = 1 << 28  # per message
+ROW = 4096  # elements per bf16 row of the message
+BLOCK = (128, 128)  # fp8 block size
 VOCAB = 151936
 HIDDEN = 4096
 
@@ -19,7 +19,7 @@ HIDDEN = 4096
     "gpu_kernels", "micro", needs_gpu=True, timeout_s=300.0, rounds=7, warm_up=2
 )
 def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
-    """weight messages, checksum, fp8, GAE and log-probabilities beside torch and a limit"""
+    """weight messages, checksum, fp8, GAE and log-probabilities, against torch and a limit"""
     import torch
 
     from hybridflow.device.platform import Platform
@@ -40,7 +40,7 @@ def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
 
 
 def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
-    """Return operations that memory bounds by name, each with the least bytes read and written."""
+    """Return memory-bound operations by name, each with the minimum bytes read and written."""
     import torch
 
     from hybridflow_kernels.digest import digest
@@ -85,7 +85,7 @@ def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
 
 
 def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
-    """Yield forward, highest logits and gradients, each beside the bare matrix products."""
+    """Yield forward, top logits and gradients, each against the bare matrix products."""
     import torch
 
     from hybridflow_kernels.linear_log_probs import Upstream, gradients, partial_sums
@@ -137,7 +137,7 @@ def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
 
 
 def _in_torch(call: Callable[[], object]) -> Call:
-    """Return the same call with the torch form of every operation."""
+    """Wrap the call so that every operation uses its torch implementation."""
     from hybridflow_kernels import digest, fp8_cast, linear_log_probs, scans, slices
 
     modules: list[Any] = [digest, fp8_cast, linear_log_probs, scans, slices]

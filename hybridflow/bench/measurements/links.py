@@ -1,5 +1,5 @@
-"""Links: each node's bandwidth to its neighbours, all nodes at the same time; loopback on a single
-node."""
+"""Bandwidth from each node to its neighbours, with all nodes sending at the same time. Uses
+loopback on a single node."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def links(place: Place) -> Iterator[Timed]:
             calls = {f"links/to neighbour {step}": remote}
             limit = Side("loopback", local)
             yield Timed(calls, limit, amount=gigabytes, unit="GB/s", bound=0.2)
-        place.meet("links-done")  # others may still be sending to this node
+        place.meet("links-done")  # other nodes may still be sending to this one
 
 
 def _serve(listener: socket.socket) -> None:
-    """Read each connection to its end in a thread, and answer it with one byte."""
+    """Read each connection to the end in a thread, then reply with one byte."""
     buffer = bytearray(CHUNK)
     while True:
         try:
@@ -83,7 +83,7 @@ def _read(connection: socket.socket, buffer: bytearray) -> None:
 
 
 def _send(address: str, port: int, node: str) -> None:
-    """Send, and return when the other end has read everything."""
+    """Send the data. Returns once the other end has read everything."""
     chunk = bytes(CHUNK)
     try:
         with socket.create_connection(
@@ -94,5 +94,5 @@ def _send(address: str, port: int, node: str) -> None:
             read_exactly(connection, 1)
     except (OSError, EOFError) as error:
         raise ResourceError(
-            f"{node} at {address}:{port} does not take data ({error})"
+            f"could not send to {node} at {address}:{port} ({error})"
         ) from error

@@ -1,4 +1,4 @@
-"""Micro-batches under a token budget, and balance over ranks."""
+"""Packing of micro-batches under a token budget, and balancing over ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RANKS = 64
 
 @measurement("packing", "micro", processes=PROCESSES, cpu_time=True)
 def packing(place: Place) -> Iterator[Timed | Metric]:
-    """micro-batches of 512 sequences and balance of 8,192 over 64 ranks: seconds, and how even they
-    are"""
+    """packing of 512 sequences into micro-batches and balancing of 8,192 over 64 ranks: seconds and
+    evenness"""
     random = np.random.default_rng(13)
     few = np.clip(random.lognormal(8.0, 0.6, 512), 32, BUDGET).astype(np.int64)
     many = np.clip(random.lognormal(7.2, 0.8, 8192), 32, BUDGET).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The planner of weight syncs."""
+"""The weight-sync planner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridflow.bench.rounds import Timed, loops
 
 @measurement("planner", "micro", processes=PROCESSES, rounds=3, cpu_time=True)
 def planner(place: Place) -> Iterator[Timed | Metric]:
-    """a plan of Qwen3-30B-A3B from 16 ranks to 8: seconds to plan, prove and simulate, slices,
+    """a plan for Qwen3-30B-A3B from 16 ranks to 8: seconds to plan, prove and simulate, slices,
     evenness of links"""
     from hybridflow.models.layout import ParallelShape
     from hybridflow.reshard import report

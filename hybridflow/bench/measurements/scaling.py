@@ -1,4 +1,4 @@
-"""The same steps with more processes."""
+"""Scaling of steps with the number of processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from hybridflow.bench.measurements.steps import train
 from hybridflow.bench.result import Metric, NotRun, Reference, single
 from hybridflow.errors import ResourceError
 
-MOST_CONTROLLED = 0.05  # of a step's time, in which neither workers nor engines work
+MOST_CONTROLLED = (
+    0.05  # maximum share of a step in which neither workers nor engines work
+)
 
 
 @measurement("scaling", "scale", timeout_s=540)
 def scaling(place: Place) -> Iterator[Metric | NotRun]:
-    """the tiny recipe's steps with 1, 2, ... data-parallel ranks, up to the cores: tokens a second,
-    efficiency, and the controller's share"""
+    """the tiny recipe's steps with 1, 2, ... data-parallel ranks, up to the number of cores: tokens
+    per second, efficiency, and the controller's share"""
     alone = None
     ranks = 1
     while ranks <= len(os.sched_getaffinity(0)):

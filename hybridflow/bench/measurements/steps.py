@@ -1,4 +1,4 @@
-"""Whole steps of reinforcement learning with the tiny recipe, in one process."""
+"""Complete reinforcement-learning steps with the tiny recipe, in one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SETTINGS = (
 
 @measurement("steps", "full", timeout_s=540)
 def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
-    """steps of GRPO with the tiny recipe by phase, and to the end of the first step"""
+    """GRPO steps with the tiny recipe, by phase, and time to the end of the first step"""
     seconds: dict[str, list[float]] = defaultdict(list)
     loops = []
     firsts = []
@@ -52,7 +52,7 @@ def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
     rate = seconds.pop("perf/throughput")
     yield Metric("", "full/tokens", "tokens/s", "none", tuple(rate))
     for name, values in seconds.items():
-        if len(values) == len(loops):  # a phase that some steps lack is left out
+        if len(values) == len(loops):  # omit phases that some steps do not have
             yield _with_loops(f"full/{name}", values, loops, 0.25)
     yield _with_loops("full/start to end of first step", firsts, starts, 0.05)
     yield {"recipe": hashlib.sha256(_resolved_recipe().encode()).hexdigest()}
@@ -70,11 +70,11 @@ def _with_loops(
 def train(
     place: Place, name: str, words: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], float]:
-    """Run the recipe; return the steps' records, and the seconds from the command to the end of the
-    first step.
+    """Run the recipe. Returns the steps' records, and the seconds from the command to the end of
+    the first step.
 
     Raises:
-        ResourceError: the run failed; has its last line.
+        ResourceError: the run failed. The message includes its last line of output.
     """
     command = [sys.executable, "-P", "-m", "hybridflow.cli.main", "train"]
     command += [
@@ -93,7 +93,7 @@ def train(
     if done.returncode:
         last = (done.stderr or done.stdout).strip().rpartition("\n")[2]
         raise ResourceError(
-            f"hybridflow train ended with status {done.returncode}: {last}"
+            f"hybridflow train exited with status {done.returncode}: {last}"
         )
     lines = (
         (place.local / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Ray's object store, as batches go through it."""
+"""Transfer of batches through Ray's object store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Echo:
         self.context = context
 
     def mesh_position(self) -> MeshPosition:
-        """The data-parallel rank is the rank."""
+        """Return the rank as the data-parallel rank."""
         return MeshPosition(self.context.rank, self.context.world_size, True)
 
     @register(Dispatch.DP, writes=("response_ids",))
@@ -34,7 +34,7 @@ class Echo:
 
 @measurement("store", "micro", timeout_s=120, warm_up=10)
 def store(place: Place) -> Iterator[Timed]:
-    """a batch of 16 MiB to two ranks through Ray's object store and back, fetched, beside a copy"""
+    """round trip of a 16 MiB batch to two ranks through Ray's object store, against a copy"""
     from hybridflow.config.schema import ClusterConfig
     from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 

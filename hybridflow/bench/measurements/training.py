@@ -1,4 +1,4 @@
-"""Training steps of one rank next to bare matrix products."""
+"""Training steps of one rank, against bare matrix products."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hybridflow.bench.measurements.base import Place, measurement
 from hybridflow.bench.result import Metric, single
 from hybridflow.bench.rounds import Side, Timed
 
-# Layers in the proportions of Qwen3-30B-A3B's, so small that two cores take a tenth of a second
-# for a step.
+# Layers with the proportions of Qwen3-30B-A3B, scaled down so that a step takes a tenth of a second
+# on two cores.
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
     "num_hidden_layers": 4,
@@ -36,8 +36,8 @@ PRODUCTS = 10
 
 @measurement("training", "train", timeout_s=240, warm_up=3)
 def training(place: Place) -> Iterator[Timed | Metric]:
-    """a supervised update of a small dense model: tokens a second, and its share of this machine's
-    matrix peak"""
+    """a supervised update of a small dense model: tokens per second, and its share of this
+    machine's matrix peak"""
     import torch
 
     from hybridflow.device.platform import Platform
@@ -68,7 +68,7 @@ def training(place: Place) -> Iterator[Timed | Metric]:
     flops = _flops() / 1e9
     scale = flops / (
         PRODUCTS * 2 * PRODUCT**3 / 1e9
-    )  # seconds of the products of a step
+    )  # seconds of a step's matrix products
     yield Timed(
         {"train/matrix products": step},
         Side("bare products", product, scale),
@@ -98,7 +98,7 @@ def _policy(platform: Any) -> Any:
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
     }
-    # port 0: no other rank has to find the store of a single one
+    # port 0, because no other rank needs to find the store
     os.environ |= {"MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
     platform.set_device(0)
     config = ParallelConfig()
@@ -125,9 +125,10 @@ def _batch() -> Any:
 
 
 def _flops() -> float:
-    """Return the operations of all matrix products of an update: three times the forward pass's.
+    """Return the operations of all matrix products in an update, three times those of the forward
+    pass.
 
-    Causal attention counts as half; the head's products are those of response tokens.
+    Causal attention counts as half. The output head is counted for response tokens only.
     """
     hidden = MODEL["hidden_size"]
     heads = MODEL["num_attention_heads"]

@@ -1,5 +1,4 @@
-"""Weights on the wire: the transport `tcp` between two threads beside a bare socket with the same
-messages."""
+"""The transport `tcp` between two threads, against a bare socket with the same messages."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ MESSAGES = 48
 
 @measurement("transports", "micro", warm_up=2)
 def transports(place: Place) -> Iterator[Timed]:
-    """messages of 1 MiB over the transport tcp beside a bare socket"""
+    """messages of 1 MiB over the tcp transport, against a bare socket"""
     import torch
 
     from hybridflow.process.rendezvous import master_store
@@ -72,7 +71,7 @@ def transports(place: Place) -> Iterator[Timed]:
 
 
 def _together(other: Call, own: Call) -> None:
-    """Run one call in a thread and the other in this one."""
+    """Run `other` in a thread and `own` in this one."""
     thread = threading.Thread(target=other)
     thread.start()
     own()

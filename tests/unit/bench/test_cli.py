@@ -74,21 +74,22 @@ def test_a_baseline_of_other_hardware_is_refused_with_what_differs(tmp_path: Pat
     write(
         tmp_path / "b.json", replace(other, fingerprint={**other.fingerprint, "hardware": hardware})
     )
-    assert "no baseline of micro on this hardware (one of cores: 2 → 96)" in said(
-        ["compare", tmp_path / "b.json", *words], 2
+    assert (
+        "no baseline of micro on this hardware (an existing one differs in cores: 2 → 96)"
+        in said(["compare", tmp_path / "b.json", *words], 2)
     )
-    assert "other hardware" in said(["compare", run, tmp_path / "b.json"], 3)
+    assert "different hardware" in said(["compare", run, tmp_path / "b.json"], 3)
     assert "several kinds of machines" in said(["baseline", run, tmp_path / "b.json", *words], 2)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "mirco"], "no suite or measurement mirco; did you mean micro?"),
+        (["run", "mirco"], "no suite or measurement named mirco; did you mean micro?"),
         (["run", "colums"], "did you mean columns?"),
         (["run", "nowhere/my.py:entry"], "is no file"),
-        (["run", "gate", "trise=3"], "trise=3: there is no such setting; settings: tries=20"),
-        (["run", "gate", "tries"], "there is no such setting"),
+        (["run", "gate", "trise=3"], "trise=3: no such setting; settings: tries=20"),
+        (["run", "gate", "tries"], "no such setting"),
         (["run", "gate", "tries=many"], "tries=many: the value must be of type int"),
         (["run", "columns", "rounds=3"], "settings: none"),
         (["run", "micro", "rounds=3"], "a suite has no settings"),
@@ -161,7 +162,7 @@ def test_an_archive_has_results_and_logs_without_names_of_users(tmp_path: Path, 
         ("pass", ""),
         ("raise ValueError('broken')", "ValueError: broken"),
         ("raise OSError(28, 'No space left on device')", "No space left on device; make room"),
-        ("import os; os._exit(9)", "it ended with status 9 in silence"),
+        ("import os; os._exit(9)", "it exited with status 9 without any output"),
     ],
 )
 def test_what_a_measurement_dies_of_is_in_the_result(

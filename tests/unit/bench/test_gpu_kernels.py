@@ -13,7 +13,7 @@ from hybridflow.bench.measurements.base import MEASUREMENTS, Place
 from hybridflow.bench.result import Metric, read
 from hybridflow.bench.run import Job, run
 
-WHY = "it needs a GPU, and there is none"
+WHY = "it needs a GPU, but none was found"
 NAMES = {
     "checksum",
     "pack fp32 as bf16",
