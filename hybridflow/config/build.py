@@ -26,14 +26,14 @@ def build(values: Mapping[str, Any]) -> RunConfig:
             the full dotted key.
     """
     config = cast(RunConfig, build_options(RunConfig(), values, ""))
-    # a further policy has the settings of the first one where it gives no others
+    # a further policy inherits the settings of the first one
     first = PolicyConfig(config.model, config.actor, config.rollout)
     roles = {}
     for name, given in config.roles.items():
         base = first
         model = given.get("model") if isinstance(given, Mapping) else None
         if isinstance(model, Mapping) and model.get("path") is not None:
-            # tokenizer, sizes and family of the first policy's model are those of another one
+            # do not inherit tokenizer, sizes and family: they describe the first policy's model
             base = dataclasses.replace(first, model=ModelConfig(dtype=config.model.dtype))
         roles[name] = build_options(base, given, f"roles.{name}")
     return dataclasses.replace(config, roles=roles)

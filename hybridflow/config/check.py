@@ -1,7 +1,7 @@
-"""Cross-field checks: invalid combinations of individually valid keys. Pure, no torch; runs before
-anything is started.
+"""Cross-field checks: invalid combinations of individually valid keys. Pure, no torch. They run
+before anything is started.
 
-All problems of a configuration are reported at once, each with its keys, their values and the
+All problems of a configuration are reported together, each with its keys, their values and the
 remedy.
 """
 
@@ -51,14 +51,14 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     """Return every problem as one line; empty if the configuration can run.
 
     Args:
-        files: the files and folders that a run reads must exist; a plan is made without them.
+        files: also check that the files and folders that a run reads exist; False for a plan.
     """
     found = [*out_of_range(config), *_names(config)]
     found += own_entries.problems(config) if files else []
     if not found:  # a missing file is reported once
         found = [*check_entries.problems(config), *val_sets.problems(config)]
     if found:
-        # the checks below divide by these numbers, and query these entries
+        # the checks below divide by these numbers and look up these entries
         return found
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _model_source),
@@ -98,7 +98,8 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
 
 
 def _read_sizes(config: RunConfig) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the model's config; or an empty one, with the reason, if it cannot be read."""
+    """Return the model's config and no problem, or an empty config and the reason if it cannot be
+    read."""
     try:
         return derived.hf_config(config.model), []
     except ConfigError as error:
@@ -127,7 +128,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
         yield (
             f"actor.parallel tensor={parallel.tensor} x pipeline={parallel.pipeline} x "
             f"context={parallel.context} = {dense} does not divide {processes}; change the "
-            f"parallel sizes or give a multiple of {dense} processes"
+            f"parallel sizes or use a multiple of {dense} processes"
         )
     etp = derived.expert_tensor_size(parallel)
     expert = derived.expert_model_parallel_size(parallel)
@@ -136,11 +137,11 @@ def _layout(config: RunConfig) -> Iterator[str]:
         yield (
             f"actor.parallel expert={parallel.expert} x expert_tensor={etp}{default} x "
             f"pipeline={parallel.pipeline} = {expert} does not divide {processes}; change expert "
-            f"or expert_tensor, or give a multiple of {expert} processes"
+            f"or expert_tensor, or use a multiple of {expert} processes"
         )
     if parallel.pipeline == 1 and derived.virtual_pipeline_size(parallel) > 1:
         yield (
-            f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} needs "
+            f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} requires "
             "actor.parallel.pipeline > 1; set it to null"
         )
 
@@ -150,16 +151,16 @@ def _overlap(config: RunConfig) -> Iterator[str]:
     parallel = config.actor.parallel
     if parallel.overlap_param_gather and not parallel.distributed_optimizer:
         yield (
-            "actor.parallel.overlap_param_gather=true needs "
-            "actor.parallel.distributed_optimizer=true: without it every rank holds all weights "
-            "and nothing is gathered; set distributed_optimizer to true or overlap_param_gather to "
-            "false"
+            "actor.parallel.overlap_param_gather=true requires "
+            "actor.parallel.distributed_optimizer=true: without it every rank has all weights and "
+            "there is nothing to gather; set distributed_optimizer to true or overlap_param_gather "
+            "to false"
         )
     if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         yield (
-            "actor.parallel.overlap_param_gather=true needs "
-            "actor.parallel.overlap_grad_reduce=true: without it all weights are in one bucket and "
-            "nothing would overlap; set overlap_grad_reduce to true"
+            "actor.parallel.overlap_param_gather=true requires "
+            "actor.parallel.overlap_grad_reduce=true: without it all weights are in one bucket, "
+            "which leaves nothing to overlap; set overlap_grad_reduce to true"
         )
 
 
@@ -167,8 +168,8 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
     parallel = config.actor.parallel
     if parallel.sequence and parallel.tensor == 1:
         yield (
-            "actor.parallel.sequence=true needs actor.parallel.tensor > 1; set sequence to false "
-            "or tensor to 2 or more"
+            "actor.parallel.sequence=true requires actor.parallel.tensor > 1; set sequence to "
+            "false or tensor to 2 or more"
         )
 
 
@@ -178,20 +179,20 @@ def _batches(config: RunConfig) -> Iterator[str]:
     n = config.rollout.n
     if batch % mini:
         yield (
-            f"data.train_batch_size={batch} is no multiple of actor.ppo_mini_batch_size={mini} "
+            f"data.train_batch_size={batch} is not a multiple of actor.ppo_mini_batch_size={mini} "
             f"(both count prompts); choose a mini-batch that divides {batch}"
         )
     dp = derived.data_parallel_size(config)
     samples = derived.samples_per_mini_batch(config)
     if dp and samples % dp:
         yield (
-            f"actor.ppo_mini_batch_size={mini} x rollout.n={n} = {samples} samples an update do "
-            f"not divide over {dp} data-parallel ranks; make it a multiple of {dp}"
+            f"actor.ppo_mini_batch_size={mini} x rollout.n={n} = {samples} samples per update "
+            f"cannot be divided evenly over {dp} data-parallel ranks; make it a multiple of {dp}"
         )
     if dp and config.sft.steps and config.sft.batch_size % dp:
         yield (
-            f"sft.batch_size={config.sft.batch_size} does not divide over {dp} data-parallel "
-            f"ranks; make it a multiple of {dp}"
+            f"sft.batch_size={config.sft.batch_size} cannot be divided evenly over {dp} "
+            f"data-parallel ranks; make it a multiple of {dp}"
         )
 
 
@@ -214,17 +215,17 @@ def _lengths(config: RunConfig) -> Iterator[str]:
     limits = {
         "actor.max_tokens_per_micro_batch": (
             longest,
-            "the longest sample must fit one micro-batch",
+            "the longest sample must fit in one micro-batch",
         ),
         "rollout.max_total_tokens": (
             longest,
-            "the longest sample must fit the KV cache of an engine",
+            "the longest sample must fit in an engine's KV cache",
         ),
     }
     if margin := derived.engine_margin(config):
         why = (
-            f"the longest sample must fit the KV cache of an engine, whose last {margin} tokens "
-            "take no prompt"
+            f"the longest sample must fit in an engine's KV cache, whose last {margin} tokens "
+            "cannot contain a prompt"
         )
         limits["rollout.max_total_tokens"] = longest + margin, why
     for key, (least, why) in limits.items():
@@ -246,20 +247,20 @@ def _lengths(config: RunConfig) -> Iterator[str]:
 def _optim(prefix: str, optim: OptimConfig, dtype: str) -> Iterator[str]:
     if optim.precision_aware and dtype != "bfloat16":
         yield (
-            f"{prefix}.precision_aware=true needs model.dtype=bfloat16: weights in {dtype} are "
-            "their own main weights"
+            f"{prefix}.precision_aware=true requires model.dtype=bfloat16: {dtype} weights have no "
+            "separate main weights"
         )
     for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if not optim.precision_aware and getattr(optim, key) != "float32":
             yield (
-                f"{prefix}.{key}={getattr(optim, key)} needs {prefix}.precision_aware=true; set "
-                "it, or float32"
+                f"{prefix}.{key}={getattr(optim, key)} requires {prefix}.precision_aware=true; set "
+                "it, or use float32"
             )
     if optim.min_lr > optim.lr:
         yield f"{prefix}.min_lr={optim.min_lr} must be at most {prefix}.lr={optim.lr}"
     if optim.lr_decay_style != "constant" and optim.lr_decay_steps is None:
         yield (
-            f"{prefix}.lr_decay_style={optim.lr_decay_style} needs {prefix}.lr_decay_steps "
+            f"{prefix}.lr_decay_style={optim.lr_decay_style} requires {prefix}.lr_decay_steps "
             "(optimizer updates)"
         )
     if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
@@ -273,48 +274,50 @@ def _model_source(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.path is None and not model.hf_config:
         yield (
-            "model.path and model.hf_config are both empty; give model.path=FOLDER for weights, or "
-            "model.hf_config for random ones"
+            "model.path and model.hf_config are both empty; set model.path=FOLDER to load weights, "
+            "or model.hf_config to start from random ones"
         )
     if model.path is None and model.hf_config and "model_type" not in model.hf_config:
         yield (
-            "model.hf_config lacks model_type, which decides the family, for example "
+            "model.hf_config has no model_type, which selects the family; set it, for example "
             "model.hf_config.model_type=qwen3"
         )
 
 
 def _model_folder(config: RunConfig) -> Iterator[str]:
-    """Check the folders of policy and tokenizer."""
+    """Check the policy's and the tokenizer's folders."""
     model = config.model
     if model.path is not None and hub.is_hub_id(model.path):
         yield (
-            f"model.path={model.path}: {hub.missing(model.path, 'model')}, or give a Hugging Face "
+            f"model.path={model.path}: {hub.missing(model.path, 'model')}, or set a Hugging Face "
             "folder"
         )
     elif model.path is not None and not Path(model.path).is_dir():
         yield (
-            f"model.path={model.path}: no such folder; give a Hugging Face folder with config.json "
-            "and weights"
+            f"model.path={model.path}: folder not found; it must be a Hugging Face folder with "
+            "config.json and weights"
         )
     if model.tokenizer is None and model.path is None:
         yield (
-            "model.tokenizer is empty and there is no model.path to take it from; give "
-            "model.path=FOLDER with weights, or model.tokenizer=FOLDER for random ones"
+            "model.tokenizer is empty and there is no model.path to load it from; set "
+            "model.path=FOLDER to a folder with weights, or model.tokenizer=FOLDER to start from "
+            "random ones"
         )
     if model.tokenizer is not None and hub.is_hub_id(model.tokenizer):
         if not check_files.available(config, model.tokenizer):
             yield f"model.tokenizer={model.tokenizer}: {hub.missing(model.tokenizer, 'model')}"
     elif model.tokenizer is not None and not check_files.available(config, model.tokenizer):
-        yield f"model.tokenizer={model.tokenizer}: no such folder"
+        yield f"model.tokenizer={model.tokenizer}: folder not found"
     elif model.tokenizer is not None and Path(model.tokenizer).is_file():
         yield (
-            f"model.tokenizer={model.tokenizer} is a file; give the folder that holds the tokenizer"
+            f"model.tokenizer={model.tokenizer} is a file; set the folder that contains the "
+            "tokenizer"
         )
 
 
 def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
-    """Check that a folder contains the model whose sizes the recipe gives, and suggest the recipes
-    for it."""
+    """Check that the model in the folder has the recipe's sizes. Otherwise suggest recipes for that
+    model."""
     model = config.model
     differing = derived.differing_size(model.hf_config, sizes) if model.path is not None else None
     if differing is None:
@@ -322,15 +325,15 @@ def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
     name, wanted, other = differing
     found = recipes_for(sizes)
     instead = (
-        f"take a recipe of that model (--config-name {' or '.join(found)})"
+        f"use a recipe for that model (--config-name {' or '.join(found)})"
         if found
-        else "give the folder of it"
+        else "set the recipe's model folder"
     )
     return [
         (
-            f"model.path={model.path} has {name}={other} in its config.json, and model.hf_config "
-            f"says {wanted}: it is another model than the recipe's; {instead}, or remove the "
-            "recipe's sizes (~model.hf_config)"
+            f"model.path={model.path} is not the recipe's model: its config.json has "
+            f"{name}={other}, but model.hf_config has {wanted}; {instead}, or remove the recipe's "
+            "sizes (~model.hf_config)"
         )
     ]
 
@@ -357,8 +360,8 @@ def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
     found = [] if experts else [*_dense_problems(config)]
     if experts and tensor > 1 and not config.actor.parallel.sequence:
         found.append(
-            f"actor.parallel.tensor={tensor} with experts (num_experts={experts}) needs "
-            "actor.parallel.sequence=true: Megatron refuses to train a mixture of experts under "
+            f"actor.parallel.tensor={tensor} with experts (num_experts={experts}) requires "
+            "actor.parallel.sequence=true: Megatron does not train a mixture of experts with "
             "tensor parallelism without it"
         )
     if experts and config.actor.parallel.moe_dispatcher == "deepep":
@@ -372,23 +375,23 @@ def _dense_problems(config: RunConfig) -> Iterator[str]:
     parallel = config.actor.parallel
     if (expert := parallel.expert) > 1:
         yield (
-            f"actor.parallel.expert={expert} needs a mixture of experts, but the model has no "
+            f"actor.parallel.expert={expert} requires a mixture of experts, but the model has no "
             "num_experts; set it to 1"
         )
     if parallel.expert_tensor not in (None, parallel.tensor):
         yield (
-            f"actor.parallel.expert_tensor={parallel.expert_tensor} needs a mixture of experts, "
+            f"actor.parallel.expert_tensor={parallel.expert_tensor} requires a mixture of experts, "
             "but the model has no num_experts; set it to null"
         )
 
 
 def _deepep_problems(config: RunConfig) -> Iterator[str]:
-    """Check Megatron's flex dispatcher, which needs ranks that share experts
+    """Check the requirement of Megatron's flex dispatcher: experts are divided over ranks
     (token_dispatcher.py:1346)."""
     if config.actor.parallel.expert * derived.expert_tensor_size(config.actor.parallel) == 1:
         yield (
-            "actor.parallel.moe_dispatcher=deepep carries tokens between ranks, and with expert=1 "
-            "every rank has all experts; give actor.parallel.expert more than 1, or set "
+            "actor.parallel.moe_dispatcher=deepep sends tokens between ranks, but with expert=1 "
+            "every rank has all experts; set actor.parallel.expert above 1, or "
             "moe_dispatcher=alltoall"
         )
 
@@ -398,7 +401,7 @@ def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
     prompt = config.data.max_prompt_length
     margin = derived.engine_margin(config)
     rest = (
-        f" + {margin}, as an engine takes no prompt that ends in its last {margin} tokens"
+        f" + {margin}, because an engine rejects a prompt that ends in its last {margin} tokens"
         if margin
         else ""
     )
@@ -408,7 +411,7 @@ def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
     for key, most in answers.items():
         if isinstance(limit, int) and limit < prompt + most + margin:
             yield (
-                f"max_position_embeddings={limit} of the model is less than data.max_prompt_length "
+                f"the model's max_position_embeddings={limit} is less than data.max_prompt_length "
                 f"+ {key} = {prompt + most}{rest}; shorten the lengths"
             )
 
@@ -423,17 +426,17 @@ def _router_losses(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]
         return
     named = " and ".join(f"actor.{key}={getattr(actor, key)}" for key in keys)
     if sizes and not derived.num_experts(sizes):
-        yield f"{named}: losses of routers need a mixture of experts, and the model is dense; set 0"
+        yield f"{named}: router losses require a mixture of experts, but the model is dense; set 0"
     if actor.lora.rank:
         yield (
-            f"{named} with actor.lora.rank={actor.lora.rank}: adapters leave routers as they are; "
-            "set one to 0"
+            f"{named} with actor.lora.rank={actor.lora.rank}: adapters do not change routers; set "
+            "one of them to 0"
         )
     if actor.rollout_correction.reject:
         yield (
-            f"{named} with actor.rollout_correction.reject={actor.rollout_correction.reject}: the "
-            "routers' losses are weighed by the tokens that the policy's loss counts, which are "
-            "known too late then; leave one out"
+            f"{named} with actor.rollout_correction.reject={actor.rollout_correction.reject}: "
+            "router losses are weighted by the tokens that enter the policy loss, which rejection "
+            "determines too late; remove one of them"
         )
 
 
@@ -441,8 +444,8 @@ def _router_replay(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]
     kind = config.actor.router_replay
     if kind != "none" and sizes and not derived.num_experts(sizes):
         yield (
-            f"actor.router_replay={kind} needs a mixture of experts, and the model is dense; set "
-            "it to none"
+            f"actor.router_replay={kind} requires a mixture of experts, but the model is dense; "
+            "set it to none"
         )
     given = {}
     for name, value in config.rollout.extra_args.items():
@@ -452,6 +455,6 @@ def _router_replay(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]
         and given.get("enable-return-routed-experts", True) is not True
     ):
         yield (
-            f"actor.router_replay={kind} switches the engines' enable-return-routed-experts on, "
-            "and rollout.extra_args switches it off; remove it there"
+            f"actor.router_replay={kind} enables the engines' enable-return-routed-experts, but "
+            "rollout.extra_args disables it; remove it there"
         )

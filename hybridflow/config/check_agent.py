@@ -23,7 +23,7 @@ class McpServer:
         env: environment variables of the driver passed to this server, in addition to PATH, HOME
             and the like.
         url: address of a server that uses streamable HTTP.
-        token_env: the environment variable of the driver with the bearer token for `url`.
+        token_env: name of the driver's environment variable with the bearer token for `url`.
         tools: tools that the policy may call; empty: all.
         start_timeout_s: deadline for listing its tools.
         max_restarts: restarts per hour.
@@ -52,13 +52,13 @@ def problems(config: RunConfig) -> Iterator[str]:
     agent = config.rollout.agent
     if agent.loop == "environment" and agent.environment is None:
         yield (
-            "rollout.agent.loop=environment without rollout.agent.environment; name one, for "
+            "rollout.agent.loop=environment requires rollout.agent.environment; set one, for "
             "example guess"
         )
     if agent.loop in ("single_turn", "tools") and agent.environment is not None:
         yield (
-            f"rollout.agent.environment={agent.environment} with rollout.agent.loop={agent.loop}, "
-            "which has none: set rollout.agent.loop=environment"
+            f"rollout.agent.environment={agent.environment} has no effect with "
+            f"rollout.agent.loop={agent.loop}; set rollout.agent.loop=environment"
         )
     yield from _option_problems(agent)
     yield from _server_problems(agent)
@@ -70,13 +70,13 @@ def problems(config: RunConfig) -> Iterator[str]:
                 else f"mcp_servers={','.join(agent.mcp_servers)}"
             )
             yield (
-                f"rollout.agent.{names} with rollout.agent.loop=single_turn, which calls none: "
-                "set rollout.agent.loop=tools"
+                f"rollout.agent.{names} has no effect with rollout.agent.loop=single_turn, which "
+                "calls no tools; set rollout.agent.loop=tools"
             )
         return
     if agent.loop == "tools" and not agent.tools and not agent.mcp_servers:
         yield (
-            "rollout.agent.loop=tools without rollout.agent.tools; name some, for example "
+            "rollout.agent.loop=tools requires rollout.agent.tools; set some, for example "
             "[calculator]"
         )
 
@@ -86,8 +86,8 @@ def _option_problems(agent: AgentConfig) -> Iterator[str]:
     for name, given in agent.tool_options.items():
         if name not in names:
             yield (
-                f"rollout.agent.tool_options.{name}: rollout.agent.tools has no {name} (it has: "
-                f"{', '.join(names) or 'none'})"
+                f"rollout.agent.tool_options.{name}: rollout.agent.tools does not contain {name} "
+                f"(it contains: {', '.join(names) or 'none'})"
             )
         elif not isinstance(given, dict):
             yield f"rollout.agent.tool_options.{name}={given!r}: expected a group of options"
@@ -102,16 +102,16 @@ def _server_problems(agent: AgentConfig) -> Iterator[str]:
     for name, server in servers.items():
         key = f"{_KEY}.{name}"
         if bool(server.command) == (server.url is not None):
-            yield f"{key} needs a command or a url, and not both"
+            yield f"{key} requires either a command or a url"
         elif server.url is not None and not server.url.startswith(("http://", "https://")):
             yield (
                 f"{key}.url={server.url}: expected an address that begins with http:// or https://"
             )
         if server.token_env is not None and server.url is None:
             yield (
-                f"{key}.token_env={server.token_env} is of a url; name what a command may read in "
-                f"{key}.env"
+                f"{key}.token_env={server.token_env} requires a url; for a command, list the "
+                f"variables that it may read in {key}.env"
             )
         if server.env and server.url is not None:
-            yield f"{key}.env is of a command; a url is given its token with {key}.token_env"
+            yield f"{key}.env requires a command; for a url, set the token with {key}.token_env"
         yield from (f"{key}.{line}" for line in out_of_range(server))

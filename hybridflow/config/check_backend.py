@@ -38,12 +38,12 @@ def problems(config: RunConfig) -> Iterator[str]:
         return
     yield from _layout(config)
     for key, value, wanted in differing(config, _UNAVAILABLE):
-        yield f"{key}={value} is not available with {_FSDP}; set it to {wanted}, or {_MEGATRON}"
+        yield f"{key}={value} is not supported with {_FSDP}; set it to {wanted}, or {_MEGATRON}"
     for role in derived.roles_in_use(config)[1:]:
         if derived.is_colocated(config, role):
             yield (
-                f"{role}.placement=colocated needs the actor's Megatron processes, and {_FSDP} has "
-                f"none; set {role}.placement=own"
+                f"{role}.placement=colocated requires the actor's Megatron processes, which "
+                f"{_FSDP} does not have; set {role}.placement=own"
             )
 
 
@@ -53,24 +53,24 @@ def _layout(config: RunConfig) -> Iterator[str]:
     for key in ("tensor", "pipeline", "context", "expert"):
         if (size := getattr(parallel, key)) != 1:
             yield (
-                f"actor.parallel.{key}={size}: {_FSDP} shards over all processes and has no other "
-                f"cut; set it to 1, or {_MEGATRON}"
+                f"actor.parallel.{key}={size}: {_FSDP} shards over all processes and supports no "
+                f"other parallelism; set it to 1, or {_MEGATRON}"
             )
     for key in ("virtual_pipeline", "expert_tensor"):
         if (size := getattr(parallel, key)) not in (None, 1):
             yield (
-                f"actor.parallel.{key}={size}: {_FSDP} has no such cut; set it to null, or "
+                f"actor.parallel.{key}={size} is not supported with {_FSDP}; set it to null, or "
                 f"{_MEGATRON}"
             )
     wanted = {f"actor.parallel.{key}": getattr(plain, key) for key in _OF_MEGATRON}
     for key, value, default in differing(config, wanted):
-        yield f"{key}={value} is Megatron's; with {_FSDP} leave it at {default}"
+        yield f"{key}={value} requires Megatron; with {_FSDP} leave it at {default}"
 
 
 def family_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     """Check that the backend can train a model with these sizes."""
     if config.actor.backend == "fsdp" and derived.num_experts(sizes):
         yield (
-            f"model_type={sizes.get('model_type')}: {_FSDP} trains models without experts; set "
-            f"{_MEGATRON}"
+            f"model_type={sizes.get('model_type')}: {_FSDP} does not support models with experts; "
+            f"set {_MEGATRON}"
         )

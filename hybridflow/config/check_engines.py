@@ -13,7 +13,7 @@ from hybridflow.config.schema import RolloutConfig, RunConfig
 
 
 def shape_problems(config: RunConfig) -> Iterator[str]:
-    """Yield problems that no model could run with."""
+    """Yield problems that do not depend on the model."""
     rollout = config.rollout
     for key in ("expert", "data_parallel_attention"):
         if rollout.tensor % (size := getattr(rollout, key)):
@@ -29,20 +29,20 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
     if rollout.quantization == "fp8" and config.model.dtype != "bfloat16":
         # sglang/srt/layers/quantization/fp8.py:326
         yield (
-            f"rollout.quantization=fp8 needs model.dtype=bfloat16, not {config.model.dtype}: the "
-            "engine's fp8 layers take no other activations"
+            f"rollout.quantization=fp8 requires model.dtype=bfloat16, got {config.model.dtype}: "
+            "the engine's fp8 layers support no other activations"
         )
     if rollout.pipeline > 1 and rollout.sync.pause != "abort":
         # sglang/srt/managers/scheduler_pp_mixin.py:129
         yield (
-            f"rollout.pipeline={rollout.pipeline} needs rollout.sync.pause=abort, not "
-            f"{rollout.sync.pause}: the engine's pipeline loop does not look at a pause, so "
-            "requests that only wait would go on amid new weights"
+            f"rollout.pipeline={rollout.pipeline} requires rollout.sync.pause=abort, got "
+            f"{rollout.sync.pause}: the engine's pipeline loop ignores a pause, so paused requests "
+            "would continue while new weights arrive"
         )
 
 
 def _node_problems(config: RunConfig) -> Iterator[str]:
-    """Check that every node has whole stages, or every stage whole nodes, as SGLang requires
+    """Check that every node has complete stages, or every stage complete nodes, as SGLang requires
     (sglang/srt/entrypoints/engine.py:2062)."""
     rollout = config.rollout
     nodes = config.rollout.nodes_per_engine
@@ -52,32 +52,33 @@ def _node_problems(config: RunConfig) -> Iterator[str]:
     )
     if ranks % nodes:
         yield (
-            f"rollout.nodes_per_engine={nodes} does not divide {product} of an engine; choose a "
+            f"rollout.nodes_per_engine={nodes} does not divide an engine's {product}; choose a "
             f"divisor of {ranks}"
         )
     elif nodes % rollout.pipeline and rollout.pipeline % nodes:
         yield (
             f"rollout.nodes_per_engine={nodes} and rollout.pipeline={rollout.pipeline}: one must "
-            "divide the other, because a node holds whole stages or a stage whole nodes"
+            "divide the other, because a node must contain complete stages, or a stage complete "
+            "nodes"
         )
 
 
 def _open_doors(config: RunConfig) -> Iterator[str]:
-    """Yield settings with which others on the machine or network could reach an engine."""
+    """Yield settings that would let other users of the machine or network reach an engine."""
     rollout = config.rollout
     cluster = config.cluster
     if rollout.nodes_per_engine > 1 and not derived.engines_may_span_nodes(config):
         yield (
             f"rollout.nodes_per_engine={rollout.nodes_per_engine} in the cluster at "
-            f"{cluster.address}: the ranks of one engine unpickle what comes over connections that "
-            "prove nothing (docs/security.md); set cluster.trusted_network=true if nobody else can "
-            "send to its machines, or rollout.nodes_per_engine=1"
+            f"{cluster.address}: an engine's ranks unpickle data from unauthenticated connections "
+            "(docs/security.md); set cluster.trusted_network=true if no other user can send to its "
+            "machines, or rollout.nodes_per_engine=1"
         )
 
 
 def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sizes of the model (its HF config) that are not divisible over the engine's ranks. The
-    vocabulary is padded, so it is unrestricted."""
+    """Yield sizes of the model (from its HF config) that the engine's ranks cannot divide evenly.
+    The vocabulary is padded, so any size is allowed."""
     tensor = rollout.tensor
     expert = rollout.expert
     experts = derived.num_experts(sizes)
@@ -103,13 +104,13 @@ def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[
             )
         if (shared := derived.shared_expert_size(sizes)) % tensor:
             yield (
-                f"the model's shared experts have {shared} columns, which {text} does not divide; "
+                f"{text} does not divide the {shared} columns of the model's shared experts; "
                 f"choose a divisor of {shared}"
             )
     elif expert > 1:
         yield (
-            f"rollout.expert={expert} needs a mixture of experts, but the model has none; set it "
-            "to 1"
+            f"rollout.expert={expert} requires a mixture of experts, but the model has none; set "
+            "it to 1"
         )
     if derived.has_dense_mlps(sizes):
         cuts.append(("intermediate_size", tensor, text))
@@ -117,7 +118,7 @@ def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[
         size = sizes.get(name)
         if isinstance(size, int) and size % parts:
             yield (
-                f"{name}={size} of the model cannot be cut evenly by {key}; choose a divisor of "
+                f"the model's {name}={size} cannot be divided evenly by {key}; choose a divisor of "
                 f"{size}"
             )
     heads = sizes.get("num_key_value_heads")
@@ -128,6 +129,5 @@ def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[
         and attention % heads
     ):
         yield (
-            f"num_key_value_heads={heads} of the model and {text}{copies}: one must divide the "
-            "other"
+            f"the model's num_key_value_heads={heads} and {text}{copies}: one must divide the other"
         )

@@ -41,16 +41,16 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def flow_problems(config: RunConfig) -> Iterator[str]:
-    """Check the flow against the roles that the other settings start, and against runs that do not
-    train."""
+    """Check that the flow calls exactly the roles that the other settings start, and that it fits
+    runs that do not train."""
     name = derived.flow_name(config)
     flow = FLOWS.get(name)
     called = flow.roles
     given = f"algorithm.flow={name}"
     if flow.policy_losses and config.actor.policy_loss not in flow.policy_losses:
         yield (
-            f"actor.policy_loss={config.actor.policy_loss} with {given}, whose loss is another "
-            f"one: set actor.policy_loss={flow.policy_losses[0]}"
+            f"actor.policy_loss={config.actor.policy_loss} is not supported with {given}; set "
+            f"actor.policy_loss={flow.policy_losses[0]}"
         )
     roles = [role for role in derived.roles_in_use(config) if role != "actor"]
     if derived.needs_reference(config) and "reference" not in roles:
@@ -58,43 +58,43 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
     for role in (*roles, *config.roles):
         if role not in called:
             yield (
-                f"{given} does not call run.{role}, and this run has a {role.replace('_', ' ')}: "
-                "what it computes would be missing. Call it in the flow and add it to its roles, "
-                "choose another flow (null chooses one), or leave the role out"
+                f"{given} does not call run.{role}, but this run has a {role.replace('_', ' ')} "
+                "whose results would be missing. Call it in the flow and add it to the flow's "
+                "roles, choose another flow (null selects one), or remove the role"
             )
     for role in flow.roles:
         if role not in ROLES and role not in ("policy", *config.roles):
             yield (
-                f"{given} calls run.{role}, and this run has no such policy: give it under roles "
-                f"(roles={{{role}: {{}}}} has the settings of the first policy)"
+                f"{given} calls run.{role}, but this run has no such policy: define it under roles "
+                f"(roles={{{role}: {{}}}} inherits the settings of the first policy)"
             )
     if config.trainer.rollout_only and name != "rollouts":
         yield (
-            f"trainer.rollout_only=true with {given}, which trains; leave algorithm.flow out, or "
-            "set rollout_only=false"
+            f"trainer.rollout_only=true is not supported with {given}, which trains; remove "
+            "algorithm.flow, or set rollout_only=false"
         )
     if name == "rollouts" and not config.trainer.rollout_only:
         yield f"{given} does not train; set trainer.rollout_only=true, or choose another flow"
 
 
 def loss_problems(config: RunConfig) -> Iterator[str]:
-    """Check the policy loss against its aggregation and the rollout correction, and for an unused
-    critic."""
+    """Check that the policy loss supports its aggregation and the rollout correction, and that a
+    critic is used."""
     actor = config.actor
     correction = config.actor.rollout_correction
     loss = POLICY_LOSSES.get(actor.policy_loss)
     if loss.aggregations and actor.loss_agg_mode not in loss.aggregations:
         yield (
-            f"actor.loss_agg_mode={actor.loss_agg_mode} with "
-            f"actor.policy_loss={actor.policy_loss}, which is a mean of sequences: set "
+            f"actor.loss_agg_mode={actor.loss_agg_mode} is not supported with "
+            f"actor.policy_loss={actor.policy_loss}, which averages over sequences; set "
             f"actor.loss_agg_mode={loss.aggregations[0]}"
         )
     estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
     if estimator.aggregations and actor.loss_agg_mode not in estimator.aggregations:
         yield (
-            f"actor.loss_agg_mode={actor.loss_agg_mode} with "
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, whose loss is of whole "
-            f"answers: set actor.loss_agg_mode={estimator.aggregations[0]}"
+            f"actor.loss_agg_mode={actor.loss_agg_mode} is not supported with "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, whose loss is per answer; "
+            f"set actor.loss_agg_mode={estimator.aggregations[0]}"
         )
     if (
         correction.weight != "none"
@@ -103,14 +103,15 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
     ):
         yield (
             f"actor.rollout_correction.weight={correction.weight} with actor.old_log_probs=engine: "
-            f"the ratio of actor.policy_loss={actor.policy_loss} is that weight already, and it "
-            "would count twice; set weight=none, old_log_probs=trainer, or policy_loss=reinforce"
+            f"the ratio in actor.policy_loss={actor.policy_loss} already is that weight, which "
+            "would be applied twice; set weight=none, old_log_probs=trainer, or "
+            "policy_loss=reinforce"
         )
     if actor.kl_loss_unbiased and actor.kl_loss_type not in ("k1", "k3"):
         yield (
-            f"actor.kl_loss_unbiased=true with actor.kl_loss_type={actor.kl_loss_type}: weighted "
-            "by the ratio, k1 and k3 have the gradient of the divergence, and others do not; set "
-            "kl_loss_type=k3, or kl_loss_unbiased=false"
+            "actor.kl_loss_unbiased=true is not supported with "
+            f"actor.kl_loss_type={actor.kl_loss_type}: only k1 and k3 have the gradient of the "
+            "divergence when weighted by the ratio; set kl_loss_type=k3, or kl_loss_unbiased=false"
         )
     if correction.lower is not None and not correction.lower <= correction.upper:
         yield (
@@ -119,7 +120,7 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
         )
     if correction.lower is not None and correction.weight == "none":
         yield (
-            f"actor.rollout_correction.lower={correction.lower} bounds weights, and weight=none: "
+            f"actor.rollout_correction.lower={correction.lower} has no effect with weight=none; "
             "set weight=token or sequence, or lower=null"
         )
     for name, bound in correction.reject.items():
@@ -127,16 +128,16 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
             yield f"actor.rollout_correction.reject.{name}={bound}: {problem}"
     if config.critic.path is not None and not estimator.needs_critic:
         yield (
-            f"critic.path={config.critic.path} with "
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, which asks no critic: "
+            f"critic.path={config.critic.path} has no effect with "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, which uses no critic; "
             "remove it, or set adv_estimator=gae"
         )
 
 
 def preference_problems(config: RunConfig) -> Iterator[str]:
     """Check the settings of a preference loss. It weights each answer by the log-probs at the start
-    of the step and contains its own divergence from the reference: later updates would use outdated
-    weights, and another KL term would count it twice."""
+    of the step and includes a KL term of its own. With several updates, later ones would use
+    outdated weights, and another KL term would penalize the divergence twice."""
     name = config.algorithm.adv_estimator
     if not ESTIMATORS.get(name).preferences:
         return
@@ -148,9 +149,9 @@ def preference_problems(config: RunConfig) -> Iterator[str]:
     }
     for key, given, one in differing(config, wanted):
         why = (
-            "is exact with one update a step"
+            "is exact only with one update per step"
             if key.startswith("actor.ppo")
-            else "holds its own KL term"
+            else "has its own KL term"
         )
         yield f"{key}={given} with algorithm.adv_estimator={name}, which {why}; set {key}={one}"
 
@@ -168,17 +169,20 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
             able.append(name)
     if algorithm.adv_estimator not in able:
         yield (
-            f"{pairs} with algorithm.adv_estimator={algorithm.adv_estimator}, which learns from "
-            "the policy's own answers: recorded ones are others; set adv_estimator to "
+            f"{pairs} is not supported with algorithm.adv_estimator={algorithm.adv_estimator}, "
+            "which learns from answers sampled by the policy; set adv_estimator to "
             f"{', '.join(able)}, or data.answers=sampled"
         )
     if config.rollout.n != 2:
         yield (
-            f"rollout.n={config.rollout.n} with {pairs}: a prompt has two answers, chosen and "
-            "rejected; set it to 2"
+            f"rollout.n={config.rollout.n} must be 2 with {pairs}: a prompt has two answers, "
+            "chosen and rejected"
         )
     if correction.weight != "none" or correction.reject:
-        yield f"actor.rollout_correction with {pairs}: no engine has sampled the answers; remove it"
+        yield (
+            f"actor.rollout_correction is not supported with {pairs}, whose answers no engine has "
+            "sampled; remove it"
+        )
     sampled: dict[str, Any] = {
         "actor.old_log_probs": "trainer",
         "actor.router_replay": "none",
@@ -196,35 +200,33 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
     }
     for key, given, wanted in differing(config, sampled):
         yield (
-            f"{key}={given} is of answers that engines sample, and {pairs} has recorded ones; set "
-            f"it to {wanted}"
+            f"{key}={given} applies to sampled answers, but {pairs} uses recorded ones; set it to "
+            f"{wanted}"
         )
 
 
 def _bound_problem(name: str, bound: Any) -> str:
-    """Return the problem of the bound of a rejection statistic; empty if there is none."""
+    """Return the problem of a rejection statistic's name or bound; empty if there is none."""
     if name not in STATISTICS:
         near = difflib.get_close_matches(name, STATISTICS, n=1, cutoff=0.0)[0]
-        return (
-            f"there is no such statistic; did you mean {near}? (choose of {', '.join(STATISTICS)})"
-        )
+        return f"unknown statistic; did you mean {near}? (choose one of {', '.join(STATISTICS)})"
     numbers = bound if isinstance(bound, list | tuple) else [bound]
     if not all(type(number) in (int, float) and number > 0 for number in numbers):
         return "bounds must be numbers above 0"
     if name.endswith("k1"):
         if len(numbers) != 2 or numbers[0] > numbers[1]:
             return (
-                "a bound of k1 is two numbers, [lowest, highest] ratio engine / trainer, for "
+                "expected two numbers for k1, the [lowest, highest] ratio engine / trainer, for "
                 "example [0.99, 1.01]"
             )
     elif isinstance(bound, list | tuple):
-        return "this bound is one number, the largest value"
+        return "expected one number, the largest value"
     return ""
 
 
 def sample_problems(config: RunConfig) -> Iterator[str]:
-    """Check that an estimator that compares samples of a prompt has at least two, that ReMax has a
-    greedy answer, and the selection of a step's samples."""
+    """Check that an estimator that compares samples of a prompt gets at least two, that ReMax has a
+    greedy answer, and how a step's samples are selected."""
     algorithm = config.algorithm
     rollout = config.rollout
     reward = config.reward
@@ -232,39 +234,40 @@ def sample_problems(config: RunConfig) -> Iterator[str]:
     entry = ESTIMATORS.get(algorithm.adv_estimator)
     if algorithm.dynamic_sampling == 1:
         yield (
-            "algorithm.dynamic_sampling=1: a step would generate one batch of prompts, and nothing "
-            "would be replaced; set it to 2 or more, or to 0"
+            "algorithm.dynamic_sampling=1 has no effect: with one batch of prompts per step no "
+            "group can be replaced; set it to 2 or more, or to 0"
         )
     if algorithm.dynamic_sampling and not entry.compares_samples:
         yield (
-            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with "
-            f"algorithm.adv_estimator={name}, which also learns from samples whose scores are "
-            "equal; set it to 0, or adv_estimator to grpo"
+            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} is not supported with "
+            f"algorithm.adv_estimator={name}, which also learns from groups with equal scores; set "
+            "it to 0, or adv_estimator to grpo"
         )
     if reward.overlong_tokens > config.data.max_response_length:
         yield (
             f"reward.overlong_tokens={reward.overlong_tokens} is more than "
             f"data.max_response_length={config.data.max_response_length}: every answer would be "
-            "punished; lower it"
+            "penalized; reduce it"
         )
     greedy = "greedy_scores" in entry.reads
     temperature = rollout.val_sampling.temperature
     if greedy and temperature:
         yield (
-            f"rollout.val_sampling.temperature={temperature} with algorithm.adv_estimator={name}, "
-            "whose baseline is the greedy answer, sampled as in validation; set it to 0"
+            f"rollout.val_sampling.temperature={temperature} must be 0 with "
+            f"algorithm.adv_estimator={name}, whose baseline is a greedy answer sampled with the "
+            "validation settings"
         )
     if greedy and config.reward_model.path is not None:
         yield (
-            f"reward_model.path={config.reward_model.path} with algorithm.adv_estimator={name}: "
-            "its baseline is a score of reward functions alone; remove the reward model, or choose "
-            "another estimator"
+            f"reward_model.path={config.reward_model.path} is not supported with "
+            f"algorithm.adv_estimator={name}, whose baseline comes from reward functions only; "
+            "remove the reward model, or choose another estimator"
         )
     if "sum_pi_squared" in entry.reads and config.actor.router_replay != "none":
         yield (
-            f"actor.router_replay={config.actor.router_replay} with "
-            f"algorithm.adv_estimator={name}: its pass over the vocabulary's probabilities would "
-            "go through other experts; set router_replay=none, or choose another estimator"
+            f"actor.router_replay={config.actor.router_replay} is not supported with "
+            f"algorithm.adv_estimator={name}, whose pass over the full vocabulary would use other "
+            "experts; set router_replay=none, or choose another estimator"
         )
     if config.rollout.n == 1 and ESTIMATORS.get(name).compares_samples:
         others = []
@@ -272,7 +275,7 @@ def sample_problems(config: RunConfig) -> Iterator[str]:
             if not ESTIMATORS.get(other).compares_samples:
                 others.append(other)
         yield (
-            f"rollout.n=1 with algorithm.adv_estimator={name}, which compares the samples of a "
-            "prompt: with one sample the advantage is the score itself; set rollout.n to 2 or "
-            f"more, or choose {' or '.join(others)}"
+            f"rollout.n=1 is not supported with algorithm.adv_estimator={name}, which compares the "
+            "samples of a prompt: with one sample the advantage would be the score itself; set "
+            f"rollout.n to 2 or more, or choose {' or '.join(others)}"
         )

@@ -28,33 +28,33 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
         }
         if not config.data.train_files:
             yield (
-                "data.train_files is empty; give parquet files, for example "
+                "data.train_files is empty; set parquet files, for example "
                 "data.train_files=[train.parquet]"
             )
     if job == "train-reward":
         wanted["reward_training.train_files"] = config.reward_training.train_files
         wanted["reward_training.val_files"] = config.reward_training.val_files
         if not config.reward_training.steps:
-            yield "reward_training.steps=0: nothing to train; give reward_training.steps=N"
+            yield "reward_training.steps=0: nothing to train; set reward_training.steps=N"
         if not config.reward_training.train_files:
             yield (
-                "reward_training.train_files is empty; give files of pairs, for example "
+                "reward_training.train_files is empty; set files of preference pairs, for example "
                 "reward_training.train_files=[pairs.parquet]"
             )
     if job == "sft" and not config.sft.steps:
-        yield "sft.steps=0: nothing to train; give sft.steps=N"
+        yield "sft.steps=0: nothing to train; set sft.steps=N"
     if config.sft.steps:
         wanted["sft.train_files"] = config.sft.train_files
         if not config.sft.train_files:
             yield (
-                f"sft.steps={config.sft.steps} needs sft.train_files, for example "
+                f"sft.steps={config.sft.steps} requires sft.train_files, for example "
                 "sft.train_files=[sft.parquet]"
             )
     for key in ("learned_key", "tools_key"):
         if getattr(config.sft, key) is not None and config.sft.messages_key is None:
             yield (
-                f"sft.{key}={getattr(config.sft, key)} belongs to whole conversations; name their "
-                "column in sft.messages_key, or leave it out"
+                f"sft.{key}={getattr(config.sft, key)} requires rows of whole conversations; set "
+                "their column as sft.messages_key, or remove it"
             )
     yield from _missing(config, wanted)
     for key, script in (
@@ -62,7 +62,7 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
         ("data.dataset_class.path", config.data.dataset_class.path),
     ):
         if script is not None and not Path(script).is_file():
-            yield f"{key}={script}: no such file"
+            yield f"{key}={script}: file not found"
     yield from _prepare_source(config)
     yield from _output_folders(config)
 
@@ -71,14 +71,13 @@ def _missing(config: RunConfig, wanted: Mapping[str, tuple[str, ...]]) -> Iterat
     for key, files in wanted.items():
         for file in files:
             if Path(file).is_dir():
-                yield f"{key}: {file} is a folder; name the data files in it"
+                yield f"{key}: {file} is a folder; list its data files instead"
             elif not available(config, file):
                 yield f"{key}: {file} {_absent(file)}"
 
 
 def _output_folders(config: RunConfig) -> Iterator[str]:
-    """Check the folders that the run creates or fills: the names are not taken, and they are
-    writable."""
+    """Check the folders that the run writes to: each is, or can become, a writable folder."""
     prepared = config.data.prepare.out if config.data.prepare.task is not None else None
     for key, folder in (
         ("output_dir", str(derived.run_dir(config))),
@@ -90,36 +89,36 @@ def _output_folders(config: RunConfig) -> Iterator[str]:
         there = next(one for one in (path, *path.parents) if os.path.lexists(one))
         if not there.is_dir():
             yield (
-                f"{key}: {folder} cannot be a folder, because {there} is a file; choose another "
-                f"{key}"
+                f"{key}: cannot create the folder {folder}, because {there} is a file; choose "
+                f"another {key}"
             )
         elif not os.access(there, os.W_OK | os.X_OK):
             yield (
-                f"{key}: {folder} cannot be written, because {there} may not be; choose another "
+                f"{key}: {folder} is not writable: no write permission for {there}; choose another "
                 f"{key}"
             )
 
 
 def _absent(file: str) -> str:
-    """Return why a name matches no file: it is a path, or a dataset's hub id with or without a
-    pattern."""
+    """Return why a name matches no file: it is a path that does not exist, or a dataset's hub id,
+    with or without a pattern, that matches nothing in the cache."""
     repository = file.partition(":")[0]
     if not hub.is_hub_id(repository):
         return "does not exist; check the path, or prepare it with `hybridflow prepare`"
     folder = hub.cached(repository, "dataset")
     if folder is None:
-        return f"is {hub.missing(repository, 'dataset')}, or give files"
+        return f"is {hub.missing(repository, 'dataset')}, or set files"
     return (
-        f"is a data set whose snapshot {folder} has no such files; name them as "
-        f"{repository}:PATTERN, for example {repository}:data/train-*.parquet"
+        f"is a dataset, but its snapshot {folder} has no matching files; use {repository}:PATTERN, "
+        f"for example {repository}:data/train-*.parquet"
     )
 
 
 def _prepare_source(config: RunConfig) -> Iterator[str]:
     prepare = config.data.prepare
     if prepare.source is not None and not Path(prepare.source).is_dir():
-        yield f"data.prepare.source={prepare.source}: no such folder"
-    optional = (  # written by the task arithmetic only on request
+        yield f"data.prepare.source={prepare.source}: folder not found"
+    optional = (  # the task arithmetic writes these only on request
         ("sft", config.sft.steps, "num_sft", "demonstrations", 2000),
         ("reward_training", config.reward_training.steps, "num_pairs", "pairs", 9500),
         ("data", config.data.answers == "pairs", "num_pairs", "pairs", 9500),
@@ -136,15 +135,16 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
                 made.append(file)
         if made:
             yield (
-                f"{section}.train_files: {made[0]} will not be made, because "
-                f"data.prepare.options.{option} is 0; give the number of {rows}, for example "
+                f"{section}.train_files: {made[0]} will not be written, because "
+                f"data.prepare.options.{option} is 0; set the number of {rows}, for example "
                 f"data.prepare.options.{option}={example}"
             )
     yield from _published(config)
 
 
 def _published(config: RunConfig) -> Iterator[str]:
-    """Yield datasets that `data.prepare` needs to read, since its output is missing, but cannot."""
+    """Yield datasets that `data.prepare` has to read, because its output is missing, but cannot
+    find."""
     prepare = config.data.prepare
     out = Path(config.data.prepare.out)
     entry = PREPARATIONS.get(prepare.task).published if prepare.task is not None else None
@@ -159,8 +159,8 @@ def _published(config: RunConfig) -> Iterator[str]:
         return
     for line in entry.missing(options, Path(prepare.source) if prepare.source else None):
         yield (
-            f"{line}, or run `hybridflow prepare {prepare.task} --out {prepare.out}` before; for "
-            "files of your own: data=files data.train_files=[...]"
+            f"{line}, or run `hybridflow prepare {prepare.task} --out {prepare.out}` first; to use "
+            "your own files: data=files data.train_files=[...]"
         )
 
 

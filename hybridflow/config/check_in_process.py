@@ -10,7 +10,7 @@ from hybridflow.config.keys import differing
 from hybridflow.config.schema import RolloutConfig, RunConfig
 
 _ENGINE = "hf"  # the built-in kind that copies weights directly
-# with one engine of one rank, and one rank of the policy
+# must be 1: one engine with one rank, and one policy rank
 _ONE = (
     *(
         "cluster.nodes",
@@ -35,28 +35,28 @@ def problems(config: RunConfig) -> Iterator[str]:
     if not config.cluster.in_process:
         if config.rollout.engine == _ENGINE:
             yield (
-                f"rollout.engine={_ENGINE} runs in the trainer's process alone; choose "
+                f"rollout.engine={_ENGINE} runs only in the trainer's process; choose "
                 "cluster=in-process, or another engine"
             )
         return
     here = "cluster.in_process=true"
     if config.rollout.engine == RolloutConfig().engine:
         yield (
-            f"rollout.engine={config.rollout.engine} is a server, and with {here} there is none; "
-            f"set it to {_ENGINE}"
+            f"rollout.engine={config.rollout.engine} runs a server, which is not supported with "
+            f"{here}; set it to {_ENGINE}"
         )
     for key, value, _ in differing(config, dict.fromkeys(_ONE, 1)):
-        yield f"{key}={value}: with {here} the job has one process; set it to 1"
+        yield f"{key}={value} must be 1 with {here}: the job has one process"
     for key, value, wanted in differing(config, _WITHOUT_USE):
-        yield f"{key}={value} has no use with {here}; set it to {wanted}"
+        yield f"{key}={value} is not supported with {here}; set it to {wanted}"
     if derived.needs_engine_routes(config):
         yield (
-            f"actor.router_replay={config.actor.router_replay} needs the experts that the engine "
-            f"used, which rollout.engine={_ENGINE} does not return; set it to none or r2"
+            f"actor.router_replay={config.actor.router_replay} requires the experts that the "
+            f"engine used, which rollout.engine={_ENGINE} does not return; set it to none or r2"
         )
     for role in derived.roles_in_use(config):
         if not derived.is_colocated(config, role):
             yield (
-                f"{role}.placement=own needs other processes, and with {here} there is one; set it "
-                "to colocated"
+                f"{role}.placement=own requires more processes, but with {here} there is only one; "
+                "set it to colocated"
             )

@@ -1,4 +1,4 @@
-"""Checks of the loop against other keys: training on tokens of older weights, generation only,
+"""Checks of loop settings against other keys: training on tokens of older weights, generation only,
 training on dumps. Pure, no torch."""
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ def staleness_problems(config: RunConfig) -> Iterator[str]:
     """Check the requirements of `trainer.max_staleness`."""
     if (ahead := config.trainer.steps_ahead) is not None and ahead > config.trainer.max_staleness:
         yield (
-            f"trainer.steps_ahead={ahead} hands prompts out for more steps than answers may be old "
-            f"(trainer.max_staleness={config.trainer.max_staleness}); set steps_ahead to null or "
-            "to that at most"
+            f"trainer.steps_ahead={ahead} must be at most "
+            f"trainer.max_staleness={config.trainer.max_staleness}: answers would otherwise be "
+            "older than allowed; reduce it, or set it to null"
         )
     if not config.trainer.max_staleness:
         return
     stale = f"trainer.max_staleness={config.trainer.max_staleness}"
     if config.trainer.tail_batching:
         yield (
-            f"{stale} trains while long answers go on, and "
-            f"trainer.tail_batching={config.trainer.tail_batching} cuts them off and asks anew; "
-            "set one of them to 0"
+            f"{stale} trains while long answers are still in flight, but "
+            f"trainer.tail_batching={config.trainer.tail_batching} cuts them off and generates "
+            "them again; set one of them to 0"
         )
     actor = config.actor
     rollout = config.rollout
@@ -38,13 +38,13 @@ def staleness_problems(config: RunConfig) -> Iterator[str]:
         )
     if rollout.sleep_while_training:
         yield (
-            f"{stale} lets engines go on while the policy trains, and "
-            "rollout.sleep_while_training=true stops them; give the engines devices of their own "
-            "(rollout.pool=null) and set it to false, or max_staleness to 0"
+            f"{stale} keeps engines running while the policy trains, but "
+            "rollout.sleep_while_training=true stops them; give the engines separate devices "
+            "(rollout.pool=null) and set it to false, or set max_staleness to 0"
         )
     if rollout.sync.pause == "abort":
         yield (
-            f"{stale} has requests under way when weights arrive, and rollout.sync.pause=abort "
+            f"{stale} has requests in flight when weights arrive, but rollout.sync.pause=abort "
             "ends them; set it to retract or in_place"
         )
     if rollout.sync.pause == "in_place" and rollout.logprob_diff_bound is not None:
@@ -61,8 +61,8 @@ def length_problems(config: RunConfig) -> Iterator[str]:
     epochs = config.trainer.total_epochs
     if steps is not None and epochs is not None:
         yield (
-            f"trainer.total_steps={steps} and trainer.total_epochs={epochs} both say how long the "
-            "run is; set trainer.total_steps=null to count epochs, or trainer.total_epochs=null"
+            f"trainer.total_steps={steps} and trainer.total_epochs={epochs} both set the run's "
+            "length; set trainer.total_steps=null to count epochs, or trainer.total_epochs=null"
         )
 
 
@@ -71,31 +71,31 @@ def dump_problems(config: RunConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.rollout_only and not trainer.dump_rollouts_every_steps:
         yield (
-            "trainer.rollout_only=true with trainer.dump_rollouts_every_steps=0 keeps nothing of "
-            "what it generates; set dump_rollouts_every_steps=1"
+            "trainer.rollout_only=true with trainer.dump_rollouts_every_steps=0 would discard "
+            "everything it generates; set dump_rollouts_every_steps=1"
         )
     if config.data.answers != "sampled" and (
         trainer.rollout_only or trainer.rollouts_from is not None
     ):
         yield (
-            f"data.answers={config.data.answers} generates nothing, and trainer.rollout_only and "
-            "rollouts_from are about what is generated; leave them out, or set data.answers=sampled"
+            f"data.answers={config.data.answers} generates nothing, but trainer.rollout_only and "
+            "rollouts_from apply to generated answers; remove them, or set data.answers=sampled"
         )
     if trainer.rollouts_from is None:
         return
     source = f"trainer.rollouts_from={trainer.rollouts_from}"
     if trainer.rollout_only:
         yield (
-            f"{source} trains without generating, and trainer.rollout_only=true does not train; "
-            "leave one out"
+            f"{source} trains without generating, but trainer.rollout_only=true does not train; "
+            "remove one of them"
         )
     if not Path(trainer.rollouts_from).exists():
         yield (
-            f"{source}: no such folder or file; give the rollouts/ of a run, or one "
+            f"{source}: file or folder not found; set the rollouts/ folder of a run, or one "
             "step_NNNNNN.parquet in it"
         )
     if derived.needs_engine_routes(config):
         yield (
-            f"actor.router_replay={config.actor.router_replay} needs the experts that the engine "
-            f"used, which dumps do not hold ({source}); set it to none or r2"
+            f"actor.router_replay={config.actor.router_replay} requires the experts that the "
+            f"engine used, which dumps do not contain ({source}); set it to none or r2"
         )

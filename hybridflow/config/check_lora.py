@@ -15,28 +15,28 @@ def problems(config: RunConfig) -> Iterator[str]:
     lora = config.actor.lora
     if lora.dropout:
         yield (
-            f"actor.lora.dropout={lora.dropout} must be 0: an update with dropout would train "
-            "another policy than the one whose log-probabilities it is compared with"
+            f"actor.lora.dropout={lora.dropout} must be 0: with dropout an update would train a "
+            "different policy from the one that was scored"
         )
     if not lora.rank:
         if lora.targets:
             yield (
-                f"actor.lora.targets={list(lora.targets)} without adapters; set actor.lora.rank, "
-                "for example to 8, or remove the targets"
+                f"actor.lora.targets={list(lora.targets)} has no effect with rank 0; set "
+                "actor.lora.rank, for example to 8, or remove the targets"
             )
         return
     if twice := sorted({target for target in lora.targets if lora.targets.count(target) > 1}):
-        yield f"actor.lora.targets names {', '.join(twice)} twice; name each linear once"
+        yield f"actor.lora.targets contains {', '.join(twice)} twice; list each layer once"
     if actor.backend == "fsdp":
         yield (
-            f"actor.lora.rank={lora.rank} needs actor.backend=megatron: fsdp trains all weights; "
-            "set the rank to 0, or megatron"
+            f"actor.lora.rank={lora.rank} requires actor.backend=megatron, because fsdp trains all "
+            "weights; set the rank to 0, or megatron"
         )
     if actor.expert_bias_update_rate:
         yield (
-            f"actor.lora.rank={lora.rank} freezes the model, and "
-            f"actor.expert_bias_update_rate={actor.expert_bias_update_rate} would move its expert "
-            "biases; set one of them to 0"
+            f"actor.lora.rank={lora.rank} freezes the model, but "
+            f"actor.expert_bias_update_rate={actor.expert_bias_update_rate} would change its "
+            "expert biases; set one of them to 0"
         )
 
 
@@ -52,10 +52,12 @@ def target_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str
             target.startswith("linear_fc") for target in missing
         )
         why = (
-            "; its MLPs are routed experts, which get no adapters in this version" if routed else ""
+            "; its MLPs are routed experts, which do not support adapters in this version"
+            if routed
+            else ""
         )
         yield (
-            f"actor.lora.targets: a model of model_type={sizes.get('model_type')} has no "
-            f"{', '.join(missing)} to adapt{why}; choose from {', '.join(has)}, or leave the "
-            "targets empty for all of them"
+            f"actor.lora.targets: model_type={sizes.get('model_type')} has no "
+            f"{', '.join(missing)}{why}; choose from {', '.join(has)}, or leave the targets empty "
+            "to adapt all of them"
         )

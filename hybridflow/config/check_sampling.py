@@ -35,40 +35,41 @@ def sampled(config: RunConfig) -> dict[str, SamplingConfig]:
 
 def _values(config: RunConfig, key: str, one: SamplingConfig) -> Iterator[str]:
     if one.top_k == 0:
-        yield f"{key}.top_k=0 would sample from no token; -1 switches it off"
+        yield f"{key}.top_k=0 would leave no token to sample; set -1 to disable it"
     if one.stop and config.rollout.agent.loop != AgentConfig().loop:
         yield (
             f"{key}.stop={list(one.stop)} with rollout.agent.loop={config.rollout.agent.loop}: an "
-            "answer that ends with a text lacks the token that ends a turn before the next "
-            "message; remove it"
+            "answer that ends with a stop string lacks the end-of-turn token that must precede the "
+            "next message; remove it"
         )
     most = getattr(one, "max_new_tokens", None) or 0
     prompt = config.data.max_prompt_length
     if prompt + most > config.rollout.max_total_tokens:
         yield (
-            f"{key}.max_new_tokens={most} after data.max_prompt_length={prompt} does not fit the "
-            "KV cache of an engine; lower it, or raise "
+            f"{key}.max_new_tokens={most} after data.max_prompt_length={prompt} does not fit in an "
+            "engine's KV cache; reduce it, or raise "
             f"rollout.max_total_tokens={config.rollout.max_total_tokens}"
         )
     if any(not text for text in one.stop):
         yield (
-            f"{key}.stop has an empty text, behind which every answer would end at once; remove it"
+            f"{key}.stop contains an empty string, which would end every answer immediately; "
+            "remove it"
         )
 
 
 def _training(config: RunConfig) -> Iterator[str]:
-    """Yield settings for which the trainer could not compute the log-probs."""
+    """Yield settings with which the trainer could not compute the log-probs."""
     sampling = config.rollout.sampling
     key = "rollout.sampling"
     for name, value, off in differing(sampling, _PENALTIES):
         yield (
-            f"{key}.{name}={value} changes the logits by the tokens before, which the trainer's "
-            f"log-probs do not follow; set it to {off} (rollout.val_sampling may have it)"
+            f"{key}.{name}={value} changes logits based on earlier tokens, which the trainer's "
+            f"log-probs do not model; set it to {off} (only rollout.val_sampling supports it)"
         )
     if sampling.top_k == 1 and config.rollout.logprob_diff_bound is not None:
         yield (
-            f"{key}.top_k=1 takes the most likely token alone, which no gradient follows from; "
-            "raise it, set it to -1, or, to debug with the log-probs of the whole vocabulary, set "
+            f"{key}.top_k=1 always takes the most likely token, which gives no gradient; raise it, "
+            "set it to -1, or, to debug with log-probs over the whole vocabulary, set "
             "rollout.logprob_diff_bound=null"
         )
     if not derived.needs_support(config):
@@ -77,26 +78,28 @@ def _training(config: RunConfig) -> Iterator[str]:
     named = " ".join(f"{key}.{name}={value}" for name, value, _ in differing(sampling, cuts))
     if sampling.top_k == -1:
         yield (
-            f"{named}: engines tell the trainer what each token was sampled among, at most so many "
-            f"tokens as top_k; set {key}.top_k too, for example to 256, or switch the others off"
+            f"{named}: engines report the candidates that each token was sampled from, at most "
+            f"top_k of them; set {key}.top_k too, for example to 256, or disable the others"
         )
     engine = config.rollout.engine
     if engine in ENGINE.names() and not _tells_support(engine):
         others = ", ".join(filter(_tells_support, ENGINE.names()))
         yield (
-            f"{named} with rollout.engine={engine}, which does not tell what a token was sampled "
-            "among, so that the trainer has no log-probs of it; switch them off, or choose one of "
-            f"{others}"
+            f"{named} is not supported with rollout.engine={engine}, which does not report the "
+            "candidates that a token was sampled from, so the trainer cannot compute its log-prob; "
+            f"disable them, or choose one of {others}"
         )
     if config.actor.distillation.coef:
         yield (
-            f"{named} with actor.distillation.coef={config.actor.distillation.coef}: a teacher "
-            "scores the whole vocabulary, and the policy what it was sampled among; switch one off"
+            f"{named} is not supported with "
+            f"actor.distillation.coef={config.actor.distillation.coef}: the teacher scores the "
+            "whole vocabulary, but the policy only the sampled candidates; disable one of them"
         )
 
 
 def _tells_support(engine: str) -> bool:
-    """Return the declaration of a built-in kind's package. Importing it imports no library."""
+    """Return the built-in engine package's `TELLS_SUPPORT`; True if it declares none. Importing the
+    package does not import the engine's library."""
     return bool(
         getattr(importlib.import_module(f"{ENGINE.package}.{engine}"), "TELLS_SUPPORT", True)
     )

@@ -45,13 +45,13 @@ def virtual_pipeline_size(parallel: ParallelConfig) -> int:
 
 
 def tokens_multiple(parallel: ParallelConfig) -> int:
-    """Return the number to whose multiples sequences are padded: context parallelism divides a
-    sequence into 2 x context chunks (zigzag)."""
+    """Return the multiple to which sequences are padded: context parallelism divides a sequence
+    into 2 x context chunks (zigzag)."""
     return 2 * parallel.context if parallel.context > 1 else 1
 
 
 def padded_length(tokens: int, parallel: ParallelConfig) -> int:
-    """Return the tokens that a sequence takes in a micro-batch, including padding."""
+    """Return the length of a sequence in a micro-batch, including padding."""
     return -(-tokens // tokens_multiple(parallel)) * tokens_multiple(parallel)
 
 
@@ -73,7 +73,7 @@ def data_parallel_size(config: RunConfig) -> int:
 
 
 def num_experts(sizes: Mapping[str, Any]) -> int:
-    """Return the routed experts of a model from its HF config, for all families; 0 for a dense
+    """Return the number of routed experts from a model's HF config, for all families; 0 for a dense
     model."""
     return int(
         sizes.get("num_experts")
@@ -91,7 +91,7 @@ def shared_expert_size(sizes: Mapping[str, Any]) -> int:
 
 
 def has_dense_mlps(sizes: Mapping[str, Any]) -> bool:
-    """Return whether some layer of a model has a dense MLP, by its HF config."""
+    """Return True if any layer has a dense MLP, according to the model's HF config."""
     if (kinds := sizes.get("mlp_layer_types")) is not None:
         return "dense" in kinds
     # all families with this field have a dense first layer by default
@@ -116,7 +116,7 @@ def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def engine_ranks(config: RunConfig) -> int:
-    """Return the number of processes of one engine with weights."""
+    """Return the number of processes of one engine that have weights."""
     return config.rollout.tensor * config.rollout.pipeline
 
 
@@ -127,8 +127,8 @@ def engines_may_span_nodes(config: RunConfig) -> bool:
 
 
 def logprob_diff_bound(config: RunConfig) -> float | None:
-    """Return the bound on the mean difference of engines' and trainer's log-probs; None:
-    unlimited."""
+    """Return the bound on the mean difference between the engines' and the trainer's log-probs;
+    None: unlimited."""
     rollout = config.rollout
     if rollout.logprob_diff_bound is None or config.model.dtype == "float32":
         return rollout.logprob_diff_bound
@@ -136,8 +136,8 @@ def logprob_diff_bound(config: RunConfig) -> float | None:
 
 
 def is_staged(config: RunConfig, kind: str) -> bool:
-    """Return True if engines on devices of this kind (cpu, cuda) stage a sync's weights until all
-    have arrived."""
+    """Return True if engines on this kind of device (cpu, cuda) stage a sync's weights until all of
+    them have arrived."""
     return (config.rollout.sync.commit or ("in_place" if kind == "cuda" else "staged")) == "staged"
 
 
@@ -256,8 +256,8 @@ def needs_sum_pi_squared(config: RunConfig) -> bool:
 
 
 def short_round_prompts(config: RunConfig) -> int:
-    """Return the prompts that a step with tail batching submits; it trains `data.train_batch_size`
-    of them."""
+    """Return the number of prompts that a step with tail batching submits; it trains on
+    `data.train_batch_size` of them."""
     size = config.data.train_batch_size
     return size + max(1, round(size * config.trainer.tail_batching))
 
@@ -268,8 +268,8 @@ def needs_engine_routes(config: RunConfig) -> bool:
 
 
 def needs_support(config: RunConfig) -> bool:
-    """Return True if engines must return the support of each token, for the trainer's log-probs.
-    Not for top_k=1, whose log-prob stays that of the whole vocabulary."""
+    """Return True if engines must return each token's support, which the trainer needs for
+    log-probs. False for top_k=1, where log-probs are over the whole vocabulary."""
     sampling = config.rollout.sampling
     cut = sampling.top_p < 1 or sampling.top_k != -1 or sampling.min_p > 0
     return config.data.answers == "sampled" and cut and sampling.top_k != 1
@@ -323,8 +323,8 @@ def is_colocated(config: RunConfig, role: str) -> bool:
 
 
 def models_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
-    """Return the models of `hybridflow train`, `sft` or `train-reward`, in the order of their
-    start; with a reference that the policy's ranks hold as a second set of weights."""
+    """Return the models of `hybridflow train`, `sft` or `train-reward` in start order, including a
+    reference that is a second set of weights on the policy's ranks."""
     if job == "train-reward":
         needs_policy = bool(config.sft.steps) or is_colocated(config, "reward_model")
         return ("actor", "reward_model") if needs_policy else ("reward_model",)
@@ -334,8 +334,8 @@ def models_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
 
 
 def roles_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
-    """The roles that have workers: `models_in_use` without a reference that the policy's ranks
-    hold."""
+    """Return the roles that have workers: `models_in_use` without a reference on the policy's
+    ranks."""
     swapped = "reference" if is_colocated(config, "reference") else None
     return tuple(name for name in models_in_use(config, job) if name != swapped)
 
@@ -358,8 +358,8 @@ def generates(config: RunConfig) -> bool:
 
 
 def alternates(config: RunConfig) -> bool:
-    """Return True if engines release the devices that they share with the trainer while it uses
-    them, from their start on."""
+    """Return True if engines release the devices that they share with the trainer whenever it uses
+    them, starting when they are created."""
     return (
         generates(config)
         and shares_devices(config)
@@ -410,8 +410,9 @@ def role_updates_per_step(config: RunConfig, role: str) -> int:
 
 
 def policy_view(config: RunConfig, name: str) -> RunConfig:
-    """Return the configuration as the further policy `roles.NAME` has it: its sections in the place
-    of the first policy's, its processes, and no other models than its own reference."""
+    """Return the configuration from the view of the further policy `roles.NAME`: its sections
+    replace the first policy's, with its number of processes and no other model than its
+    reference."""
     own = config.roles[name]
     batch = own.train_batch_size or config.data.train_batch_size
     return replace(
@@ -439,8 +440,8 @@ def run_dir(config: RunConfig) -> Path:
 def differing_size(
     wanted: Mapping[str, Any], sizes: Mapping[str, Any]
 ) -> tuple[str, Any, Any] | None:
-    """Return (name, wanted, other) of the first size, or the family, that both define differently;
-    None if all agree. Lengths may differ, because they only limit positions."""
+    """Return (name, wanted, other) for the first size, or the family, that differs; None if all
+    agree. Lengths may differ, because they only limit positions."""
     for name, value in wanted.items():
         other = sizes.get(name, value)
         is_size = (
@@ -454,8 +455,8 @@ def differing_size(
 
 
 def hf_config(model: ModelConfig) -> Mapping[str, Any]:
-    """Return the Hugging Face configuration: `hf_config` as given, else `path`/config.json. A plan
-    uses the sizes of a recipe whose `path` is a hub id that is not in the cache.
+    """Return the Hugging Face configuration: `path`/config.json if `path` is set, else `hf_config`.
+    If `path` is a hub id that is not in the cache, as in a plan, use the recipe's `hf_config`.
 
     Raises:
         ConfigError: config.json is missing or not a JSON object, or a field has an impossible value
@@ -470,7 +471,7 @@ def hf_config(model: ModelConfig) -> Mapping[str, Any]:
         return read_model_config(file)
     except OSError as error:
         raise ConfigError(
-            f"model.path={model.path}: {file} cannot be read ({error.strerror}); give a Hugging "
+            f"model.path={model.path}: {file} could not be read ({error.strerror}); set a Hugging "
             "Face folder"
         ) from error
     except ValueError as error:

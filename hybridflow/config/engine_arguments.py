@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-# Their effect and the remedy -> names.
+# {reason for rejection; remedy: names}
 _REFUSED: dict[str, str] = {
-    "engines listen on loopback alone, on a port and with keys of the job's own; remove it": (
+    "engines listen only on loopback, with a port and keys that the job chooses; remove it": (
         "host port api-key admin-api-key ssl-* uds config grpc-* smg-* sidecar* root-path "
         "fastapi-root-path middleware nccl-port nccl-init-addr dist-init-addr master-addr "
         "master-port gated-launch-port engine-info-bootstrap-port load-publish-endpoint "
@@ -19,19 +19,19 @@ _REFUSED: dict[str, str] = {
         "encoder-register-urls headless"
     ),
     (
-        "it runs code of files that the job does not know; give a kind of engine of your own as "
+        "it runs code from files outside the job's control; set your own engine kind as "
         "rollout.engine"
     ): (
         "trust-remote-code forward-hooks worker-cls worker-extension-cls scheduler-cls tool-server "
         "warmups custom-weight-loader io-processor-plugin"
     ),
-    "tokens would be drafted by other weights, which no sync updates; remove it": (
+    "tokens would be drafted by other weights that no sync updates; remove it": (
         "speculative-* spec-* decoupled-spec-* enable-multi-layer-eagle "
         "enable-draft-weights-cpu-backup decrypted-draft-config-file num-lookahead-slots dllm-* "
         "no-dllm-*"
     ),
     (
-        "tokens would be sampled otherwise than rollout.sampling says and the trainer computes; "
+        "tokens would be sampled differently from rollout.sampling and the trainer's log-probs; "
         "remove it"
     ): (
         "preferred-sampling-params sampling-defaults enable-custom-logit-processor "
@@ -40,8 +40,8 @@ _REFUSED: dict[str, str] = {
         "structured-outputs-config mlx-enable-sampling"
     ),
     (
-        "engines answer with the weights that the trainer sends, in rollout.quantization or "
-        "model.dtype; remove it"
+        "engines use the weights that the trainer sends, in rollout.quantization or model.dtype; "
+        "remove it"
     ): (
         "quantization quantization-param-path quantize-and-serve quantization-config "
         "rl-quant-profile torchao-config modelopt-* modelexpress-config load-format "
@@ -49,19 +49,19 @@ _REFUSED: dict[str, str] = {
         "weight-transfer-config remote-instance-weight-loader-* checkpoint-engine-* "
         "delete-ckpt-after-loading decrypted-config-file model-checksum enable-w4a4-mxfp4-megamoe"
     ),
-    "engines are given adapters merged into the weights (docs/lora.md); remove it": (
+    "engines receive weights with the adapters merged (docs/lora.md); remove it": (
         "enable-lora* lora-* no-lora-* max-lora* max-loras* max-loaded-loras max-cpu-loras "
         "fully-sharded-loras specialize-active-lora default-mm-loras uno-lora-path "
         "experts-shared-outer-loras no-experts-shared-outer-loras enable-prompt-adapter "
         "max-prompt-adapter*"
     ),
-    "weights would move away from where a sync writes them; remove it": (
+    "weights would move away from the addresses that a sync writes to; remove it": (
         "enable-eplb eplb-* ep-num-redundant-experts ep-dispatch-algorithm init-expert-location "
         "elastic-ep-* enable-elastic-expert-backup max-ep-size cpu-offload-* offload-* kt-* "
         "ple-offload-* enable-paged-experts paged-experts-num-resident "
         "enable-tp-lm-head-all-to-all dwdp-size"
     ),
-    "it keeps what older weights have computed beyond a sync; remove it": (
+    "it would keep results of older weights after a sync; remove it": (
         "hicache-storage-* enable-lmcache lmcache-* enable-flexkv flexkv-* "
         "enable-unified-cache-external-linker unified-cache-external-linker-* radix-cache-backend "
         "kv-offloading-*"
@@ -76,7 +76,7 @@ _REFUSED: dict[str, str] = {
         "tokenizer tokenizer-path tokenizer-mode tokenizer-backend tokenizer-revision "
         "skip-tokenizer-init enable-prompt-embeds allow-auto-truncate enable-multimodal"
     ),
-    "the engine's answers are read as the job sets them; remove it": (
+    "the job sets the format of the engine's answers; remove it": (
         "incremental-streaming-output stream-interval stream-output enable-return-hidden-states "
         "return-* enable-return-indexer-topk enable-return-aux-hidden-states max-logprobs "
         "enable-response-store enable-streaming-session strip-thinking-cache disaggregation-* "
@@ -84,7 +84,7 @@ _REFUSED: dict[str, str] = {
         "distributed-executor-backend"
     ),
 }
-# The equivalent key.
+# {our key: the server's names of the equivalent arguments}
 _OUR_KEYS = {
     "rollout.tensor": "tp-size tensor-parallel-size",
     "rollout.pipeline": "pp-size pipeline-parallel-size",
@@ -107,15 +107,12 @@ _OUR_KEYS = {
 _SHORTEST = 4
 _WHY: dict[str, list[str]] = {
     **{why: names.split() for why, names in _REFUSED.items()},
-    **{
-        f"{key} says it; set that, and remove this": names.split()
-        for key, names in _OUR_KEYS.items()
-    },
+    **{f"set {key} instead": names.split() for key, names in _OUR_KEYS.items()},
 }
 
 
 def refusals(arguments: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name as given, reason) of each rejected argument of SGLang's or vLLM's server."""
+    """Yield (name as given, reason) for each rejected argument of SGLang's or vLLM's server."""
     for given in arguments:
         if why := _why(given):
             yield given, why

@@ -3,7 +3,7 @@ preparations.
 
 Checks, `--explain`, the roles of a run and the columns of its steps are derived from these
 declarations. Entries are in `hybridflow/algorithms`, `hybridflow/observe/trackers` and
-`hybridflow/data/prepare/tasks`; this package contains what must be known before importing torch.
+`hybridflow/data/prepare/tasks`; this package contains only what is needed before importing torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Estimator:
         options: a frozen dataclass; every field has a default.
         aggregations: the values of actor.loss_agg_mode that match its paper's definition; empty:
             any.
-        takes_parts: it receives the rewards of turns or tokens.
+        takes_parts: it uses rewards of individual turns or tokens.
         preferences: it learns from preferred answers, which may be recorded (`data.answers=pairs`).
     """
 
@@ -69,9 +69,9 @@ class Flow:
         body: the async function over the run.
         roles: the attributes of the run that it calls, for example "critic".
         options: a frozen dataclass; every field has a default.
-        policy_losses: the values of actor.policy_loss under which it is what its paper defines;
-            empty: any.
-        name: the one that it is registered under. line: where, in its file.
+        policy_losses: the values of actor.policy_loss that match its paper's definition; empty:
+            any.
+        name: the name that it is registered under. line: the line of its registration in its file.
     """
 
     body: Callable[[Any], Coroutine[Any, Any, None]]
@@ -110,8 +110,8 @@ class Preparation:
             parquet file; called with the options, that folder, and `data.prepare.source`.
         source_files: names of the raw files that the task reads from `data.prepare.source`; empty
             if it needs none.
-        published: the dataset of the Hugging Face hub that the task reads
-            (`hybridflow.data.prepare.published`); None: another kind of task.
+        published: the Hugging Face hub dataset that the task reads
+            (`hybridflow.data.prepare.published`); None: it reads none.
     """
 
     options: type
@@ -157,14 +157,15 @@ def estimator_options(algorithm: AlgorithmConfig) -> Any:
 
 
 def flow_options(algorithm: AlgorithmConfig) -> Any:
-    """The options of the run's flow. ConfigError: one of them is unknown or of the wrong type."""
+    """Return the options of the run's flow. Raises ConfigError if one is unknown or of the wrong
+    type."""
     name = algorithm.flow
     wanted = NoOptions if name is None else FLOWS.get(name).options
     given = algorithm.flow_options
     if given and not dataclasses.fields(wanted):
         raise ConfigError(
-            f"algorithm.flow_options={given}: algorithm.flow={name} has no options; a flow of "
-            "yours declares them with @flow(..., options=Options), a dataclass with defaults"
+            f"algorithm.flow_options={given}: algorithm.flow={name} has no options; your own flow "
+            "can declare them with @flow(..., options=Options), a dataclass with defaults"
         )
     return build_options(wanted(), given, "algorithm.flow_options")
 
@@ -177,8 +178,8 @@ def policy_loss_options(actor: ActorConfig) -> Any:
 
 
 def _options(wanted: type, section: Any, name: str, given: Mapping[str, Any], key: str) -> Any:
-    """Build the options. Those that the section also has (`algorithm.gamma`) come from there, all
-    others from the mapping."""
+    """Build the options. Those that are also keys of the section (`algorithm.gamma`) are taken from
+    there, all others from the mapping."""
     fields = [field.name for field in dataclasses.fields(wanted)]
     shared = {field: getattr(section, field) for field in fields if hasattr(section, field)}
     for field in shared.keys() & given.keys():

@@ -100,7 +100,7 @@ def _rollout(config: RunConfig) -> list[str]:
     samples = derived.samples_per_step(config)
     if config.data.answers == "pairs":
         return [
-            "Rollout: none in a step; engines answer held-out prompts alone",
+            "Rollout: none during steps; engines answer only held-out prompts",
             f"  samples   = data.train_batch_size recorded pairs = {prompts} x 2 = {samples}",
         ]
     return [
@@ -119,10 +119,11 @@ def _rollout(config: RunConfig) -> list[str]:
 
 def _sampling(config: RunConfig) -> str:
     if not derived.needs_support(config):
-        return "from the whole vocabulary, and log-probs are over it"
+        return "from the whole vocabulary; log-probs are over the whole vocabulary"
     return (
-        f"among at most rollout.sampling.top_k {config.rollout.sampling.top_k} tokens; log-probs, "
-        "entropies and the reference's are over those of each token, without the log-prob kernel"
+        f"from at most rollout.sampling.top_k {config.rollout.sampling.top_k} tokens; log-probs "
+        "and entropies, also the reference's, are over each token's candidates, without the "
+        "log-prob kernel"
     )
 
 
@@ -133,21 +134,20 @@ def _staleness(config: RunConfig) -> str:
         size = config.data.train_batch_size
         short = derived.short_round_prompts(config)
         return (
-            f"tail batching: a step hands out {short} prompts and trains the {size} that end "
-            f"first; once {size} prompts have been cut off, a step answers them anew"
+            f"tail batching: a step submits {short} prompts and trains on the {size} that finish "
+            f"first; once {size} prompts have been cut off, a separate step generates them again"
         )
     if not steps:
-        return "a step waits for all of its samples, which the present weights make"
+        return "a step waits for all of its samples, generated with the current weights"
     ahead = config.trainer.steps_ahead
     have = (
-        f"up to 1 + {steps} steps, {(1 + steps) * samples}, but of no more than keep the trainer "
-        "busy,"
+        f"up to 1 + {steps} steps, {(1 + steps) * samples}, limited to what keeps the trainer busy,"
     )
     if ahead is not None:
         have = f"1 + trainer.steps_ahead {ahead} steps, {(1 + ahead) * samples},"
     return (
-        f"engines have the samples of {have} and go on while the policy trains; a token is at most "
-        f"{steps} weight versions old"
+        f"engines are assigned the samples of {have} and continue while the policy trains; a token "
+        f"is at most {steps} weight versions old"
     )
 
 
@@ -166,10 +166,10 @@ def _engine_shape(config: RunConfig) -> str:
         else ", on one node"
     )
     if nodes > 1 and config.cluster.address is None:
-        place += " (all of them this machine: cluster.address is null)"
+        place += " (all on this machine: cluster.address is null)"
     product = f"rollout.tensor x rollout.pipeline = {rollout.tensor} x {rollout.pipeline} = {ranks}"
     weights = f"; weights in {rollout.quantization}" if rollout.quantization else ""
-    return f"{product} an engine{grouped}{place}{weights}"
+    return f"{product} per engine{grouped}{place}{weights}"
 
 
 def _algorithm(config: RunConfig) -> list[str]:
@@ -209,7 +209,7 @@ def _correction(config: RunConfig) -> str:
         if correction.reject
         else []
     )
-    return "; ".join(parts) or "none (the engine's log-probs enter no weight)"
+    return "; ".join(parts) or "none (the engine's log-probs are not used as weights)"
 
 
 def _options(options: Any) -> str:
@@ -219,20 +219,22 @@ def _options(options: Any) -> str:
 def _old_log_probs(config: RunConfig) -> str:
     column = derived.old_log_probs_column(config)
     if column is None:
-        return "the one update's own values; no pass computes them"
+        return "the values of the single update itself; no separate pass"
     kind = f"actor.old_log_probs {config.actor.old_log_probs}"
     if column == "old_log_probs" and not derived.scores_before_update(config):
         later = derived.share_scored_before_update(config)
         rest = (
-            f"a pass over the other {later:.0%} of the rows" if later else "no pass computes them"
+            f"a separate pass over the other {later:.0%} of the rows"
+            if later
+            else "no separate pass"
         )
-        return f"the first update's own values for its rows; {rest} ({kind})"
+        return f"computed in the first update for its rows; {rest} ({kind})"
     where = (
-        "of a pass before the updates"
+        "from a pass before the updates"
         if column == "old_log_probs"
-        else "of the engine that sampled"
+        else "from the engine that sampled"
     )
-    needed = "; a pass computes the policy's for reward, advantages or replay"
+    needed = "; a separate pass computes the policy's for reward, advantages or replay"
     return f"{where} ({kind})" + (
         needed if column != "old_log_probs" and derived.scores_before_update(config) else ""
     )
@@ -259,27 +261,28 @@ def _actor(config: RunConfig) -> list[str]:
         ),
         (
             f"  data-parallel      = {world} / {model} = {dp} copies; each gets {_up(samples, dp)} "
-            f"of the {samples} samples, of equal cost"
+            f"of the {samples} samples, balanced by cost"
         ),
         (
             "  mini-batch         = actor.ppo_mini_batch_size x rollout.n = "
-            f"{actor.ppo_mini_batch_size} x {config.rollout.n} = {mini} samples an optimizer update"
+            f"{actor.ppo_mini_batch_size} x {config.rollout.n} = {mini} samples per optimizer "
+            "update"
         ),
         (
             "  updates            = data.train_batch_size / actor.ppo_mini_batch_size x "
             f"actor.ppo_epochs = {config.data.train_batch_size} / {actor.ppo_mini_batch_size} x "
-            f"{actor.ppo_epochs} = {derived.updates_per_step(config)} a step{_in_all(config)}"
+            f"{actor.ppo_epochs} = {derived.updates_per_step(config)} per step{_in_all(config)}"
         ),
         f"  old log-probs      = {_old_log_probs(config)}",
-        f"  a rank's share     = {mini} samples / {dp} copies = {share} samples an update",
+        f"  a rank's share     = {mini} samples / {dp} copies = {share} samples per update",
         (
             "  micro-batches      = packed up to actor.max_tokens_per_micro_batch "
             f"{actor.max_tokens_per_micro_batch} tokens; the longest sample has {longest}, so "
-            f"between 1 and about {min(share, most)} an update, the same number on every rank"
+            f"between 1 and about {min(share, most)} per update, the same number on every rank"
         ),
         (
-            "  accumulation       = gradients of all micro-batches of an update are added up "
-            "before its one optimizer step"
+            "  accumulation       = gradients of all micro-batches of an update are summed before "
+            "its optimizer step"
         ),
     ]
 
@@ -288,23 +291,23 @@ def _in_all(config: RunConfig) -> str:
     steps = derived.total_steps(config, None)
     if steps is None:
         return f", for trainer.total_epochs {config.trainer.total_epochs} (steps: see Epoch)"
-    return f", {derived.updates_per_step(config) * steps} in all ({steps} steps)"
+    return f", {derived.updates_per_step(config) * steps} in total ({steps} steps)"
 
 
 def _reference(config: RunConfig) -> list[str]:
     if not derived.needs_reference(config):
         return ["Reference: none (actor.kl_loss_coef and algorithm.kl_coef are 0)"]
     if derived.has_own_reference(config):
-        model = config.reference.path or "the policy as reinforcement learning begins"
+        model = config.reference.path or "the policy at the start of RL"
         return [
             (
-                f"Reference: {model}; one forward pass over the samples of a step, in "
+                f"Reference: {model}; one forward pass over a step's samples, in "
                 f"{_place(config, 'reference')}"
             )
         ]
     return [
         (
-            "Reference: one forward pass over the samples of a step, on the actor's ranks and in "
+            "Reference: one forward pass over a step's samples, on the actor's ranks, in "
             "micro-batches of the same size"
         )
     ]
@@ -318,13 +321,11 @@ def _teacher(config: RunConfig) -> list[str]:
     what = f"its {teacher.top_k} most likely tokens at every response token"
     if distillation.coef and distillation.loss != "forward_kl_topk":
         what = "its log-probability of every response token"
-    learned = "not learned from (actor.distillation.coef is 0)"
+    learned = "not used for training (actor.distillation.coef is 0)"
     if distillation.coef:
-        rewards = (
-            "beside the rewards" if distillation.task_rewards else "and nothing else is learned"
-        )
+        rewards = "in addition to the rewards" if distillation.task_rewards else "without rewards"
         learned = (
-            f"learned by {distillation.loss} with actor.distillation.coef {distillation.coef:g}, "
+            f"distilled with {distillation.loss}, actor.distillation.coef {distillation.coef:g}, "
             f"{rewards}"
         )
     return [f"Teacher: {teacher.path}; {what}, {_place(config, 'teacher')}", f"  {learned}"]
@@ -338,12 +339,12 @@ def _sync(config: RunConfig) -> list[str]:
         (
             "  bucket    = rollout.sync.staging_bytes / (2 x rollout.num_engines) = "
             f"{sync.staging_bytes} / (2 x {engines}) = {sync.staging_bytes // engines // 2} bytes; "
-            "a rank has two of them, or up to eight parts, on the way to each engine"
+            "a rank has two of them, or up to eight parts, in flight to each engine"
         ),
         (
             f"  a failure = after rollout.sync.timeout_s {sync.timeout_s:g} s without progress; "
-            f"{sync.max_retries} more attempts in the same sync, then the engine is left out until "
-            "the next"
+            f"{sync.max_retries} retries in the same sync, then the engine is excluded until the "
+            "next sync"
         ),
     ]
 
@@ -358,7 +359,7 @@ def _critic(config: RunConfig) -> list[str]:
         )
     if not derived.has_critic(config):
         return [
-            f"Critic: none (algorithm.adv_estimator={config.algorithm.adv_estimator} needs none)",
+            f"Critic: none (algorithm.adv_estimator={config.algorithm.adv_estimator} uses none)",
             model,
         ]
     mini = derived.critic_mini_batch_size(config)
@@ -369,17 +370,17 @@ def _critic(config: RunConfig) -> list[str]:
         f"Critic: {_place(config, 'critic')}",
         (
             f"  mini-batch         = critic.ppo_mini_batch_size x rollout.n = {mini} x {n} = "
-            f"{mini * n} samples an optimizer update"
+            f"{mini * n} samples per optimizer update"
         ),
         (
             "  updates            = data.train_batch_size / critic.ppo_mini_batch_size x "
             f"critic.ppo_epochs = {config.data.train_batch_size} / {mini} x "
-            f"{config.critic.ppo_epochs} = {updates} a step; alone "
-            f"for the first trainer.critic_warmup = {config.trainer.critic_warmup} steps"
+            f"{config.critic.ppo_epochs} = {updates} per step; the first trainer.critic_warmup = "
+            f"{config.trainer.critic_warmup} steps train only the critic"
         ),
         (
             f"  a rank's share     = {mini * n} samples / {dp} copies = {_up(mini * n, dp)} "
-            "samples an update"
+            "samples per update"
         ),
         model,
     ]
@@ -390,7 +391,7 @@ def _place(config: RunConfig, role: str) -> str:
         return "in the actor's processes, in its layout"
     layout = derived.role_layout(config, role)
     sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x expert {layout.expert}"
-    return f"{derived.role_world_size(config, role)} processes of its own ({sizes})"
+    return f"{derived.role_world_size(config, role)} separate processes ({sizes})"
 
 
 def _sft(config: RunConfig) -> list[str]:
@@ -405,7 +406,7 @@ def _sft(config: RunConfig) -> list[str]:
             f"{config.sft.steps * size}"
         ),
         (
-            f"  a rank's share = {size} / {dp} = {_up(size, dp)} sequences an update, in "
+            f"  a rank's share = {size} / {dp} = {_up(size, dp)} sequences per update, in "
             "micro-batches as above"
         ),
     ]

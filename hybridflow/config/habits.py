@@ -1,4 +1,4 @@
-"""Valid settings that published runs of such a model do not use: warnings, not errors."""
+"""Warnings about valid settings that are far from those of published runs of such a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAR = 4.0
 
 
 def warnings(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each setting that is far from published runs."""
+    """Yield one line for each setting that is far from those of published runs."""
     if config.model.path is None:
         return
     usual = _USUAL_LORA if config.actor.lora.rank else _USUAL
@@ -26,10 +26,10 @@ def warnings(config: RunConfig) -> Iterator[str]:
     size = _parameters(config)
     if size is not None and size >= _SMALL and lr > _FAR * usual:
         yield (
-            f"actor.optim.lr={lr:g} is far above what published reinforcement learning of models "
-            "with weights uses (3e-7 to "
+            f"actor.optim.lr={lr:g} is far above the learning rates of published reinforcement "
+            "learning from pretrained weights (3e-7 to "
             f"{usual:g}{' with adapters' if config.actor.lora.rank else ''}; this one has about "
-            f"{size / 1e9:.1f}B parameters): policies collapse within a few steps; set "
+            f"{size / 1e9:.1f}B parameters): the policy may collapse within a few steps; set "
             "actor.optim.lr=1e-6, or actor=pretrained"
         )
 

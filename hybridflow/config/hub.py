@@ -24,16 +24,16 @@ _SPLITS = ("train", "test", "validation", "val")
 
 
 def is_hub_id(text: str) -> bool:
-    """Return True if the text has the form of a hub id and is neither an existing path nor the name
-    of a data file."""
+    """Return True if the text looks like a hub id and is neither an existing path nor the name of a
+    data file."""
     return (
         bool(_ID.fullmatch(text)) and not text.endswith(DATA_SUFFIXES) and not Path(text).exists()
     )
 
 
 def cached(hub_id: str, kind: Kind) -> Path | None:
-    """Return the folder of the downloaded snapshot; None if it is not in the cache, or lacks
-    weights that the model lists."""
+    """Return the folder of the cached snapshot; None if it is not in the cache or some of its
+    weight files are missing."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -65,8 +65,8 @@ def _has_weights(folder: Path) -> bool:
 
 
 def located(config: RunConfig) -> RunConfig:
-    """Return the configuration with hub ids replaced by their folders and files. An id that is not
-    in the cache stays, and is reported by `config.check`."""
+    """Return the configuration with hub ids replaced by their folders and files. Ids that are not
+    in the cache stay, and `config.check` reports them."""
     for section in ("model", *ROLES):
         if section == "actor":
             continue  # its model is `model`
@@ -124,10 +124,10 @@ def split_files(folder: Path, split: str, pattern: str = "", subset: str = "") -
     """Return the data files of one split of a published dataset, sorted.
 
     Args:
-        split: `train` or `test`; a file of `validation` counts as test if there is no `test`.
-        pattern: a glob below `folder` that selects files; empty: those whose path names the split,
-            or all files if no path names any split.
-        subset: the only folder of the dataset to read if it exists, such as gsm8k's `main`.
+        split: `train` or `test`; `validation` is used if there is no `test`.
+        pattern: a glob below `folder` that selects files; empty: files whose path contains the
+            split's name, or all files if no path contains any split's name.
+        subset: read only this folder of the dataset, such as gsm8k's `main`, if it exists.
     """
     if pattern:
         files = []
@@ -170,10 +170,11 @@ def missing(hub_id: str, kind: Kind) -> str:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ModuleNotFoundError:
         return (
-            "neither a path nor to be looked up in the Hugging Face cache, as huggingface-hub is "
-            f"not installed: pip install 'hybridflow[hub]', then `{' '.join(words)}`"
+            "not a path, and the Hugging Face cache cannot be searched because huggingface-hub is "
+            f"not installed; run pip install 'hybridflow[hub]', then `{' '.join(words)}`"
         )
     return (
-        f"neither a path nor complete in the Hugging Face cache {HF_HUB_CACHE}: run "
-        f"`{' '.join(words)}` where there is internet, with HF_HOME on a disk that all nodes read"
+        f"not a path, and not complete in the Hugging Face cache {HF_HUB_CACHE}; run "
+        f"`{' '.join(words)}` on a machine with internet access, with HF_HOME on a disk that all "
+        "nodes can read"
     )

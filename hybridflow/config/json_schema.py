@@ -1,7 +1,7 @@
-"""The JSON schema of recipes, generated from the typed schema, with which editors complete and
-check keys and values.
+"""The JSON schema of recipes, generated from the typed schema. Editors use it to complete and check
+keys and values.
 
-A recipe contains any subset of the keys, and any value may be an interpolation
+A recipe may set any subset of the keys, and any value may be an interpolation
 (`${data.train_batch_size}`) or `???`.
 """
 
@@ -24,7 +24,7 @@ def recipe_schema() -> dict[str, Any]:
     top = _group(RunConfig(), groups)
     top["properties"]["defaults"] = {
         "type": "array",
-        "description": "the group files that the recipe is made of",
+        "description": "the group files that the recipe is composed of",
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -91,8 +91,8 @@ class Aliases:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The key names an entry of this package's registry, one in a user's file
-    (`path/to/file.py:name`), or a value of `also`, which is not an entry."""
+    """A key whose value is an entry of this package's registry, an entry in a user's file
+    (`path/to/file.py:name`), or one of `also`, which are not entries."""
 
     kind: str
     package: str
@@ -100,8 +100,8 @@ class Entry:
     packages: bool = False
 
     def names(self) -> tuple[str, ...]:
-        """Return the values other than custom ones. Entries are listed from the package's folder
-        without imports."""
+        """Return all values except custom entries. Built-in entries are listed from the package's
+        folder without importing them."""
         return (
             *self.also,
             *Registry[Any](self.kind, self.package, "", packages=self.packages).names(),
@@ -146,7 +146,7 @@ class Kind:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed values of a key with choices; a registry's built-in entries for others."""
+        """The allowed values of a key with choices, or the built-in entries of its registry."""
         if typing.get_origin(self.type) is typing.Literal:
             return typing.get_args(self.type)
         return self.entry.names() if self.entry else ()
@@ -205,8 +205,7 @@ def kind_of(annotation: Any) -> Kind:
 
 
 def named_group(annotation: Any) -> type | None:
-    """Return the group of keys that each name of a mapping has (`roles`); None for other
-    annotations."""
+    """Return the dataclass of a mapping's values (`roles`); None for other annotations."""
     args = typing.get_args(annotation)
     of_names = args[1] if typing.get_origin(annotation) is dict and len(args) == 2 else None
     return of_names if isinstance(of_names, type) and dataclasses.is_dataclass(of_names) else None
@@ -223,7 +222,7 @@ def _hints(cls: type) -> Mapping[str, Any]:
 
 
 def all_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Kind]]:
-    """Yield every key under a group with its dotted name, without groups."""
+    """Yield (dotted name, kind) for every key under a group; groups themselves are not included."""
     for name, annotation in hints_of(cls).items():
         if dataclasses.is_dataclass(annotation):
             yield from all_keys(cast(type, annotation), f"{prefix}{name}.")
@@ -244,8 +243,7 @@ def require_key(root: type, dotted: str) -> None:
             if (known := _of_verl(root, dotted)) is not None:
                 raise known
             raise ConfigError(
-                f"{dotted}: {'.'.join(seen)} is a single value of type {kind}, it has no keys of "
-                "its own"
+                f"{dotted}: {'.'.join(seen)} is a single value of type {kind} and has no keys"
             )
         hints = hints_of(cast(type, annotation))
         if part not in hints:
@@ -264,10 +262,10 @@ def exists(root: type, dotted: str) -> bool:
 
 
 def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: str) -> ConfigError:
-    """Return the error for `dotted`, whose `part` does not exist in the group `prefix`. It
-    suggests, in this order, the equivalent of verl's key, a key there with the same ending
-    (`data.batch_size` -> `data.train_batch_size`), the key of this name elsewhere, and the nearest
-    name, there or elsewhere."""
+    """Return the error for `dotted`, whose `part` does not exist in the group `prefix`. It suggests
+    the first match of: the equivalent of verl's key, a key of the group with this ending
+    (`data.batch_size` -> `data.train_batch_size`), the key of this name in another group, and the
+    nearest name in this or another group."""
     if (known := _of_verl(root, dotted)) is not None:
         return known
     longer = [name for name in valid if name.endswith(f"_{part}")]
@@ -282,7 +280,7 @@ def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: st
 
 
 def _of_verl(root: type, dotted: str) -> ConfigError | None:
-    """Return the error for a key of verl's; None if it is not one."""
+    """Return the error for one of verl's keys; None if it is not one."""
     key, note = counterpart(dotted)
     if key and exists(root, key):
         return ConfigError(
@@ -294,7 +292,7 @@ def _of_verl(root: type, dotted: str) -> ConfigError | None:
 
 def _elsewhere(root: type, part: str, group: str, cutoff: float) -> str:
     """Return a key in another group whose last name is close to `part` (`actor.lr` ->
-    `actor.optim.lr`); of several, the one that shares most groups with `group`."""
+    `actor.optim.lr`). Of several, return the one that shares the most groups with `group`."""
     wanted = group.split(".")
     by_name: dict[str, list[str]] = {}
     for key, _ in all_keys(root):
@@ -313,8 +311,8 @@ def value_at(config: Any, dotted: str) -> Any:
 
 
 def differing(config: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, its value, the wanted one) for each key of `wanted` with another value, formatted
-    as in YAML."""
+    """Yield (key, its value, the wanted value) for each key of `wanted` whose value differs,
+    formatted as in YAML."""
     for key, value in wanted.items():
         if (given := value_at(config, key)) != value:
             shown, other = (
@@ -324,7 +322,7 @@ def differing(config: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str
 
 
 def out_of_range(config: Any) -> Iterator[str]:
-    """Yield one line for every number of `config` that is outside its key's range or not finite."""
+    """Yield one line for every number in `config` that is outside its key's range or not finite."""
     for key, kind in all_keys(type(config)):
         value = value_at(config, key)
         if kind.type not in (int, float) or value is None:
@@ -343,8 +341,8 @@ def out_of_range(config: Any) -> Iterator[str]:
 
 
 def _carried(key: str, kind: Kind) -> tuple[Bound, ...]:
-    """Return the bounds of all numbers: integers are sent as JSON and in 64 bits, and waits must
-    end within some hundred years."""
+    """Return the bounds that apply to all numbers: integers must fit in JSON and 64 bits, and
+    deadlines must be below about 30 years."""
     if kind.type is int:
         return (AtMost(1e15), AtLeast(-1e15))
     return (AtMost(1e9),) if key.endswith("_s") else ()
@@ -358,15 +356,15 @@ def description(root: type, dotted: str) -> str:
         root = hints_of(root).get(group, root)
         if (of_names := named_group(root)) is not None:
             root = of_names
-            next(names, None)  # what the user calls it
+            next(names, None)  # the user's name for it
         if not dataclasses.is_dataclass(root):
             return ""  # an option of an entry
     return descriptions(root).get(name, "")
 
 
 def descriptions(cls: type) -> dict[str, str]:
-    """Return {key: its comment} of a group, from the source: after the key, or on the lines before
-    it."""
+    """Return {key: comment} for a group, read from the source. The comment is after the key, or on
+    the lines before it."""
     found: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
         before: list[str] = []

@@ -52,8 +52,8 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
-    """Return all overrides in Hydra's form. The ConfigError lists every wrong one, since a command
-    line written for another trainer has many."""
+    """Return all overrides in Hydra's form. A ConfigError lists every invalid one, because a
+    command line written for another trainer has many."""
     accepted: list[str] = []
     refused: list[str] = []
     for item in overrides:
@@ -62,18 +62,17 @@ def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
         except ConfigError as error:
             refused.append(str(error))
     if len(refused) > 1:
-        raise ConfigError("\n  ".join([f"{len(refused)} settings are refused:", *refused]))
+        raise ConfigError("\n  ".join([f"{len(refused)} invalid settings:", *refused]))
     if refused:
         raise ConfigError(refused[0])
     return accepted
 
 
 def normalise_override(text: str, dirs: Sequence[Path]) -> str:
-    """Make one override acceptable to Hydra whether or not a YAML contains its key.
+    """Rewrite an override so that Hydra accepts it whether or not a YAML contains its key.
 
-    Hydra rejects keys that no YAML contains unless they have a `+`; our schema knows all keys, so
-    we check the key ourselves and then force it. Group choices (`algorithm=grpo`) are left to
-    Hydra.
+    Hydra rejects keys that no YAML contains unless they have a `+`. Our schema defines all keys, so
+    the key is checked here and then forced. Group choices (`algorithm=grpo`) are left to Hydra.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -88,8 +87,7 @@ def normalise_override(text: str, dirs: Sequence[Path]) -> str:
     key = parsed.key_or_group
     if parsed.is_sweep_override():
         raise ConfigError(
-            f"override {text!r}: a sweep over several values; give one value, or a list as "
-            f"{key}=[a,b]"
+            f"override {text!r}: sweeps are not supported; set one value, or a list as {key}=[a,b]"
         )
     if parsed.package is not None or key.startswith("hydra."):
         raise ConfigError(
@@ -152,7 +150,8 @@ def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -
         raise ConfigError(_describe_yaml_error(error)) from error
     except RecursionError as error:
         raise ConfigError(
-            f"recipe {recipe}: a defaults list names a recipe that names it again; remove one"
+            f"recipe {recipe}: circular defaults lists: a recipe includes itself through another "
+            "one; remove one of the entries"
         ) from error
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         wrong = next(filter(None, map(_file_problem, _files_meant(error, recipe, dirs))), "")
@@ -160,7 +159,7 @@ def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -
 
 
 def _over_defaults(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Any:
-    """Compose over the schema's defaults, so that ${...} may refer to a key that no YAML
+    """Compose over the schema's defaults, so that ${...} can refer to a key that no YAML
     contains."""
     from hydra import compose
     from omegaconf import OmegaConf
@@ -195,8 +194,8 @@ def _merge(defaults: Any, given: Any) -> Any:
 def files_of(
     recipe: str, overrides: Sequence[str], dirs: Sequence[Path]
 ) -> Iterator[tuple[Path, str]]:
-    """Return a recipe's files in order of increasing precedence, each with the key of its
-    content."""
+    """Yield (file, key at which its content is placed) for each file of a recipe, in order of
+    increasing precedence."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
 
@@ -220,8 +219,7 @@ def files_of(
 def _ask_hydra(
     ask: Callable[[list[str]], Any], recipe: str, overrides: list[str], dirs: Sequence[Path]
 ) -> Any:
-    """Return the result of `ask` with Hydra set up to find the recipe and the groups of these
-    folders."""
+    """Return the result of `ask` with Hydra set up to find recipes and groups in these folders."""
     from hydra import initialize
     from hydra.core.config_store import ConfigStore
     from hydra.errors import ConfigCompositionException
@@ -240,8 +238,8 @@ def _ask_hydra(
         try:
             return ask(overrides)
         except ConfigCompositionException as error:
-            # A group that the recipe's defaults list omits must be added, not replaced; for a user
-            # both are `group=choice`.
+            # A group that is not in the recipe's defaults list must be added, not replaced; users
+            # write `group=choice` for both.
             group = next(
                 (
                     item
@@ -267,13 +265,13 @@ def _group_choices(key: str, dirs: Sequence[Path]) -> list[str]:
 def _refuse_missing(values: Any) -> None:
     if missing := sorted(_missing(values)):
         raise ConfigError(
-            f"this recipe needs {', '.join(missing)}: give "
+            f"this recipe requires {', '.join(missing)}: set "
             f"{' '.join(f'{key}=...' for key in missing)}"
         )
 
 
 def _missing(values: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the keys whose value is OmegaConf's mark for "must be given"."""
+    """Yield the keys whose value is `???`, OmegaConf's marker for a required value."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield from _missing(value, f"{prefix}.{key}" if prefix else str(key))
@@ -291,8 +289,8 @@ def _reason(error: Exception) -> str:
 
 
 def _files_meant(error: Exception, recipe: str, dirs: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files that an error may be about: the recipe's own, then those of the user's folder
-    that it names. Encoding errors name none."""
+    """Yield the files that an error may refer to: the recipe's own, then those in the user's folder
+    that the message contains. Encoding errors contain no name, so all files count."""
     yield from (folder / f"{recipe}.yaml" for folder in dirs)
     for folder in dirs[:-1]:
         for path in sorted(folder.rglob("*.yaml")):

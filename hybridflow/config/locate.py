@@ -13,7 +13,7 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Recipe:
-    """One runnable file of a configs folder: its name and its first comment line."""
+    """A runnable file of a configs folder: its name and its first comment line."""
 
     name: str
     summary: str
@@ -29,9 +29,7 @@ def shipped_dir(name: str) -> Path:
         return checkout
     installed = Path(__file__).resolve().parents[1] / "shipped" / name
     if not installed.is_dir():
-        raise ConfigError(
-            f"no {name} found, neither in {checkout} nor in {installed}: reinstall the package"
-        )
+        raise ConfigError(f"{name} not found in {checkout} or {installed}; reinstall the package")
     return installed
 
 
@@ -45,13 +43,13 @@ def config_dirs(extra: Path | None) -> list[Path]:
     if extra is None:
         return [shipped_config_dir()]
     if not extra.is_dir():
-        raise ConfigError(f"--config-dir {extra}: no such folder")
+        raise ConfigError(f"--config-dir {extra}: folder not found")
     return [extra.resolve(), shipped_config_dir()]
 
 
 def list_recipes(dirs: list[Path]) -> list[Recipe]:
-    """Return all recipes in `dirs` by name. A name in an earlier folder hides the same name in a
-    later one."""
+    """Return all recipes in `dirs` by name. A recipe in an earlier folder hides one of the same
+    name in a later folder."""
     found: dict[str, Recipe] = {}
     for folder in dirs:
         for path in sorted(filter(Path.is_file, folder.glob("*.yaml"))):
@@ -60,7 +58,8 @@ def list_recipes(dirs: list[Path]) -> list[Recipe]:
 
 
 def model_groups(dirs: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (name, sizes) of each group `model` in `dirs` that defines a model's sizes."""
+    """Yield (name, sizes) for each file of the group `model` in `dirs` that defines a model's
+    sizes."""
     import yaml
 
     for path in sorted(path for folder in dirs for path in (folder / "model").glob("*.yaml")):
@@ -79,7 +78,7 @@ def require_recipe(name: str, dirs: list[Path]) -> str:
     hint = f"; did you mean {near[0]}?" if near else ""
     searched = ", ".join(map(str, dirs))
     raise ConfigError(
-        f"no recipe named {name}{hint} Available: {', '.join(names) or 'none'} (searched "
+        f"recipe {name} not found{hint} Available: {', '.join(names) or 'none'} (searched "
         f"{searched})"
     )
 

@@ -1,5 +1,6 @@
-"""Reader of a model's config.json: fields from which layouts and plans are computed have a type and
-a range, so that an untrusted or damaged file is one message and cannot fill the memory."""
+"""Reader of a model's config.json. Fields that layouts and plans are computed from are checked for
+type and range, so that an untrusted or damaged file gives a one-line error and cannot exhaust
+memory."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     "original_max_position_embeddings": (1, 1 << 40),
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_MOST_EXPERTS = 1 << 18  # of all layers; Kimi-K2 has 23,000
+_MOST_EXPERTS = 1 << 18  # over all layers; Kimi-K2 has 23,000
 _NUMBERS: Mapping[str, tuple[float, float]] = {
     "rms_norm_eps": (0.0, 1.0),
     "rope_theta": (1.1, 1e18),
@@ -49,18 +50,17 @@ def read_model_config(file: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: as for `read_outside_json`, or a field has another type or an absurd value. The
-            message names the field, and not the file.
+        ValueError: as for `read_outside_json`, or a field has a wrong type or an absurd value. The
+            message contains the field's name but not the file's.
     """
     values = read_outside_json(file)
     if wrong := wrong_fields(values):
-        raise ValueError(f"no config of a model: {wrong[0]}")
+        raise ValueError(f"not a model config: {wrong[0]}")
     return values
 
 
 def wrong_fields(values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each field whose value no model can have. Absent fields and null are left
-    to the family."""
+    """Return one line for each invalid field. Missing and null fields are handled by the family."""
     return [*_wrong_scalars(values), *_wrong_groups(values)] or _wrong_products(values)
 
 
@@ -104,12 +104,15 @@ def _wrong_quantisation(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_products(values: Mapping[str, Any]) -> list[str]:
-    """Check numbers that are sizes each."""
+    """Check the product of individually valid sizes."""
     layers = values.get("num_hidden_layers") or 0
     experts = max(values.get(name) or 0 for name in _EXPERTS)
     if layers * experts <= _MOST_EXPERTS:
         return []
-    return [f"{layers} layers of {experts} experts are more than {_MOST_EXPERTS} experts in all"]
+    return [
+        f"{layers} layers with {experts} experts each exceed the limit of {_MOST_EXPERTS} experts "
+        "in total"
+    ]
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
@@ -117,4 +120,4 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def _line(name: str, value: Any, wanted: str) -> str:
-    return f"{name}={repr(value)[:80]}, where {wanted} belongs"
+    return f"{name}={repr(value)[:80]}: expected {wanted}"

@@ -30,13 +30,13 @@ def read_outside_bytes(path: Path, most_bytes: int) -> bytes:
         raise ValueError(
             f"larger than {most_bytes} bytes"
             if size > most_bytes
-            else "being written while it is read"
+            else "still growing while being read"
         )
     return data
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Return True if `path`, with links followed, is inside `folder`. Circular links are not."""
+    """Return True if `path`, with links followed, is inside `folder`. False for circular links."""
     try:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):
@@ -44,6 +44,6 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def printable(text: str) -> str:
-    """The text with escapes such as \\x1b in place of characters that move a cursor, set colours or
-    reverse the direction of writing."""
+    """Return the text with escapes such as \\x1b for characters that move the cursor, set colours
+    or change the writing direction."""
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

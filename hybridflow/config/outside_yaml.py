@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridflow.config.outside_text import read_outside_bytes
 
-MOST_BYTES = 1 << 20  # a run's config.yaml has 10 KB
+MOST_BYTES = 1 << 20  # a run's config.yaml is about 10 KB
 _MOST_DEPTH = 32
 
 
@@ -16,8 +16,8 @@ def read_outside_yaml(path: Path) -> tuple[str, dict[str, Any]]:
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: as for `read_outside_bytes`; or not UTF-8, not YAML, nested too deeply, not a
-            mapping, or with an alias, since a few lines of aliases can expand beyond the memory.
+        ValueError: as for `read_outside_bytes`, or not UTF-8, not YAML, nested too deeply, not a
+            mapping, or containing an alias (a few lines of aliases can expand to exhaust memory).
             The message does not name the file.
     """
     import yaml
@@ -36,7 +36,7 @@ def read_outside_yaml(path: Path) -> tuple[str, dict[str, Any]]:
             if depth > _MOST_DEPTH:
                 raise ValueError("nested too deeply")
             if isinstance(event, yaml.AliasEvent):
-                raise ValueError("it has an alias, which no run writes")
+                raise ValueError("aliases are not allowed")
         value = loader(text).get_single_data()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -46,5 +46,5 @@ def read_outside_yaml(path: Path) -> tuple[str, dict[str, Any]]:
         # a date or a key that Python cannot represent
         raise ValueError(f"not YAML: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__} where a mapping belongs")
+        raise ValueError(f"expected a mapping, got {type(value).__name__}")
     return text, value

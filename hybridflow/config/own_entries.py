@@ -1,6 +1,6 @@
-"""Checks of custom entries, `path/to/file.py:name`, for every key that names a registry: the file
-exists, a separate process can import it, and it registers the right kind. Runs before anything of a
-run starts."""
+"""Checks of custom entries, `path/to/file.py:name`, for every key that refers to a registry: the
+file exists, a separate process can import it, and it registers the right kind. They run before the
+run starts anything."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _CHECKED_HERE = (
     "actor.policy_loss",
     "trainer.loggers",
 )
-# the argument of an engine's `generate` that requests supports
+# an engine whose `generate` has this argument can return supports
 _SUPPORT = "with_support"
-_MARK = "\nown entries: "  # precedes the answer, because a user's file may print
+_MARK = "\nown entries: "  # marks the start of the result, because a user's file may print
 
 
 def named(config: RunConfig) -> Iterator[tuple[str, Entry, str]]:
-    """Yield (key, registry, value) of each entry of a user's file."""
+    """Yield (key, registry, value) for each entry in a user's file."""
     for key, kind in all_keys(RunConfig):
         if kind.entry is None:
             continue
@@ -49,7 +49,7 @@ def named(config: RunConfig) -> Iterator[tuple[str, Entry, str]]:
 
 
 def code_of(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, value) of each setting that makes a run execute other code than this package:
+    """Yield (key, value) for each setting that makes a run execute code from outside this package:
     Python files, programs, and a cluster to join."""
     yield from ((key, value) for key, _, value in named(config))
     single = {
@@ -67,14 +67,14 @@ def code_of(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield every problem as one line. Starts a process if there are such entries."""
+    """Yield every problem as one line. Starts a process if there are custom entries."""
     asked = []
     for key, entry, value in named(config):
         path = Path(value.rpartition(":")[0])
         if not path.is_file():
             yield (
-                f"{key}={value}: {str(path)!r} is no file (looked in {Path.cwd()}); correct the "
-                "path"
+                f"{key}={value}: file {str(path)!r} not found (looked in {Path.cwd()}); correct "
+                "the path"
             )
         elif key not in _CHECKED_HERE:
             needs = [_SUPPORT] if key == "rollout.engine" and derived.needs_support(config) else []
@@ -84,8 +84,8 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def _imported(asked: Sequence[Sequence[str]]) -> list[str]:
-    """Return the output of a process that imports these entries (key, package, value, and the
-    arguments of an engine's `generate`)."""
+    """Import these entries (key, package, value, and required arguments of an engine's `generate`)
+    in a separate process, and return its list of problems."""
     command = [sys.executable, "-P", "-m", "hybridflow.config.own_entries", json.dumps(asked)]
     values = ", ".join(f"{key}={value}" for key, _, value, *_ in asked)
     try:
@@ -102,20 +102,20 @@ def _imported(asked: Sequence[Sequence[str]]) -> list[str]:
     except subprocess.TimeoutExpired:
         return [
             (
-                f"{values}: importing took more than {_IMPORT_S:.0f} s; what a file does when "
-                "imported must end soon"
+                f"{values}: importing took more than {_IMPORT_S:.0f} s; avoid long-running code at "
+                "import time"
             )
         ]
     _, mark, said = done.stdout.rpartition(_MARK)
     if not mark:
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        return [f"{values}: the process that imports them ended: {last}"]
+        return [f"{values}: the process that imports them failed: {last}"]
     found: list[str] = json.loads(said)
     return found
 
 
 def main(asked: Sequence[Sequence[str]]) -> list[str]:
-    """Import each entry. Returns one line for each that cannot be used."""
+    """Import each entry and return one line for each that cannot be used."""
     found = []
     for key, package, value, *needs in asked:
         try:
@@ -126,9 +126,9 @@ def main(asked: Sequence[Sequence[str]]) -> list[str]:
                 and not {*needs} <= inspect.signature(generate).parameters.keys()
             ):
                 found.append(
-                    f"{key}={value}: its `generate` takes no {needs[0]}, so that it cannot tell "
-                    "what a token was sampled among, and the trainer has no log-probs of it; set "
-                    "rollout.sampling.top_k=-1, top_p=1 and min_p=0"
+                    f"{key}={value}: its `generate` has no argument {needs[0]}, so it cannot "
+                    "report the candidates that a token was sampled from, and the trainer cannot "
+                    "compute its log-prob; set rollout.sampling.top_k=-1, top_p=1 and min_p=0"
                 )
         except ConfigError as error:
             if not _lacks_what_nodes_have(error.__cause__):
@@ -146,12 +146,12 @@ def _registry_of(package: str) -> Registry[Any]:
         for value in vars(importlib.import_module(module)).values():
             if isinstance(value, Registry) and value.package == package:
                 return value
-    raise AssertionError(f"no registry of {package}")
+    raise AssertionError(f"no registry in {package}")
 
 
 def _lacks_what_nodes_have(cause: BaseException | None) -> bool:
-    """Return True if an import failed for lack of a library that a submit-only machine need not
-    have."""
+    """Return True if an import failed because a library is missing that a submit-only machine does
+    not need."""
     return isinstance(cause, ModuleNotFoundError) and importlib.util.find_spec("torch") is None
 
 

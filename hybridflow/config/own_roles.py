@@ -1,5 +1,5 @@
-"""Checks of further policies (`roles`): their names, what a run with several policies cannot do
-yet, and each policy's settings as those of a run of its own. Part of `config.check`."""
+"""Checks of further policies (`roles`): their names, unsupported features of runs with several
+policies, and each policy's settings checked as a separate run. Part of `config.check`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridflow.config.entries import ESTIMATORS
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 
-# what `run.NAME` is in a flow, or a role's folder in a checkpoint
+# names that are taken by `run.NAME` in a flow, or by a role's folder in a checkpoint
 _TAKEN = {
     *ROLES,
     *("policy", "rollout", "rollouts", "run", "state", "options", "steps", "samples", "all"),
@@ -24,16 +24,15 @@ def problems(
     """Yield every problem as one line.
 
     Args:
-        own_problems: returns the problems of the configuration of one policy
-            (`derived.policy_view`).
+        own_problems: returns the problems of one policy's configuration (`derived.policy_view`).
     """
     if not config.roles or job != "train":
         return
     for name in config.roles:
         if not name.isidentifier() or name.startswith("_") or name in _TAKEN:
             yield (
-                f"roles.{name}: a flow calls a policy as run.{name}, and this name is taken or is "
-                "no name of Python's; choose another one"
+                f"roles.{name}: a flow calls a policy as run.{name}, but this name is reserved or "
+                "not a valid Python identifier; choose another one"
             )
             return
     yield from _unsupported(config)
@@ -49,9 +48,8 @@ def _unsupported(config: RunConfig) -> Iterator[str]:
     estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
     if estimator.needs_critic:
         yield (
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} with roles ({name}): a "
-            "critic is trained for the first policy alone; choose an estimator without one, for "
-            "example grpo"
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} with roles ({name}): only "
+            "the first policy can have a critic; choose an estimator without one, for example grpo"
         )
     for key, value in (
         ("trainer.rollouts_from", config.trainer.rollouts_from is not None),
@@ -59,12 +57,15 @@ def _unsupported(config: RunConfig) -> Iterator[str]:
         ("data.answers=pairs", config.data.answers == "pairs"),
     ):
         if value:
-            yield f"{key} with roles ({name}): a run with several policies generates and trains"
+            yield (
+                f"{key} is not supported with roles ({name}): a run with several policies must "
+                "generate and train"
+            )
 
 
 def _pool(config: RunConfig, name: str) -> Iterator[str]:
     if config.roles[name].rollout.pool not in (None, "actor"):
         yield (
-            f"roles.{name}.rollout.pool={config.roles[name].rollout.pool}: its engines have "
-            "devices of their own (null) or those of its own ranks (actor)"
+            f"roles.{name}.rollout.pool={config.roles[name].rollout.pool}: must be null (separate "
+            "devices) or actor (the devices of its own ranks)"
         )

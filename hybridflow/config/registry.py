@@ -1,5 +1,5 @@
-"""Registries of entries that a configuration names, one file each: estimators, losses, transports,
-rewards and custom code.
+"""Registries of the entries that a configuration selects by name, one file each: estimators,
+losses, transports, rewards and custom code.
 
 A built-in entry is a module of the registry's package with the same name: the names are known
 without imports, so `--help` and the loader need no torch. A custom entry is written
@@ -38,8 +38,8 @@ class Registry(Generic[T]):
         package: dotted name of the package whose modules are the built-in entries; `base` and
             modules with a leading underscore are not entries.
         key: the configuration key that names an entry, for messages.
-        packages: entries are subpackages of `package`, not modules; the module `engine` of each
-            registers it.
+        packages: entries are subpackages of `package`, not modules; each is registered by its
+            module `engine`.
     """
 
     def __init__(self, kind: str, package: str, key: str, *, packages: bool = False) -> None:
@@ -48,7 +48,7 @@ class Registry(Generic[T]):
         self.key = key
         self._packages = packages
         self._entries: dict[str, T] = {}
-        # of entries of user files: the globals of the import that registered them, and the line
+        # {user entry: (globals of the import that registered it, line)}
         self._places: dict[str, tuple[dict[str, Any], int]] = {}
 
     def register(self, name: str, entry: T) -> T:
@@ -56,24 +56,25 @@ class Registry(Generic[T]):
         namespaced by its path and never shadow built-ins.
 
         Raises:
-            ConfigError: the user's file has registered this name already; names the line.
+            ConfigError: the user's file has already registered this name; the message contains the
+                line.
         """
         frame = self._importing_frame()
         if frame is not None:
             name = f"{frame.f_globals['__file__']}:{name}"
             module, line = self._places.get(name, (None, 0))
-            if module is frame.f_globals:  # and no earlier import of the file, which has failed
+            if module is frame.f_globals:  # and not of an earlier import of the file that failed
                 raise ConfigError(
-                    f"the {self.kind} {name.rpartition(':')[2]!r} is registered in line {line} "
-                    "already; give one of the two another name"
+                    f"the {self.kind} {name.rpartition(':')[2]!r} is already registered in line "
+                    f"{line}; rename one of the two"
                 )
             self._places[name] = (frame.f_globals, frame.f_lineno)
         self._entries[name] = entry
         return entry
 
     def entry(self, name: str, made: Callable[[Any], T]) -> Callable[[F], F]:
-        """Return a decorator that registers `made(function or class)` under `name`, and returns its
-        argument unchanged."""
+        """Return a decorator that registers `made(function or class)` under `name` and returns the
+        function or class unchanged."""
 
         def registered(found: F) -> F:
             self.register(name, made(found))
@@ -82,12 +83,12 @@ class Registry(Generic[T]):
         return registered
 
     def registered(self) -> tuple[T, ...]:
-        """The entries of this process."""
+        """Return all entries registered in this process."""
         return tuple(self._entries.values())
 
     def _importing_frame(self) -> FrameType | None:
-        """Return the frame of the user's file whose import is calling; None for a built-in entry,
-        even if imported by a user's file."""
+        """Return the frame of the user's file whose import is registering an entry; None for a
+        built-in entry, even if a user's file imports it."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_name == "<module>":
@@ -101,7 +102,7 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """Return the sorted names of the built-in entries, listed from the package's folder, and of
-        those registered since."""
+        entries registered at run time."""
         files = package_folder(self.package).glob("*/__init__.py" if self._packages else "*.py")
         stems = {path.parent.name if self._packages else path.stem for path in files}
         builtin = set()
@@ -114,8 +115,8 @@ class Registry(Generic[T]):
         """Return the entry called `name`, or the one in a user's file (`path/to/file.py:name`).
 
         Raises:
-            ConfigError: there is no such entry (the nearest name is given), or the file cannot be
-                imported or does not register it.
+            ConfigError: there is no such entry (the message suggests the nearest name), or the file
+                cannot be imported or does not register it.
         """
         if is_user_entry(name):
             return self._of_file(name)
@@ -125,11 +126,13 @@ class Registry(Generic[T]):
             near = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.0)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"{self.key}={name}: there is no {self.kind} of this name{hint} (choose one of "
+                f"{self.key}={name}: unknown {self.kind}{hint} (choose one of "
                 f"{', '.join(self.names())}, or path/to/file.py:name)"
             )
         importlib.import_module(f"{self.package}.{name}{'.engine' if self._packages else ''}")
-        assert name in self._entries, f"{self.package}.{name} registers no {self.kind} {name!r}"
+        assert name in self._entries, (
+            f"{self.package}.{name} does not register the {self.kind} {name!r}"
+        )
         return self._entries[name]
 
     def _of_file(self, name: str) -> T:
@@ -142,8 +145,8 @@ class Registry(Generic[T]):
                     names.append(key.rpartition(":")[2])
             own = sorted(names)
             raise ConfigError(
-                f"{self.key}={name}: {path} registers no {self.kind} {attribute!r}; it registers: "
-                f"{', '.join(own) or 'none'}"
+                f"{self.key}={name}: {path} does not register the {self.kind} {attribute!r}; it "
+                f"registers: {', '.join(own) or 'none'}"
             )
         return self._entries[f"{path}:{attribute}"]
 
@@ -162,8 +165,8 @@ def is_user_entry(name: str) -> bool:
 
 
 def absolute_entry(name: str) -> str:
-    """Return `name` for another process, whose working directory may differ: with the absolute path
-    of a user's file."""
+    """Return `name` with an absolute path if it is a user entry, for use in a process with another
+    working directory."""
     path, _, attribute = name.rpartition(":")
     return f"{Path(path).resolve()}:{attribute}" if is_user_entry(name) else name
 
@@ -171,17 +174,17 @@ def absolute_entry(name: str) -> str:
 def import_file(path: Path, key: str) -> ModuleType:
     """Import a user's Python file as a separate module.
 
-    The module's name contains a hash of the path, so that files of the same name do not clash. A
-    file is executed once per process.
+    The module name contains a hash of the path, so that files of the same name do not clash. A file
+    is executed once per process.
 
     Raises:
-        ConfigError: no such file, or it fails to import; the message names `key`, the file and its
-            line.
+        ConfigError: the file does not exist or fails to import; the message contains `key`, the
+            file and the line.
     """
     if path.suffix != ".py":
         raise ConfigError(f"{key}: {str(path)!r} is not a python file (its name must end in .py)")
     if not path.is_file():
-        raise ConfigError(f"{key}: {str(path)!r} is no file (looked in {Path.cwd()})")
+        raise ConfigError(f"{key}: file {str(path)!r} not found (looked in {Path.cwd()})")
     path = path.resolve()
     name = _module_name(path)
     with _import_lock:  # a second thread must not see a half-executed module
@@ -198,9 +201,9 @@ def import_file(path: Path, key: str) -> ModuleType:
             sys.modules.pop(name, None)
             hint = ""
             if isinstance(error, ImportError) and path.with_name(f"{error.name}.py").is_file():
-                hint = f"; {error.name}.py is next to it, and found with PYTHONPATH={path.parent}"
+                hint = f"; {error.name}.py is in the same folder; set PYTHONPATH={path.parent}"
             raise ConfigError(
-                f"{path} ({key}) cannot be imported: {describe_error(error, path)}{hint}"
+                f"{path} ({key})  could not be imported:  {describe_error(error, path)}{hint}"
             ) from error
     return module
 
@@ -210,8 +213,8 @@ def _module_name(path: Path) -> str:
 
 
 def offer(path: Path, **objects: Any) -> None:
-    """Let `import_file` of this process and of its forks find these objects in the module of a
-    file, which is not run."""
+    """Make `import_file` in this process and its forks return a module with these objects for a
+    file, without executing the file."""
     module = ModuleType(_module_name(path))
     module.__file__ = str(path.resolve())
     vars(module).update(objects, **{_OFFERED: True})
@@ -219,18 +222,19 @@ def offer(path: Path, **objects: Any) -> None:
 
 
 def is_offered(path: Path) -> bool:
-    """Whether this process was offered the content of a file as objects."""
+    """Return True if `offer` was called for this file in this process."""
     return hasattr(sys.modules.get(_module_name(path)), _OFFERED)
 
 
 def attribute_of(
     module: ModuleType, name: str, key: str, wanted: Callable[[Any], bool], what: str
 ) -> Any:
-    """Return `module.name`, which must satisfy `wanted`; `what` describes it in the message, for
-    example "a function".
+    """Return `module.name`, which must satisfy `wanted`. `what` describes the expected kind in
+    messages, for example "a function".
 
     Raises:
-        ConfigError: the file has no such name, or it is of another kind; suggests the nearest name.
+        ConfigError: the module has no such name, or it is of another kind; the message suggests the
+            nearest name.
     """
     found = getattr(module, name, None)
     if wanted(found):
@@ -250,10 +254,10 @@ def attribute_of(
 
 
 def describe_error(error: BaseException, path: Path) -> str:
-    """Return type and message of an error in user code, with the line in the user's file. For a
-    HybridFlowError it is the message alone."""
+    """Return the type and message of an error in user code, with the line in the user's file; only
+    the message for a HybridFlowError."""
     line = line_of(error, path)
-    # the text of a SyntaxError has the line already
+    # the text of a SyntaxError already contains the line
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     said = text if isinstance(error, HybridFlowError) else f"{type(error).__name__}: {text}"
     return said + ("" if line is None else f" (line {line})")

@@ -1,9 +1,5 @@
-"""The models that a run may have besides its engines, one line each: who has it, its head, whether
-it trains, and its pass in a step.
-
-Checks, placement, plans, workers and the loop read this table. A role also has a section in
-`config.schema`, its calls in `trainer.flow_roles`, and its interface in `flows.base`.
-"""
+"""The models that a run may have besides its engines: when each is used, its head, whether it
+trains, and its pass in a step."""
 
 from __future__ import annotations
 
@@ -22,11 +18,11 @@ class ModelRole:
     """A model of `hybridflow train`.
 
     Attributes:
-        is_used: whether a run with these settings has it.
-        turn: place of its pass among those of a step.
-        phase: its pass in timelines and metrics.
-        planned_as: its pass in a plan.
-        head: over the vocabulary, one value a token, or one score a sequence.
+        is_used: returns True if a run with these settings has it.
+        turn: position of its pass among the passes of a step.
+        phase: name of its pass in timelines and metrics.
+        planned_as: name of its pass in a plan.
+        head: over the vocabulary, one value per token, or one score per sequence.
         trains: whether its weights are updated.
     """
 
@@ -44,7 +40,7 @@ def _needs_reference(config: RunConfig) -> bool:
     return "ref_log_probs" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
 
 
-# by their sections of the configuration, in the order in which they are started
+# by configuration section, in start order
 ROLES: dict[str, ModelRole] = {
     "actor": ModelRole(
         is_used=lambda _: True, turn=1, phase="old_log_prob", planned_as="log-probs", trains=True

@@ -15,7 +15,7 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
-    """Return every problem as one line, for `hybridflow train` or `train-reward`; without `files`
+    """Return every problem as one line, for `hybridflow train` or `train-reward`. Unless `files`,
     folders may be missing."""
     found: list[str] = []
     if job == "train":
@@ -35,7 +35,7 @@ def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
             found += _critic_batches(config)
         elif config.trainer.critic_warmup:
             found.append(
-                f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic; set "
+                f"trainer.critic_warmup={config.trainer.critic_warmup} requires a critic; set "
                 "algorithm.adv_estimator=gae or critic_warmup=0"
             )
         if derived.needs_reference(config):
@@ -52,14 +52,14 @@ def _steering(config: RunConfig) -> Iterator[str]:
     trainer = config.trainer
     if algorithm.kl_target is not None and not algorithm.kl_coef:
         yield (
-            f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef, which is 0; give "
-            "it a value, or set kl_target=null"
+            f"algorithm.kl_target={algorithm.kl_target} adapts algorithm.kl_coef, which is 0; set "
+            "it above 0, or set kl_target=null"
         )
     steps = derived.total_steps(config, None)
     if steps is not None and trainer.critic_warmup >= steps and derived.has_critic(config):
         yield (
-            f"trainer.critic_warmup={trainer.critic_warmup} leaves none of "
-            f"trainer.total_steps={steps} to the policy; lower it"
+            f"trainer.critic_warmup={trainer.critic_warmup} leaves no step of "
+            f"trainer.total_steps={steps} to train the policy; reduce it"
         )
 
 
@@ -67,14 +67,13 @@ def _distillation(config: RunConfig) -> Iterator[str]:
     distillation = config.actor.distillation
     if distillation.coef and not derived.has_teacher(config):
         yield (
-            f"actor.distillation.coef={distillation.coef:g} without a teacher to learn from: set "
-            "teacher.path to the Hugging Face folder of a model of the policy's vocabulary, or "
-            "coef=0"
+            f"actor.distillation.coef={distillation.coef:g} requires a teacher; set teacher.path "
+            "to the Hugging Face folder of a model with the policy's vocabulary, or coef=0"
         )
     if not distillation.task_rewards and not distillation.coef:
         yield (
             "actor.distillation.task_rewards=false with actor.distillation.coef=0: nothing would "
-            "be learned; set coef to 1, or task_rewards=true"
+            "be trained; set coef to 1, or task_rewards=true"
         )
 
 
@@ -88,7 +87,7 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
         )
     if with_path and section.path is not None and hub.is_hub_id(section.path):
         yield (
-            f"{role}.path={section.path}: {hub.missing(section.path, 'model')}, or give a Hugging "
+            f"{role}.path={section.path}: {hub.missing(section.path, 'model')}, or set a Hugging "
             "Face folder"
         )
     elif (
@@ -98,8 +97,8 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
     ):
         maker = "train-reward" if role == "reward_model" else "sft"
         yield (
-            f"{role}.path={section.path}: no Hugging Face folder (no config.json in it); give that "
-            f"of a model, or make one first: `hybridflow {maker} --help`"
+            f"{role}.path={section.path}: not a Hugging Face folder (config.json not found); set a "
+            f"model's folder, or create one first: `hybridflow {maker} --help`"
         )
     elif with_path and section.path is not None:
         yield from _vocabulary(config, role, section.path)
@@ -108,8 +107,8 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
     context = config.actor.parallel.context
     if reads_last_token and section.placement == "colocated" and context > 1:
         yield (
-            f"{role}.placement=colocated with actor.parallel.context={context}: no rank holds a "
-            f"sample's last token for sure; set {role}.placement=own"
+            f"{role}.placement=colocated with actor.parallel.context={context}is not supported: a "
+            f"sample's last token may be on any context rank; set {role}.placement=own"
         )
 
 
@@ -118,8 +117,8 @@ def _layout(section: Role, role: str) -> Iterator[str]:
     if section.placement == "colocated":
         if parallel != ParallelConfig():
             yield (
-                f"{role}.parallel is given, but with {role}.placement=colocated the actor.parallel "
-                f"layout counts; remove it, or set {role}.placement=own"
+                f"{role}.parallel has no effect with {role}.placement=colocated, which uses the "
+                f"layout actor.parallel; remove it, or set {role}.placement=own"
             )
         return
     size = derived.model_parallel_size(parallel)
@@ -132,7 +131,7 @@ def _layout(section: Role, role: str) -> Iterator[str]:
         if counts and section.procs % parts:
             yield (
                 f"{role}.parallel {what} = {parts} does not divide {role}.procs={section.procs}; "
-                f"give a multiple of {parts}"
+                f"use a multiple of {parts}"
             )
     if parallel.context > 1 or parallel.virtual_pipeline is not None:
         yield (
@@ -140,11 +139,11 @@ def _layout(section: Role, role: str) -> Iterator[str]:
             f"virtual_pipeline={parallel.virtual_pipeline} are not supported here"
         )
     if parallel.sequence and parallel.tensor == 1:
-        yield f"{role}.parallel.sequence=true needs {role}.parallel.tensor > 1"
+        yield f"{role}.parallel.sequence=true requires {role}.parallel.tensor > 1"
 
 
 def _other_model(config: RunConfig) -> Iterator[str]:
-    """Check that a colocated reference has no other model: it is a second set of the policy's
+    """Check that a colocated reference uses the policy's model: it is a second set of the policy's
     weights."""
     reference = config.reference
     if reference.placement != "colocated":
@@ -152,30 +151,29 @@ def _other_model(config: RunConfig) -> Iterator[str]:
     if reference.path is not None:
         yield (
             f"reference.path={reference.path} with reference.placement=colocated: another model "
-            "needs processes of its own; set reference.placement=own"
+            "requires separate processes; set reference.placement=own"
         )
     if reference.offload != OffloadConfig():
         yield (
-            "reference.offload is given, but with reference.placement=colocated the weights follow "
+            "reference.offload has no effect with reference.placement=colocated, which uses "
             "actor.offload.weights; set that, or reference.placement=own"
         )
 
 
 def _vocabulary(config: RunConfig, role: str, path: str) -> Iterator[str]:
-    """Check that the policy's token ids mean the same to the role's model, and have a row in its
+    """Check that the policy's token ids mean the same in the role's model, and are within its
     embedding.
 
-    A teacher must have exactly the same tokens, because its most likely tokens are learned by the
-    policy.
+    A teacher must have exactly the same tokens, because the policy learns its most likely tokens.
     """
     own = _tokens(path)
     policy = _tokens(config.model.tokenizer or config.model.path)
     if own and policy and own != policy:
         other = sum(policy.get(token) != index for token, index in own.items())
         yield (
-            f"{role}.path={path} has a tokenizer of its own ({other} of its {len(own)} tokens have "
-            "another id than the policy's): it would read other text than the policy wrote; give a "
-            "model with the policy's tokenizer"
+            f"{role}.path={path} has a different tokenizer ({other} of its {len(own)} tokens have "
+            "other ids than the policy's), so it would read different text from what the policy "
+            "wrote; use a model with the policy's tokenizer"
         )
         return
     size = _vocab_size(ModelConfig(path=path))
@@ -183,8 +181,8 @@ def _vocabulary(config: RunConfig, role: str, path: str) -> Iterator[str]:
     if size is None or needed is None or size == needed or (size > needed and role != "teacher"):
         return
     yield (
-        f"{role}.path={path} has vocab_size={size}, the policy {needed}: their tokens must be the "
-        "same; give another model"
+        f"{role}.path={path} has vocab_size={size}, but the policy has {needed}: both must have "
+        "the same tokens; use another model"
     )
 
 
@@ -194,8 +192,8 @@ def _top_k(config: RunConfig) -> Iterator[str]:
     size = _vocab_size(ModelConfig(path=path))
     if size is not None and top_k > size:
         yield (
-            f"teacher.top_k={top_k} is more than the {size} tokens of the vocabulary of "
-            f"teacher.path={path}; lower it"
+            f"teacher.top_k={top_k} is more than the {size} tokens in the vocabulary of "
+            f"teacher.path={path}; reduce it"
         )
 
 
@@ -231,7 +229,7 @@ def _critic_batches(config: RunConfig) -> Iterator[str]:
     mini = derived.critic_mini_batch_size(config)
     if batch % mini:
         yield (
-            f"data.train_batch_size={batch} is no multiple of critic.ppo_mini_batch_size={mini} "
+            f"data.train_batch_size={batch} is not a multiple of critic.ppo_mini_batch_size={mini} "
             "(both count prompts)"
         )
     dp = derived.role_data_parallel_size(config, "critic")
@@ -239,7 +237,7 @@ def _critic_batches(config: RunConfig) -> Iterator[str]:
     if dp and samples % dp:
         yield (
             f"critic.ppo_mini_batch_size={mini} x rollout.n={config.rollout.n} = {samples} samples "
-            f"do not divide over {dp} ranks"
+            f"cannot be divided evenly over {dp} ranks"
         )
 
 
@@ -249,20 +247,20 @@ def _pairs(config: RunConfig) -> Iterator[str]:
     if budget < 2 * longest:
         yield (
             f"reward_model.max_tokens_per_micro_batch={budget} is less than two samples of "
-            f"{longest} tokens; the answers of a pair share a micro-batch: raise it to at least "
-            f"{2 * longest}"
+            f"{longest} tokens; both answers of a pair must fit in one micro-batch; raise it to at "
+            f"least {2 * longest}"
         )
     dp = derived.role_data_parallel_size(config, "reward_model")
     if dp and config.reward_training.batch_size % dp:
         yield (
-            f"reward_training.batch_size={config.reward_training.batch_size} pairs do not divide "
-            f"over {dp} data-parallel ranks"
+            f"reward_training.batch_size={config.reward_training.batch_size} pairs cannot be "
+            f"divided evenly over {dp} data-parallel ranks"
         )
 
 
 def pool_problems(config: RunConfig, job: str) -> Iterator[str]:
-    """Check for pools that no section creates, and ineffective keys about them. `placement` checks
-    whether they fit a cluster."""
+    """Check for pools that no section creates, and for pool keys without effect. `placement` checks
+    whether pools fit a cluster."""
     roles = derived.roles_in_use(config, job)[1:]
     apart = [
         *(role for role in roles if not derived.is_colocated(config, role)),
@@ -273,7 +271,7 @@ def pool_problems(config: RunConfig, job: str) -> Iterator[str]:
         own = getattr(config, name)
         if name not in apart and (own.pool is not None or own.packing != "pack"):
             yield (
-                f"{name}.pool and {name}.packing are about processes of its own, but "
+                f"{name}.pool and {name}.packing apply to separate processes, but "
                 f"{name}.placement=colocated; remove them, or set {name}.placement=own"
             )
     for name in apart:
@@ -281,11 +279,11 @@ def pool_problems(config: RunConfig, job: str) -> Iterator[str]:
         packing = getattr(config, name).packing
         if pool is not None and pool not in makers:
             yield (
-                f"{name}.pool={pool}: that section has no devices of its own in this run; choose "
-                f"one of {', '.join(makers)}, or null"
+                f"{name}.pool={pool}: that section has no separate devices in this run; choose one "
+                f"of {', '.join(makers)}, or null"
             )
         elif pool is not None and packing != "pack":
             yield (
-                f"{name}.packing={packing} does not count with {name}.pool={pool}, whose devices "
-                f"lie as {pool} has them; remove it, or set {name}.pool=null"
+                f"{name}.packing={packing} has no effect with {name}.pool={pool}, which uses the "
+                f"devices of {pool}; remove it, or set {name}.pool=null"
             )

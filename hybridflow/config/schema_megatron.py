@@ -40,7 +40,7 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     # gather updated weights during the next forward pass; needs distributed_optimizer
     overlap_param_gather: bool = False
-    # dispatch of tokens to experts; deepep, on GPUs, sends a token once to each node
+    # dispatch of tokens to experts; deepep (GPUs only) sends a token to each node only once
     moe_dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
 
 

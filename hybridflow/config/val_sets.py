@@ -1,4 +1,4 @@
-"""The validation sets of a run: the unnamed one of `data.val_files`, and those of `data.val_sets`.
+"""The validation sets of a run: the unnamed set `data.val_files`, and the sets of `data.val_sets`.
 No torch."""
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from hybridflow.config.keys import PositiveInt, out_of_range
 from hybridflow.config.schema import MIN_TEMPERATURE, RunConfig, SamplingConfig, ValSamplingConfig
 from hybridflow.errors import ConfigError
 
-# column [B] of prompts for validation: the name of their set
+# column [B] of validation prompts: the name of their set
 VAL_SET = "val_set"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
 class ValSet:
-    """Held-out prompts and their sampling settings. Defaults of an entry of `data.val_sets` are
-    those of `data.val_files`."""
+    """Held-out prompts and their sampling settings. Entries of `data.val_sets` inherit the settings
+    of `data.val_files`."""
 
     files: tuple[str, ...] = ()
     max_prompts: PositiveInt | None = None  # null: all of them
@@ -45,7 +45,7 @@ def val_sets(config: RunConfig) -> dict[str, ValSet]:
 
 
 def sampling_of(config: RunConfig, name: str) -> SamplingConfig:
-    """Return the sampling settings of this set's prompts."""
+    """Return the sampling settings for this set's prompts."""
     unnamed = _unnamed(config)
     return (_built(unnamed, name, config.data.val_sets[name]) if name else unnamed).sampling
 
@@ -57,16 +57,16 @@ def tag(name: str) -> str:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems of each entry of `data.val_sets`, and of the number of answers of every
-    set."""
+    """Yield the problems of each entry of `data.val_sets`, and of each set's temperature and number
+    of answers."""
     unnamed = _unnamed(config)
     found = dict[str, ValSet]()
     for name, given in config.data.val_sets.items():
         key = f"data.val_sets.{name}"
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             yield (
-                f"data.val_sets: {name!r} names metrics and a folder; use letters, digits, points, "
-                "dashes and underscores, and quote a name of digits"
+                f"data.val_sets: {name!r} is used in metric and folder names; use only letters, "
+                "digits, dots, dashes and underscores, and quote a name that consists of digits"
             )
             continue
         try:
@@ -77,14 +77,14 @@ def problems(config: RunConfig) -> Iterator[str]:
         yield from (f"{key}.{line}" for line in out_of_range(found[name]))
         if not found[name].files:
             yield (
-                f"{key}.files is empty; give parquet files, for example {key}.files=[test.parquet]"
+                f"{key}.files is empty; set parquet files, for example {key}.files=[test.parquet]"
             )
     for name, one in {"": unnamed, **found}.items():
         if 0 < one.sampling.temperature < MIN_TEMPERATURE:
             section = f"data.val_sets.{name}.sampling" if name else "rollout.val_sampling"
             yield (
-                f"{section}.temperature={one.sampling.temperature:g} must be 0, which takes the "
-                f"most likely token, or at least {MIN_TEMPERATURE:g}"
+                f"{section}.temperature={one.sampling.temperature:g} must be 0 (greedy) or at "
+                f"least {MIN_TEMPERATURE:g}"
             )
         if one.samples > 1 and not one.sampling.temperature:
             samples, temperature = (
@@ -94,7 +94,7 @@ def problems(config: RunConfig) -> Iterator[str]:
             )
             yield (
                 f"{samples}={one.samples} with {temperature}=0: all answers to a prompt would be "
-                "the same; raise the temperature, or set the samples to 1"
+                "identical; raise the temperature, or set the samples to 1"
             )
 
 

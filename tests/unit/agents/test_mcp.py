@@ -368,8 +368,8 @@ def test_settings_without_sense_are_refused(tmp_path: Path) -> None:
     def said(**servers: Any) -> str:
         return "\n".join(problems(config(tmp_path, servers), files=False))
 
-    assert "mcp_servers.a needs a command or a url, and not both" in said(a={})
-    assert "mcp_servers.a needs a command or a url, and not both" in said(
+    assert "mcp_servers.a requires either a command or a url" in said(a={})
+    assert "mcp_servers.a requires either a command or a url" in said(
         a={"command": ["x"], "url": "http://h"}
     )
     assert "mcp_servers.a.url=ftp://h: expected an address" in said(a={"url": "ftp://h"})

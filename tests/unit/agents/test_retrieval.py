@@ -294,7 +294,7 @@ def test_options_of_other_tools_are_refused() -> None:
         return "\n".join(problems(RunConfig(rollout=RolloutConfig(agent=settings)), files=False))
 
     assert (
-        "tool_options.retrieval: rollout.agent.tools has no retrieval (it has: calculator)"
+        "tool_options.retrieval: rollout.agent.tools does not contain retrieval (it contains: calculator)"
         in said(tools=("calculator",), tool_options={"retrieval": {}})
     )
     assert "tool_options.retrieval=3: expected a group" in said(

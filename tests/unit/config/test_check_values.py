@@ -41,21 +41,21 @@ def test_paths_where_something_else_is_are_refused() -> None:
     for overrides, expected in (
         (
             ["output_dir=file"],
-            r"output_dir: file/e2e cannot be a folder, because \S+/file is a file",
+            r"output_dir: cannot create the folder file/e2e, because \S+/file is a file",
         ),
         (
             ["output_dir=file/deeper/runs"],
             r"output_dir: .* because \S+/file is a file; choose another output_dir",
         ),
-        (["data.prepare.out=file"], r"data\.prepare\.out: file cannot be a folder"),
+        (["data.prepare.out=file"], r"data\.prepare\.out: cannot create the folder file"),
         (
             ["data.train_files=[folder]"],
-            r"data\.train_files: folder is a folder; name the data files",
+            r"data\.train_files: folder is a folder; list its data files",
         ),
-        (["data.prepare.source=file"], r"data\.prepare\.source=file: no such folder"),
-        (["model.tokenizer=file"], r"model\.tokenizer=file is a file; give the folder"),
-        (["data.dataset_class.path=folder"], r"data\.dataset_class\.path=folder: no such file"),
-        (["reward.path=folder"], r"reward\.path=folder: no such file"),
+        (["data.prepare.source=file"], r"data\.prepare\.source=file: folder not found"),
+        (["model.tokenizer=file"], r"model\.tokenizer=file is a file; set the folder"),
+        (["data.dataset_class.path=folder"], r"data\.dataset_class\.path=folder: file not found"),
+        (["reward.path=folder"], r"reward\.path=folder: file not found"),
     ):
         assert any(re.match(expected, line) for line in found(*overrides)), (
             overrides,
@@ -66,19 +66,19 @@ def test_paths_where_something_else_is_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("speculative_algorithm=EAGLE", "which no sync updates"),
-        ("spec=EAGLE", "which no sync updates"),  # command lines take beginnings of names
-        ("preferred_sampling_params={min_p:0.3}", "than rollout.sampling says"),
-        ("enable-custom-logit-processor=true", "than rollout.sampling says"),
+        ("speculative_algorithm=EAGLE", "that no sync updates"),
+        ("spec=EAGLE", "that no sync updates"),  # command lines take beginnings of names
+        ("preferred_sampling_params={min_p:0.3}", "sampled differently from rollout.sampling"),
+        ("enable-custom-logit-processor=true", "sampled differently from rollout.sampling"),
         ("quantization=fp8", "rollout.quantization or model.dtype"),
         ("load_format=auto", "weights that the trainer sends"),
         ("enable_lora=true", "docs/lora.md"),
-        ("enable_eplb=true", "where a sync writes"),
+        ("enable_eplb=true", "that a sync writes to"),
         ("hicache_storage_backend=file", "older weights"),
         ("tokenizer_mode=slow", "token ids of model.tokenizer"),
-        ("disaggregation_mode=prefill", "as the job sets them"),
+        ("disaggregation_mode=prefill", "the job sets the format"),
         ("tp_size=2", "rollout.tensor says it"),
-        ("trust_remote_code=true", "runs code of files"),
+        ("trust_remote_code=true", "runs code from files"),
     ],
 )
 def test_an_argument_of_the_engines_server_that_means_something_else_is_refused(

@@ -17,27 +17,27 @@ TP2 = ("cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.se
 @pytest.mark.parametrize(
     ("overrides", "column", "first", "shown"),
     [
-        ((), None, False, "the one update's own values; no pass computes them"),
+        ((), None, False, "the values of the single update itself; no separate pass"),
         (
             ("actor.ppo_epochs=2",),
             "old_log_probs",
             False,
-            "own values for its rows; no pass computes them",
+            "computed in the first update for its rows; no separate pass",
         ),
         (
             ("actor.ppo_mini_batch_size=1",),
             "old_log_probs",
             False,
-            "a pass over the other 75% of the rows",
+            "a separate pass over the other 75% of the rows",
         ),
         (
             ("actor.ppo_epochs=2", "algorithm.kl_coef=0.1"),
             "old_log_probs",
             True,
-            "of a pass before the updates",
+            "from a pass before the updates",
         ),
-        (("algorithm.kl_coef=0.1",), "old_log_probs", True, "of a pass before the updates"),
-        (("actor.router_replay=r2",), "old_log_probs", True, "of a pass before the updates"),
+        (("algorithm.kl_coef=0.1",), "old_log_probs", True, "from a pass before the updates"),
+        (("actor.router_replay=r2",), "old_log_probs", True, "from a pass before the updates"),
         (
             ("actor.ppo_epochs=2", "actor.old_log_probs=engine"),
             "rollout_log_probs",
@@ -48,7 +48,7 @@ TP2 = ("cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.se
             ("algorithm.kl_coef=0.1", "actor.old_log_probs=engine"),
             "rollout_log_probs",
             True,
-            "; a pass computes",
+            "; a separate pass computes",
         ),
     ],
 )

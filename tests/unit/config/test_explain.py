@@ -52,10 +52,10 @@ def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Pa
         ("actor.kl_loss_coef=0.1", "Reference: one forward pass"),
         ("sft.steps=0", "Warm start: none"),
         ("trainer.tail_batching=0.25", "trains the 64 that end first"),
-        ("trainer.max_staleness=2", "engines have the samples of up to 1 + 2 steps"),
+        ("trainer.max_staleness=2", "engines are assigned the samples of up to 1 + 2 steps"),
         (
             "trainer.max_staleness=2 trainer.steps_ahead=1",
-            "engines have the samples of 1 + trainer.steps_ahead 1 steps, 1024,",
+            "engines are assigned the samples of 1 + trainer.steps_ahead 1 steps, 1024,",
         ),
         (
             "rollout.tensor=4",
@@ -77,8 +77,7 @@ def test_engines_over_several_nodes_say_where_their_ranks_lie() -> None:
         load_config("tiny-moe-grpo", words), Origins.find("tiny-moe-grpo", words, config_dirs(None))
     )
     assert (
-        "4 x 1 = 4 an engine (expert 2), 2 on each of rollout.nodes_per_engine = 2 nodes (all "
-        "of them this machine"
+        "4 x 1 = 4 per engine (expert 2), 2 on each of rollout.nodes_per_engine = 2 nodes (all on this machine"
     ) in text
     text = explain(
         load_config("tiny-moe-grpo", [*words, "cluster.address=auto"]),

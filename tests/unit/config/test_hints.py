@@ -168,7 +168,7 @@ def test_every_name_in_verls_table_is_a_key() -> None:
 def test_all_wrong_settings_are_named_at_once() -> None:
     text = refusal("trainer.nnodes=1", "trainer.total_steps=3", "actor.lr=1", "a b")
     assert text.startswith(
-        "3 settings are refused:\n  unknown key trainer.nnodes; did you mean cluster.nodes?\n"
+        "3 invalid settings:\n  unknown key trainer.nnodes; did you mean cluster.nodes?\n"
     )
     assert "did you mean actor.optim.lr?" in text and "override 'a b'" in text
 

@@ -133,6 +133,6 @@ def test_data_files_are_those_of_the_split_or_of_a_pattern(cache: Path) -> None:
         "data.train_files=['openai/gsm8k:no/*.parquet']",
     ]
     assert (
-        f"snapshot {snapshot} has no such files"
+        f"snapshot {snapshot} has no matching files"
         in problems(located(load_config(RECIPE, words)), "train")[0]
     )

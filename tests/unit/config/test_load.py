@@ -311,7 +311,7 @@ def test_the_configuration_is_frozen() -> None:
         (b"5\n", r"mine\.yaml is a single value"),
         (b"name: caf\xe9\n", r"mine\.yaml: byte 9 \(0xe9\) is not UTF-8; save the file as UTF-8"),
         ("name: x\n".encode("utf-16"), r"mine\.yaml: byte 0 \(0xff\) is not UTF-8"),
-        (b"defaults: [mine, _self_]\n", "names a recipe that names it again"),
+        (b"defaults: [mine, _self_]\n", "circular defaults lists"),
         (b"defaults: {e2e: 1}\n", "recipe mine: .*defaults"),
         (
             b"defaults: [e2e, {algorithm: odd}, _self_]\n",

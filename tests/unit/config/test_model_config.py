@@ -71,5 +71,5 @@ def test_a_file_is_read_with_its_fields_checked(tmp_path: Path) -> None:
     file.write_text(json.dumps({"model_type": "qwen3", "vocab_size": None}))
     assert read_model_config(file) == {"model_type": "qwen3", "vocab_size": None}
     file.write_text('{"rms_norm_eps": NaN}')
-    with pytest.raises(ValueError, match="no config of a model: rms_norm_eps=nan"):
+    with pytest.raises(ValueError, match="not a model config: rms_norm_eps=nan"):
         read_model_config(file)

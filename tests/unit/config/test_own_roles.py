@@ -79,23 +79,23 @@ def test_a_policy_has_devices_of_its_own(tmp_path: Path) -> None:
     [
         ("{critic: {}}", (), "roles.critic: a flow calls a policy as run.critic"),
         ("{a-b: {}}", (), "roles.a-b: .* choose another one"),
-        ("{other: {}}", (), r"calls run.tester, and this run has no such policy: .*{tester: {}}"),
+        ("{other: {}}", (), r"calls run.tester, but this run has no such policy: .*{tester: {}}"),
         ("{tester: {}, other: {}}", (), "does not call run.other"),
         ("{tester: {procs: 3}}", (), r"roles.tester .*: actor.parallel .* does not divide"),
         (
             f"{{tester: {{{ONE}, train_batch_size: 3}}}}",
             (),
-            "roles.tester .*: data.train_batch_size=3 is no multiple",
+            "roles.tester .*: data.train_batch_size=3 is not a multiple",
         ),
         (
             f"{{tester: {{{ONE}}}}}",
             ("algorithm.adv_estimator=gae",),
-            "a critic is trained for the first policy alone",
+            "only the first policy can have a critic",
         ),
         (
             f"{{tester: {{{ONE}, rollout: {{pool: critic}}}}}}",
             (),
-            "its engines have devices of their own",
+            "must be null (separate devices) or actor",
         ),
         ("{tester: {actor: {policy_loss: nope}}}", (), "roles.tester.actor.policy_loss"),
     ],

@@ -28,16 +28,16 @@ def test_pools_that_make_sense_pass(overrides: tuple[str, ...]) -> None:
     [
         (
             ("rollout.pool=rollout",),
-            "rollout.pool=rollout: that section has no devices of its own in this run; choose one",
+            "rollout.pool=rollout: that section has no separate devices in this run; choose one",
         ),
         (("rollout.pool=teacher",), "choose one of actor, or null"),
         (
             (*CRITIC, "critic.pool=rollout", "rollout.pool=critic"),
-            "critic.pool=rollout: that section has no devices",
+            "critic.pool=rollout: that section has no separate devices",
         ),
         (
             ("rollout.pool=actor", "rollout.packing=spread"),
-            "rollout.packing=spread does not count with",
+            "rollout.packing=spread has no effect with",
         ),
         (
             ("algorithm.adv_estimator=gae", "critic.pool=rollout"),

@@ -47,7 +47,7 @@ def test_the_recipes_pass() -> None:
     ("overrides", "expected"),
     [
         ((*PPO, "critic.parallel.tensor=2"), (
-            r"critic.parallel is given, but with critic.placement=colocated"
+            r"critic.parallel has no effect with critic.placement=colocated"
         )),
         ((*OWN, "critic.procs=3"), (
             r"tensor x pipeline x context = 2 does not divide critic.procs=3"
@@ -55,26 +55,26 @@ def test_the_recipes_pass() -> None:
         ((*OWN, "critic.parallel.sequence=true"), (
             r"critic.parallel.sequence=true needs critic.parallel.tensor > 1"
         )),
-        ((*PPO, "critic.ppo_mini_batch_size=3"), r"data.train_batch_size=4 is no multiple of "
+        ((*PPO, "critic.ppo_mini_batch_size=3"), r"data.train_batch_size=4 is not a multiple of "
                                                  r"critic.ppo_mini_batch_size=3"),
         ((*PPO, "critic.max_tokens_per_micro_batch=5"), (
             r"critic.max_tokens_per_micro_batch=5 is less than the "
             r"longest sample, 24"
         )),
         ((*PPO, "trainer.critic_warmup=2"), (
-            r"trainer.critic_warmup=2 leaves none of trainer.total_steps=2"
+            r"trainer.critic_warmup=2 leaves no step of trainer.total_steps=2"
         )),
         (("trainer.critic_warmup=1",), (
-            r"trainer.critic_warmup=1 without a critic; set algorithm.adv_estimator=gae"
+            r"trainer.critic_warmup=1 requires a critic; set algorithm.adv_estimator=gae"
         )),
         ((*PPO, "algorithm.lam=1.5"), r"algorithm.lam=1.5 must be at least 0 and at most 1"),
         ((*PPO, "critic.cliprange_value=0"), r"critic.cliprange_value=0.0 must be more than 0"),
         (("algorithm.kl_target=0.1",), (
-            r"algorithm.kl_target=0.1 steers algorithm.kl_coef, which is 0"
+            r"algorithm.kl_target=0.1 adapts algorithm.kl_coef, which is 0"
         )),
-        (("reward_model.path=nowhere",), r"reward_model.path=nowhere: no Hugging Face folder"),
+        (("reward_model.path=nowhere",), r"reward_model.path=nowhere: not a Hugging Face folder"),
         (("reference.path=nowhere", "reference.placement=own"), (
-            r"reference.path=nowhere: no Hugging Face folder"
+            r"reference.path=nowhere: not a Hugging Face folder"
         )),
         (("reference.placement=own", "reference.parallel.tensor=2"), (
             r"tensor x pipeline x context = 2 does not "
@@ -90,19 +90,19 @@ def test_what_cannot_run_is_refused(overrides: tuple[str, ...], expected: str) -
 
 def test_a_teacher_needs_processes_of_its_own() -> None:
     [line] = found(f"reference.path={model_folder('teacher')}")
-    assert "another model needs processes of its own; set reference.placement=own" in line
+    assert "another model requires separate processes; set reference.placement=own" in line
     assert (
         found("reference.path=teacher", "reference.placement=own", "reference.offload.weights=true")
         == []
     )
     [line] = found("reference.offload.weights=true")
-    assert "with reference.placement=colocated the weights follow actor.offload.weights" in line
+    assert "with reference.placement=colocated, which uses actor.offload.weights" in line
     text = explain(
         load_config("e2e", ["reference.path=teacher", "reference.placement=own"]),
         Origins(frozenset(), {}),
     )
     assert (
-        "Reference: teacher; one forward pass over the samples of a step, in 1 processes of its own"
+        "Reference: teacher; one forward pass over a step's samples, in 1 separate processes"
         in text
     )
 
@@ -147,7 +147,7 @@ def test_every_role_must_understand_the_policys_tokens(
         json.dumps({**tokenizer, "model": {"vocab": {"a": 1, "b": 0}}})
     )
     [line] = of_role()
-    assert f"{role}.path=other has a tokenizer of its own (2 of its 3 tokens" in line
+    assert f"{role}.path=other has a different tokenizer (2 of its 3 tokens" in line
 
 
 @pytest.mark.slow
@@ -162,14 +162,14 @@ def test_a_teacher_speaks_the_language_of_the_policy() -> None:
     assert "teacher.top_k=32 is more than the 16 tokens of the vocabulary" in line
     [line] = found("teacher.path=nowhere")
     assert (
-        "teacher.path=nowhere: no Hugging Face folder" in line and "`hybridflow sft --help`" in line
+        "teacher.path=nowhere: not a Hugging Face folder" in line
+        and "`hybridflow sft --help`" in line
     )
     [line] = found(*settings, "teacher.parallel.tensor=2")
     assert "tensor x pipeline x context = 2 does not divide teacher.procs=1" in line
     [line] = found(*settings, "teacher.placement=colocated", "teacher.parallel.tensor=2")
     assert (
-        "teacher.parallel is given, but with teacher.placement=colocated the actor.parallel "
-        "layout counts"
+        "teacher.parallel has no effect with teacher.placement=colocated, which uses the layout actor.parallel"
     ) in line
     text = explain(load_config("e2e", settings), Origins(frozenset(), {}))
     assert (
@@ -184,7 +184,7 @@ def test_distillation_needs_a_teacher_and_reads_what_it_writes() -> None:
     one = "actor.distillation.coef=0.5"
     alone = "actor.distillation.task_rewards=false"
     [line] = found(one)
-    assert "actor.distillation.coef=0.5 without a teacher to learn from: set teacher.path" in line
+    assert "actor.distillation.coef=0.5 requires a teacher; set teacher.path" in line
     [line] = found(alone)
     assert (
         "actor.distillation.task_rewards=false with actor.distillation.coef=0: nothing would "
@@ -193,10 +193,10 @@ def test_distillation_needs_a_teacher_and_reads_what_it_writes() -> None:
     given = ("teacher.path=teacher", "teacher.top_k=4")
     sampled = (*given, one, alone, "actor.distillation.loss=low_var_kl+")
     for settings, said, reads, writer in (
-        (given, "not learned from (actor.distillation.coef is 0)", (), "compute_teacher_top"),
+        (given, "not used for training (actor.distillation.coef is 0)", (), "compute_teacher_top"),
         (
             (*given, one),
-            "learned by forward_kl_topk with actor.distillation.coef 0.5, beside the rewards",
+            "distilled with forward_kl_topk, actor.distillation.coef 0.5, in addition to the rewards",
             ("teacher_top_log_probs", "teacher_top_ids"),
             "compute_teacher_top",
         ),
@@ -220,7 +220,7 @@ def test_distillation_needs_a_teacher_and_reads_what_it_writes() -> None:
 def test_reward_training_needs_pairs_that_fit() -> None:
     settings = {"job": "train-reward", "name": "tiny-moe-reward"}
     [line] = found("data.prepare.options.num_pairs=0", **settings)
-    assert "pairs.parquet will not be made, because data.prepare.options.num_pairs is 0" in line
+    assert "pairs.parquet will not be written, because data.prepare.options.num_pairs is 0" in line
     [line] = found("reward_model.max_tokens_per_micro_batch=47", **settings)
     assert "less than two samples of 24" in line
     assert any(
@@ -266,19 +266,15 @@ def test_recorded_pairs_are_for_estimators_of_preferences() -> None:
     assert of_pairs() == [] and of_pairs("algorithm=ipo") == [] and of_pairs("algorithm=kto") == []
     config = load_config("tiny-dpo")
     check_steps(config)
-    assert "Rollout: none in a step" in explain(config, Origins(frozenset(), {}))
+    assert "Rollout: none during steps" in explain(config, Origins(frozenset(), {}))
     [line] = of_pairs("algorithm.adv_estimator=grpo")
-    assert (
-        "learns from the policy's own answers: recorded ones are others; set adv_estimator to "
-        "dpo, ipo, kto"
-    ) in line
+    assert ("learns from answers sampled by the policy; set adv_estimator to dpo, ipo, kto") in line
     [line] = of_pairs("rollout.n=8")
     assert (
-        "rollout.n=8 with data.answers=pairs: a prompt has two answers, chosen and rejected; "
-        "set it to 2"
+        "rollout.n=8 must be 2 with data.answers=pairs: a prompt has two answers, chosen and rejected"
     ) in line
     [line] = of_pairs("data.prepare.options.num_pairs=0")
-    assert "pairs.parquet will not be made, because data.prepare.options.num_pairs is 0" in line
+    assert "pairs.parquet will not be written, because data.prepare.options.num_pairs is 0" in line
     for override, default in (
         ("actor.old_log_probs=engine", "trainer"),
         ("algorithm.dynamic_sampling=2", "0"),
@@ -286,11 +282,9 @@ def test_recorded_pairs_are_for_estimators_of_preferences() -> None:
         ("data.weight_key=weight", "null"),
     ):
         [line] = of_pairs(override)
-        assert "is of answers that engines sample" in line and line.endswith(
-            f"set it to {default}"
-        ), line
+        assert "applies to sampled answers" in line and line.endswith(f"set it to {default}"), line
     [line] = of_pairs("actor.rollout_correction.weight=token")
     assert (
-        "actor.rollout_correction with data.answers=pairs: no engine has sampled the answers"
+        "actor.rollout_correction is not supported with data.answers=pairs, whose answers no engine has sampled"
         in line
     )

@@ -93,11 +93,11 @@ def test_a_run_folder_keeps_the_order_of_the_sets(tmp_path: Any) -> None:
             (
                 "data.val_sets.a.samples=4",
                 "data.val_sets.a.sampling.temperature=0",
-                "would be the same",
+                "would be identical",
             ),
         ),
         ("data.val_sets={a/b: {files: [x.parquet]}}", ("'a/b'", "metrics and a folder")),
-        ("data.val_sets={7: {files: [x.parquet]}}", ("7 names metrics", "quote")),
+        ("data.val_sets={7: {files: [x.parquet]}}", ("7 is used in metric", "quote")),
         (
             "data.val_sets={a: {files: [nowhere.parquet]}}",
             ("data.val_sets.a.files: nowhere.parquet", "not exist"),
