@@ -1,5 +1,5 @@
-"""Scores of a batch become rewards, advantages and returns; holds what of it outlives a step: KL
-coefficient, spread of model scores."""
+"""Computation of a batch's rewards, advantages and returns from its scores. Also holds the state
+that outlives a step: KL coefficient, entropy coefficient, running statistics of model scores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_var
 
 
 def advantages_step(config: RunConfig) -> DataflowStep:
-    """The columns that the step reads and writes under this configuration."""
+    """Return the columns that the advantage step reads and writes under this configuration."""
     estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
     penalty = ("old_log_probs", "ref_log_probs") if config.algorithm.kl_coef else ()
     model = ("rm_scores",) if derived.has_reward_model(config) else ()
@@ -44,7 +44,8 @@ def advantages_step(config: RunConfig) -> DataflowStep:
 
 
 class Advantages:
-    """Computes rewards and advantages as `algorithm` says; `metrics` are those of the last step."""
+    """Computes rewards and advantages as configured by `algorithm`. `metrics` holds the last step's
+    metrics."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -64,16 +65,16 @@ class Advantages:
         self.metrics: dict[str, float] = {}
 
     def add(self, batch: DataProto) -> DataProto:
-        """Adds rewards [B] (the weighted scores less the KL penalties of the row) and advantages
-        (jagged); with a critic, returns too; with a target of the entropy, entropy_coefs, the
-        coefficient at each token."""
+        """Return the batch with added columns: rewards [B] (weighted scores minus the row's KL
+        penalties) and advantages (jagged); with a critic, also returns; with an entropy target,
+        also entropy_coefs (the entropy coefficient at each token)."""
         self.metrics = {}
         lengths = torch.tensor(batch.lengths("response_ids"))
         scores = torch.from_numpy(self._scores(batch))
         penalties = self._penalties(batch, lengths)
         counts = samples_that_count(batch, compares=self.estimator.compares_samples)
         tokens = counts.repeat_interleave(lengths)
-        # what is left out has no advantage
+        # excluded rows have zero advantage
         advantages = torch.zeros(len(tokens))
         returns = torch.zeros(len(tokens)) if self.estimator.needs_critic else None
         if counts.any():
@@ -97,20 +98,20 @@ class Advantages:
         return batch.with_torch(rewards=scores - sums_of_rows(penalties, lengths), **columns)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state to save in a checkpoint."""
         steered = {} if self.entropy is None else {"entropy_coef": self.entropy.value}
         return {"kl_coef": self.control.value, **steered, **self.model_scores.state()}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on with it."""
+        """Restore the state from a checkpoint."""
         self.control.value = float(state["kl_coef"])
-        if self.entropy is not None:  # a run that went on without a target has none
+        if self.entropy is not None:  # absent if the earlier run had no target
             self.entropy.value = float(state.get("entropy_coef", self.entropy.value))
         self.model_scores.restore(state)
 
     def _scores(self, batch: DataProto) -> np.ndarray:
-        """[B] f32: `reward.weight` times the verifier's score plus, where there is one,
-        `reward_model.weight` times the reward model's; less the punishment of overlong answers."""
+        """Return [B] f32: `reward.weight` times the verifier's score, plus `reward_model.weight`
+        times the reward model's score if there is one, minus the penalty for overlong answers."""
         scores = np.float32(self.config.reward.weight) * np.asarray(
             batch["scores"], dtype=np.float32
         )
@@ -134,7 +135,7 @@ class Advantages:
         return scores + added
 
     def _samples(self, batch: DataProto, scores: torch.Tensor, penalties: torch.Tensor) -> Samples:
-        """What the estimator is given: rows with their scores [B] and the penalties of their tokens
+        """Return the estimator's input from the rows' scores [B] and their tokens' penalties
         [T]."""
         lengths = torch.tensor(batch.lengths("response_ids"))
         mask = batch.torch(RESPONSE_MASK)[0]
@@ -152,14 +153,14 @@ class Advantages:
         )
 
     def _forks(self, batch: DataProto) -> torch.Tensor:
-        """[T] bool: the tokens that keep their advantage, those of highest entropy."""
+        """Return [T] bool: True for the tokens of highest entropy, which keep their advantage."""
         entropies, mask = (batch.torch(name)[0] for name in ("entropys", RESPONSE_MASK))
         kept = most_uncertain(entropies, mask, self.algorithm.top_entropy_share)
         self.metrics["actor/top_entropy_share"] = float(kept.sum() / mask.sum().clamp(min=1))
         return kept
 
     def _entropy_coefficient(self, batch: DataProto) -> float:
-        """The coefficient of this step's entropy bonus; moves it on."""
+        """Return this step's entropy bonus coefficient, and update it for the next step."""
         assert self.entropy is not None
         mask = batch.torch(RESPONSE_MASK)[0]
         if not mask.any():
@@ -169,8 +170,8 @@ class Advantages:
         return coefficient
 
     def _penalties(self, batch: DataProto, lengths_B: torch.Tensor) -> torch.Tensor:
-        """[T] what each token's divergence from the reference takes off its reward; moves the KL
-        coefficient on."""
+        """Return the KL penalty on each token's reward [T], and update the KL coefficient for the
+        next step."""
         coefficient = self.control.value
         mask_T = batch.torch(RESPONSE_MASK)[0]
         if not self.algorithm.kl_coef:
@@ -190,8 +191,8 @@ class Advantages:
 
 
 def samples_that_count(batch: DataProto, *, compares: bool) -> torch.Tensor:
-    """[B] bool: samples with a token that counts. Where samples of a prompt are compared, not the
-    last one of a group that has lost all others."""
+    """Return [B] bool: True for samples with at least one unmasked token. If samples of a prompt
+    are compared, False for the only remaining sample of a group."""
     counts = torch.from_numpy(sampled_tokens(batch) > 0)
     if counts.all() or not compares:
         return counts
@@ -202,15 +203,15 @@ def samples_that_count(batch: DataProto, *, compares: bool) -> torch.Tensor:
 
 
 def _values(batch: DataProto, name: str) -> torch.Tensor:
-    """[T] values of a jagged column, [B] of a dense one."""
+    """Return the values [T] of a jagged column, or [B] of a dense one."""
     found = batch.torch(name)
     return found[0] if isinstance(found, tuple) else found
 
 
 def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
-    """[B] why a row counts as failed though it has a score, or None: the reward did not return the
-    number beside it that the estimator wants, or returned more rewards of turns or tokens than
-    there are."""
+    """Return [B] the reason why a row with a score still counts as failed, or None: the reward did
+    not return an extra number that the estimator requires, or it returned more turn or token
+    rewards than the row has turns or tokens."""
     algorithm = config.algorithm
     names = getattr(estimator_options(algorithm), "rewards", ())
     texts: list[str | None] = [None] * len(batch)
@@ -223,14 +224,14 @@ def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
             continue
         if missing:
             texts[row] = (
-                f"the reward returned {missing[0]}={extra.get(missing[0])!r:.60}, and "
-                "algorithm.adv_estimator_options.rewards wants a finite number of this name"
+                f"the reward returned {missing[0]}={extra.get(missing[0])!r:.60}, but "
+                "algorithm.adv_estimator_options.rewards requires a finite number of this name"
             )
         for name, counts in most.items():
             if len(extra.get(name) or ()) > counts[row]:
                 texts[row] = (
-                    f"the reward returned {len(extra[name])} {name}, and the answer has "
-                    f"{counts[row]} {name.partition('_')[0]}s that the policy sampled"
+                    f"the reward returned {len(extra[name])} {name}, but the policy sampled "
+                    f"{counts[row]} {name.partition('_')[0]}s in this answer"
                 )
     return texts
 
@@ -242,8 +243,8 @@ def _failed(batch: DataProto) -> list[bool]:
 
 
 def _reward_parts(batch: DataProto) -> dict[str, torch.Tensor]:
-    """{name: [B] f32} of what the reward returned as a number for every sample beside the score; 0
-    of one whose scoring failed."""
+    """Return {name: [B] f32} for each number, besides the score, that the reward returned for every
+    sample; 0 for samples whose scoring failed."""
     if "reward_extra" not in batch:
         return {}
     rows = [
@@ -263,7 +264,8 @@ def _reward_parts(batch: DataProto) -> dict[str, torch.Tensor]:
 
 
 def _part_ends(batch: DataProto, name: str) -> np.ndarray:
-    """[T] bool: the last token of each turn, a run of sampled tokens, or each sampled token."""
+    """Return [T] bool: True at the last token of each turn (a run of sampled tokens), or at each
+    sampled token."""
     column = batch.jagged(RESPONSE_MASK)
     mask = column.values
     offsets = column.offsets
@@ -276,7 +278,7 @@ def _part_ends(batch: DataProto, name: str) -> np.ndarray:
 
 
 def _part_counts(batch: DataProto) -> dict[str, list[int]]:
-    """{name: [B] how many turns, or tokens, the policy has sampled}."""
+    """Return {name: [B] number of turns or tokens sampled by the policy}."""
     offsets = batch.jagged(RESPONSE_MASK).offsets
     sums = {name: np.append(0, np.cumsum(_part_ends(batch, name))) for name in PART_REWARDS}
     return {
@@ -285,14 +287,14 @@ def _part_counts(batch: DataProto) -> dict[str, list[int]]:
 
 
 def _part_rewards(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """[T] rewards of turns or tokens at the last token of each, [T] bool which tokens these are;
-    None where the reward returned neither `turn_rewards` nor `token_rewards`. A turn is a run of
-    sampled tokens; one without a reward (a row whose scoring failed, a conversation that was ended)
-    has 0.
+    """Return [T] rewards, stored at the last token of each turn or token, and a [T] bool mask of
+    these positions; (None, None) if the reward returned neither `turn_rewards` nor `token_rewards`.
+    A turn is a run of sampled tokens. Turns without a reward (scoring failed, or the conversation
+    was ended) get 0.
 
     Raises:
-        DataError: something else than a list of numbers, or more of them than turns or tokens;
-            names the row.
+        DataError: the rewards are not a list of numbers, or there are more of them than turns or
+            tokens; the message contains the row.
     """
     extras = batch["reward_extra"].tolist() if "reward_extra" in batch else []
     name = next((name for name in PART_REWARDS if any(name in extra for extra in extras)), None)
@@ -308,12 +310,12 @@ def _part_rewards(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor] | tuple
             isinstance(value, int | float) for value in values
         ):
             raise DataError(
-                f"row {row}: the reward returned {name}={values!r}, which must be a list of numbers"
+                f"row {row}: the reward returned {name}={values!r}, expected a list of numbers"
             )
         if len(values) > len(places):
             raise DataError(
-                f"row {row}: the reward returned {len(values)} {name}, and the answer has "
-                f"{len(places)} {name.partition('_')[0]}s that the policy sampled"
+                f"row {row}: the reward returned {len(values)} {name}, but the policy sampled "
+                f"{len(places)} {name.partition('_')[0]}s in this answer"
             )
         rewards[places[: len(values)]] = values
     return torch.from_numpy(rewards), torch.from_numpy(ends)

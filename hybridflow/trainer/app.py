@@ -1,5 +1,5 @@
-"""The composition root: builds the groups, services and trainers of a job from a checked
-configuration, and ends all of them with the job."""
+"""The composition root: builds a job's groups, services and trainers from a checked configuration,
+and shuts them down with the job."""
 
 from __future__ import annotations
 
@@ -79,21 +79,21 @@ AnyJob = Callable[[Job, Stops], Steps[dict[str, Any]]]
 
 
 def train(config: RunConfig, preload: Preload | None = None) -> None:
-    """The main job: warm start when configured, reinforcement learning, checkpoint, export,
+    """Run the main job: warm start if configured, reinforcement learning, checkpoint, export,
     report."""
     _exhaust(training(config, preload, Stops()))
 
 
 def training(config: RunConfig, preload: Preload | None, stops: Stops) -> Steps[None]:
-    """`train`, which yields at each stop."""
-    # the devices of a cluster to be joined are asked once it is there
+    """Run `train` as a generator that yields at each stop."""
+    # for an external cluster, devices are checked after joining it
     if config.cluster.address is None:
         check_devices(config, Platform.detect().kind)
     yield from _run_job(config, preload, _train, derived.total_steps(config, None), stops)
 
 
 def sft(config: RunConfig, preload: Preload | None = None) -> None:
-    """Supervised fine-tuning alone: `config.sft`, checkpoint, export."""
+    """Run only supervised fine-tuning: `config.sft`, checkpoint, export."""
     if config.sft.steps < 1:
         raise ConfigError("sft.steps is 0: nothing to do; set sft.steps and sft.train_files")
     job = _run_job(config, preload, _without_stops(_sft), config.sft.steps, Stops())
@@ -101,7 +101,7 @@ def sft(config: RunConfig, preload: Preload | None = None) -> None:
 
 
 def train_reward(config: RunConfig, preload: Preload | None = None) -> None:
-    """A reward model from preference pairs: warm start when configured, `config.reward_training`,
+    """Train a reward model on preference pairs: warm start if configured, `config.reward_training`,
     checkpoint, export."""
     if config.reward_training.steps < 1:
         raise ConfigError(
@@ -183,7 +183,7 @@ def _train(job: Job, stops: Stops) -> Steps[dict[str, Any]]:
         else:
             await trainer.start_from_present_weights()
             if config.sft.steps:
-                # a run that is killed from here on does not repeat the warm start
+                # a run that is killed after this point does not repeat the warm start
                 await trainer.save()
         await trainer.phases.make_room()
         await engines.wait_ready(job.progress)
@@ -213,7 +213,7 @@ def _check(
     dataset: Prompts | PreferenceDataset,
     held_out: Mapping[str, Prompts],
 ) -> None:
-    """Check what data and code of the user's must have, before anything starts."""
+    """Check the user's data and code before anything starts."""
     rewards.check_data_sources(sources_to_score(job.config, dataset, *held_out.values()))
     check_truths(rewards, job.config, dataset, *held_out.values())
     check_steps(job.config)
@@ -224,7 +224,7 @@ def _check(
 def _groups_that_train(
     trained: Sequence[str], apart: Mapping[str, WorkerGroup]
 ) -> dict[str, WorkerGroup]:
-    """The groups of roles that train, each once."""
+    """Return {role: group} for roles that train, without duplicate groups."""
     training = {role: apart[role] for role in trained if role in apart}
     return {
         role: group
@@ -242,7 +242,7 @@ def _samples(
     keep: Callable[[DataProto], DataProto],
     made_with: Mapping[str, Any],
 ) -> Samples:
-    """What each step trains on: recorded pairs, the samples of dumps, or answers of the engines."""
+    """Return the source of training samples: recorded pairs, dumps, or engines' answers."""
     config = job.config
     if isinstance(dataset, PreferenceDataset):
         return RecordedPairs(config, dataset, keep)
@@ -251,7 +251,7 @@ def _samples(
 
 
 def _summary(session: Session, steps: int) -> dict[str, Any]:
-    """What summary.json says of the loop."""
+    """Return the training loop's entries of summary.json."""
     totals = session.totals
     return {
         "score_before": totals.get("score_before"),
@@ -267,7 +267,7 @@ def _summary(session: Session, steps: int) -> dict[str, Any]:
 
 
 def _open_dumps(job: Job, made_with: Mapping[str, Any]) -> Dumps | None:
-    """The dumps that the run trains on instead of generating, if it does."""
+    """Open the dumps that the run trains on; None if it generates."""
     config = job.config
     checkpoint = job.checkpoint
     if config.trainer.rollouts_from is None:
@@ -286,8 +286,8 @@ def _sft(job: Job) -> dict[str, Any]:
     trainer = block_on(job.warm_start(policy))
     if trainer is None:
         raise ConfigError(
-            f"{job.session.folder} already holds a reinforcement-learning run; give this one "
-            "another name"
+            f"{job.session.folder} already contains a reinforcement-learning run; choose another "
+            "name for this one"
         )
     with job.progress.stage("save the checkpoint"):
         block_on(trainer.save())
@@ -341,8 +341,8 @@ def _train_reward(job: Job) -> dict[str, Any]:
 
 
 async def _finish(job: Job, trained: ModelGroup, learners: Sequence[Learner] = ()) -> str | None:
-    """Wait for the last checkpoint and write the export, and those of further policies; returns the
-    first one's folder."""
+    """Wait for the last checkpoint, then export the trained model and the further policies. Returns
+    the trained model's export folder."""
     with job.progress.stage("wait for the last checkpoint"):
         await job.session.store.wait()
     for learner in learners:
@@ -351,7 +351,7 @@ async def _finish(job: Job, trained: ModelGroup, learners: Sequence[Learner] = (
 
 
 async def _export(job: Job, trained: Role, name: str) -> str | None:
-    """Write an export, if the run has one; returns its folder."""
+    """Write an export if the run is configured to. Returns its folder, or None."""
     if not job.config.trainer.export or job.config.trainer.rollout_only:
         return None
     folder = job.session.folder / name
@@ -372,9 +372,9 @@ def _run_job(
     total_steps: int | None,
     stops: Stops,
 ) -> Steps[None]:
-    """Open the run folder, run the job, write summary and report; on an interrupt, say how to
-    resume."""
-    # rewards, tools and episodes ask this machine's addresses as well
+    """Open the run folder, run the job, and write summary and report. On an interrupt, report how
+    to resume."""
+    # rewards, tools and episodes also connect to addresses of this machine
     os.environ.update(without_proxy(os.environ))
     folder = make_output_dir(config)
     with Progress(0, "") as progress, exclusive(folder, progress.message):
@@ -391,7 +391,7 @@ def _run_job(
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted(_how_to_resume(session.store)) from interrupt
         except CheckpointError:
-            session.check_folder()  # it says better why nothing could be written
+            session.check_folder()  # its error explains better why nothing could be written
             raise
         except (OSError, StorageError) as error:
             session.check_folder()
@@ -404,7 +404,7 @@ def _run_job(
             error.args = (f"{error}\n{_how_to_resume(session.store)}",)
             raise
         finally:
-            with suppress(OSError):  # what could not be written is said already
+            with suppress(OSError):  # write errors have been reported already
                 session.close()
             stop_logging()
         if stops.summary is None:
@@ -412,7 +412,7 @@ def _run_job(
 
 
 def _report(session: Session, progress: Progress, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Write summary.json and the report; returns the whole summary."""
+    """Write summary.json and the report. Returns the complete summary."""
     config = session.config
     whole = {
         "seed": config.seed,
@@ -435,11 +435,11 @@ def _with_clusters(
     progress: Progress,
     stops: Stops,
 ) -> Steps[dict[str, Any]]:
-    """Run the job; where Ray itself is lost and the run had started it, go on from the last
-    checkpoint in a fresh cluster, at most `trainer.max_restarts` times within an hour.
+    """Run the job. If Ray itself is lost and was started by this run, resume from the last
+    checkpoint in a fresh cluster, at most `trainer.max_restarts` times per hour.
 
     Raises:
-        ClusterLostError: otherwise; says how to resume.
+        ClusterLostError: Ray was lost and cannot be restarted; the message contains how to resume.
     """
     limit = RestartLimit(config.trainer.max_restarts)
     goes_on = False
@@ -449,22 +449,22 @@ def _with_clusters(
                 given = Job(config, preload, session, stack, progress, goes_on)
                 return (yield from job(given, stops))
         except ClusterLostError as error:
-            if _interrupted(error):  # a signal to all processes of the run has ended Ray as well
+            if _interrupted(error):  # a signal to all of the run's processes also stopped Ray
                 raise KeyboardInterrupt from error
             session.store.settle()
             is_over = config.cluster.address is not None or stops.summary is not None
             if is_over or not limit.take():
                 raise ClusterLostError(
-                    f"{error}, and the run with it: {_how_to_resume(session.store)}"
+                    f"{error}, which ended the run: {_how_to_resume(session.store)}"
                 ) from error
             progress.message(
-                f"{error}: a fresh cluster is started, and the run goes on from its last checkpoint"
+                f"{error}: starting a fresh cluster and resuming from the last checkpoint"
             )
             goes_on = True
 
 
 def _interrupted(error: BaseException | None) -> bool:
-    """Whether the error was raised while an interrupt was on its way out."""
+    """Return True if the error was raised while an interrupt was being handled."""
     return error is not None and (
         isinstance(error, KeyboardInterrupt) or _interrupted(error.__context__)
     )
@@ -472,8 +472,8 @@ def _interrupted(error: BaseException | None) -> bool:
 
 @contextmanager
 def _stop_when_asked(session: Session) -> Iterator[None]:
-    """Treat SIGUSR1, which a job's script sends before Slurm takes the nodes, as a request: the run
-    ends after the present step and a checkpoint."""
+    """Treat SIGUSR1, which a job script sends before Slurm's time limit, as a request to stop after
+    the current step and a checkpoint."""
 
     def ask(number: int, frame: Any) -> None:
         session.stop_asked = True

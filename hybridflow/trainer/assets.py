@@ -1,5 +1,5 @@
-"""What a job needs on the disk before anything starts: data, tokenizer, the resolved model config,
-the folder engines start from."""
+"""The files that a job needs on disk before anything starts: data, tokenizer, the resolved model
+config, and the folder that engines start from."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ENGINE_TYPES = {"kimi_k2": "deepseek_v3"}
 
 
 def prepare_data(config: RunConfig) -> str | None:
-    """Run `data.prepare`, unless its output is there already. Returns a line to show, or None when
-    no preparation is configured."""
+    """Run `data.prepare` unless its output already exists. Returns a line to display, or None if no
+    preparation is configured."""
     task = config.data.prepare.task
     if task is None:
         return None
@@ -41,30 +41,30 @@ def prepare_data(config: RunConfig) -> str | None:
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:
-    """`model.tokenizer`, else the one in `model.path`, with the declarations of the tools.
+    """Load `model.tokenizer`, else the tokenizer in `model.path`, with the tools' declarations.
 
     Raises:
-        ConfigError: there is no tokenizer, or no tool or environment of a name that `rollout.agent`
-            has.
+        ConfigError: there is no tokenizer, or `rollout.agent` refers to an unknown tool or
+            environment.
     """
     folder = config.model.tokenizer or config.model.path
     if folder is None:
         raise ConfigError(
-            "model.tokenizer is null and there is no model.path: give a Hugging Face tokenizer "
-            "folder"
+            "model.tokenizer and model.path are both null; set model.tokenizer to a Hugging Face "
+            "tokenizer folder"
         )
     tokenizer = load_tokenizer(folder).with_template(config.data.chat_template_kwargs)
     agent = config.rollout.agent
     tokenizer.tools = toolbox(config).schemas()
     if agent.environment is not None:
-        # a wrong name is said now; its processes start with the first conversation
+        # raises for a wrong name now; its processes start with the first conversation
         ENVIRONMENTS.get(agent.environment)
     return tokenizer
 
 
 def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The Hugging Face config with the vocabulary and special tokens of the tokenizer filled in
-    where it leaves them open.
+    """Return the Hugging Face config, with missing vocabulary size and special tokens filled in
+    from the tokenizer.
 
     Raises:
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
@@ -78,7 +78,7 @@ def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]
     resolved.setdefault("architectures", [family_of(resolved).architecture])
     if resolved["vocab_size"] < tokenizer.vocab_size:
         raise ConfigError(
-            f"model vocab_size is {resolved['vocab_size']}, smaller than the "
+            f"the model's vocab_size={resolved['vocab_size']} is less than the "
             f"{tokenizer.vocab_size} tokens of {tokenizer.path}"
         )
     return resolved
@@ -91,21 +91,21 @@ def write_engine_folder(
     tokenizer: Tokenizer,
     quantization: str | None = None,
 ) -> Path:
-    """A Hugging Face folder without weights: engines start from it with random weights and receive
-    the real ones.
+    """Write a Hugging Face folder without weights. Engines start from it with random weights, then
+    receive the real ones.
 
-    Its `quantization_config` is that of what they receive, whatever the checkpoint that the policy
-    started from was kept in.
+    Its `quantization_config` describes the weights that engines receive, not those of the
+    checkpoint that the policy started from.
 
     Raises:
-        ModelError: `quantization` is fp8 and the model's config names another form of it.
+        ModelError: `quantization` is fp8 and the model's config specifies another fp8 format.
     """
     written = {**hf_config, "dtype": dtype, "torch_dtype": dtype}
-    # SGLang also ends a response at the end token of the config: that of the tokenizer is a stop
-    # token of ours
+    # SGLang also ends a response at the config's end token; the tokenizer's end token is one of our
+    # stop tokens
     written["eos_token_id"] = tokenizer.eos_id
-    # engines run their own classes and no code of the folder, and know Kimi-K2 as what it is built
-    # like
+    # engines use their own classes, never code from the folder, and know Kimi-K2 under the
+    # architecture that it is based on
     written.pop("auto_map", None)
     if written.get("model_type") in _ENGINE_TYPES:
         written["model_type"] = _ENGINE_TYPES[written["model_type"]]

@@ -1,9 +1,8 @@
-"""Calls of the roles, each begun as soon as the devices of its role are free.
+"""Queues of role calls per device pool: each call starts as soon as its role's devices are free.
 
-Roles that share devices work one after another, in the order in which they are called; roles on
-other devices work at the same time. This is the asynchronous execution of the HybridFlow paper
-(arXiv 2409.19256, section 4): the loop says what is computed of what, the placement says what of it
-happens at once.
+Roles that share devices run one after another, in call order; roles on other devices run
+concurrently. This is the asynchronous execution of the HybridFlow paper (arXiv 2409.19256, section
+4): the loop defines the data dependencies, and the placement determines what runs in parallel.
 """
 
 from __future__ import annotations
@@ -19,31 +18,31 @@ T = TypeVar("T")
 
 
 class Devices:
-    """The pools of devices, and the calls that hold them or wait for them.
+    """The device pools, and the calls that occupy them or wait for them.
 
     Args:
-        pool_of: the pool of devices of a role.
+        pool_of: returns the device pool of a role.
     """
 
     def __init__(self, pool_of: Callable[[str], str], timeline: Timeline) -> None:
         self._pool_of = pool_of
         self._timeline = timeline
-        # a lock is given in the order of asking
+        # locks are acquired in call order
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._calls: dict[asyncio.Task[Any], str] = {}  # that have not ended, with their pools
-        self._first_error: Exception | None = None  # until somebody is told
+        self._calls: dict[asyncio.Task[Any], str] = {}  # unfinished calls and their pools
+        self._first_error: Exception | None = None  # raised once by `finish`
 
     def call(
         self, role: str, phase: str, step: int, work: Coroutine[Any, Any, T]
     ) -> asyncio.Task[T]:
-        """Run `work` when the devices of the role are free, as this phase of the step."""
+        """Run `work` as this phase of the step once the role's devices are free."""
         pool = self._pool_of(role)
         call = asyncio.ensure_future(self._in_turn(pool, phase, step, work))
         self._calls[call] = pool
 
         def note_end(_: asyncio.Task[T]) -> None:
             del self._calls[call]
-            # Python warns of a coroutine that never began, and of an exception that nobody
+            # avoid Python's warnings about coroutines that never started and exceptions never
             # retrieved
             work.close()
             if not call.cancelled():
@@ -53,15 +52,15 @@ class Devices:
         return call
 
     async def result(self, call: asyncio.Task[T]) -> T:
-        """The result of a call; see `finish`."""
+        """Wait for a call and return its result. Raises like `finish`."""
         await self.finish(call)
         return call.result()
 
     async def finish(self, *wanted: asyncio.Task[Any]) -> None:
-        """Wait until these calls have ended. Others go on.
+        """Wait until these calls have finished. Others continue.
 
         Raises:
-            HybridFlowError: of the call that failed first, whichever it was; once.
+            HybridFlowError: the error of the first call that failed, whichever it was; raised once.
         """
         while self._first_error is None and not all(call.done() for call in wanted):
             await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
@@ -71,18 +70,18 @@ class Devices:
             raise error
 
     async def finish_pool(self, role: str) -> None:
-        """Wait until the devices of the role are free."""
+        """Wait until the role's devices are free."""
         pool = self._pool_of(role)
         await self.finish(*[call for call, of_pool in self._calls.items() if of_pool == pool])
 
     def is_busy(self, role: str) -> bool:
-        """Return whether a call holds the devices of the role."""
+        """Return True if a call occupies the role's devices."""
         return self._locks[self._pool_of(role)].locked()
 
     async def forget(self) -> None:
-        """Drop all calls; none goes on when this returns. Their ranks may still be at work: those
-        of groups that start again are killed, and others begin what they are called for later when
-        they have ended this."""
+        """Cancel all calls; none is running when this returns. Their ranks may still be busy: ranks
+        of restarted groups are killed, and other ranks finish their current work before they start
+        later calls."""
         calls = list(self._calls)
         for call in calls:
             call.cancel()

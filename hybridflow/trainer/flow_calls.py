@@ -1,4 +1,4 @@
-"""The calls that a flow makes and awaits, and the check of the batches that it passes to them."""
+"""The calls that a flow makes and awaits, and checks of the batches passed to them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ T = TypeVar("T")
 
 
 class Noting(Protocol):
-    """The run, as far as its calls use it."""
+    """The part of the run that its calls use."""
 
     def line(self) -> int | None:
-        """The line of the flow's file that is being executed; None outside of it."""
+        """Return the line of the flow's file that is being executed; None outside of it."""
 
     def note(self, call: Pending[Any]) -> None:
-        """Keep a call until the end of its step, by when it is awaited."""
+        """Register a call, which must be awaited before its step ends."""
 
     def calling(self) -> AbstractContextManager[None]:
-        """The time inside is the run's, and not the flow's own."""
+        """Attribute the time spent inside to the run, not to the flow's own code."""
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """The batch of the calls with the columns of all of them."""
+        """Return the calls' common batch with the columns of all of them."""
 
 
 class Pending(Generic[T]):
-    """A call of a flow. It is awaited once, in its step.
+    """A call made by a flow. It must be awaited exactly once, within its step.
 
     Attributes:
-        name: how the flow writes it after `run.`, for messages.
-        line: of the flow's file.
+        name: the call as written in the flow after `run.`, for messages.
+        line: its line in the flow's file.
     """
 
     def __init__(self, run: Noting, name: str, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
@@ -64,17 +64,17 @@ class Pending(Generic[T]):
         """
         if self.is_awaited:
             raise FlowError(
-                f"run.{self.name} of line {self.line} is awaited twice; make the call again, or "
-                "keep its result in a variable"
+                f"run.{self.name} in line {self.line} is awaited twice; call it again, or store "
+                "its result in a variable"
             )
         self.is_awaited = True
 
 
 class Call(Pending[DataProto]):
-    """A call over a batch. Its result is the batch with the columns that the call writes.
+    """A call on a batch. Its result is the batch with the columns that the call writes.
 
     Args:
-        tasks: write columns. others: are waited for as well.
+        tasks: tasks that write columns. others: further tasks to wait for.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Call(Pending[DataProto]):
 async def joined(
     calls: Sequence[Call], finish: Callable[..., Coroutine[Any, Any, None]]
 ) -> DataProto:
-    """The batch of the calls with the columns of all of them, when `finish` (`Devices.finish`) has
-    waited for their tasks."""
+    """Wait for the calls' tasks with `finish` (`Devices.finish`), and return their common batch
+    with the columns of all of them."""
     await finish(*[task for one in calls for task in (*one.tasks, *one.others)])
     batch = calls[0].batch
     for call in calls:
@@ -105,26 +105,25 @@ async def joined(
 
 
 class Updating(Pending[None]):
-    """The updates of a role in a step. They have ended when the call was awaited."""
+    """A role's updates in a step. Awaiting the call waits until they have finished."""
 
 
 def checked_calls(given: Sequence[object]) -> list[Call]:
-    """The calls that `run.all(...)` joins.
+    """Return the calls that `run.all(...)` joins.
 
     Raises:
-        FlowError: they are not passes over one batch.
+        FlowError: they are not forward passes on one batch.
     """
     if not given:
-        raise FlowError("all(...) takes calls of roles over a batch, at least one")
+        raise FlowError("all(...) requires at least one role call on a batch")
     calls = list[Call]()
     for one in given:
         if not isinstance(one, Call):
-            raise FlowError(f"all(...) takes calls of roles over a batch, and {_other(one)}")
+            raise FlowError(f"all(...) accepts only role calls on a batch: {_other(one)}")
         if calls and one.batch is not calls[0].batch:
             raise FlowError(
-                f"all(...) takes calls over one batch, and {one.name} is over another one than "
-                f"{calls[0].name}: its columns would be lost. Make the batch first, and all calls "
-                "of it, or await them one after another"
+                f"all(...): {one.name} uses a different batch from {calls[0].name}, so its columns "
+                "would be lost. Make all calls on the same batch, or await them one after another"
             )
         calls.append(one)
     for call in calls:
@@ -133,43 +132,43 @@ def checked_calls(given: Sequence[object]) -> list[Call]:
 
 
 def _other(given: object) -> str:
-    """What `run.all` was given in the place of a pass, with what to write."""
+    """Describe an argument of `run.all` that is not a forward pass, and suggest a fix."""
     if isinstance(given, Updating):
         return (
-            f"{given.name} adds no column; write `await run.{given.name}` on a line of its own "
-            "(an update of the critic may go to run.later)"
+            f"{given.name} adds no column; write `await run.{given.name}` on a separate line (an "
+            "update of the critic may be passed to run.later)"
         )
     if isinstance(given, Pending):
-        return f"{given.name} is none; write `await run.{given.name}` on a line of its own"
+        return f"{given.name} is not one; write `await run.{given.name}` on a separate line"
     if isinstance(given, DataProto):
-        return "was given a batch: leave `await` out before the calls within all(...)"
+        return "got a batch; remove `await` before the calls within all(...)"
     if isinstance(given, list | tuple):
-        return "was given a list of them; write run.all(*calls)"
+        return "got a list of calls; write run.all(*calls)"
     _close(given)
-    return f"was given {_kind(given)}"
+    return f"got {_kind(given)}"
 
 
 def checked_batch(given: object, call: str) -> DataProto:
-    """What was passed to `run.CALL(batch)`.
+    """Return the argument of `run.CALL(batch)` if it is a batch.
 
     Raises:
-        FlowError: it is no batch; says what is missing.
+        FlowError: it is not a batch; the message suggests a fix.
     """
     if isinstance(given, DataProto):
         return given
     if isinstance(given, Pending):
-        raise FlowError(f"{call}(batch) was given a call: {_not_awaited(given)}")
+        raise FlowError(f"{call}(batch): expected a batch, got a call: {_not_awaited(given)}")
     _close(given)
     hint = ""
     if inspect.isawaitable(given):
-        hint = ", which is not awaited: write `await` before its call"
+        hint = ", which is not awaited; write `await` before the call"
     elif isinstance(given, list | tuple):
         hint = "; run.all(...) joins calls to one batch"
     elif given is None:
-        hint = "; has a function forgotten to return it?"
+        hint = "; is a `return` missing in a function?"
     elif callable(given):
-        hint = ", which is not called: write `()` behind it"
-    raise FlowError(f"{call}(batch) takes a batch, and was given {_kind(given)}{hint}")
+        hint = ", which is not called; add `()`"
+    raise FlowError(f"{call}(batch): expected a batch, got {_kind(given)}{hint}")
 
 
 def _not_awaited(call: Pending[Any]) -> str:
@@ -179,7 +178,7 @@ def _not_awaited(call: Pending[Any]) -> str:
 
 def _close(given: object) -> None:
     if inspect.iscoroutine(given):
-        given.close()  # Python reports one that never began
+        given.close()  # Python warns about coroutines that never started
 
 
 def _kind(given: object) -> str:
@@ -189,10 +188,10 @@ def _kind(given: object) -> str:
 
 
 def refuse_nonfinite(batch: DataProto, name: str, step: int) -> None:
-    """Refuse a column that the flow may have made and that has NaN or infinite numbers.
+    """Reject a column, possibly created by the flow, that contains NaN or infinite values.
 
     Raises:
-        FlowError: names the column, the step and the rows.
+        FlowError: the message contains the column, the step and the rows.
     """
     column = batch[name]
     values = column.values if isinstance(column, Jagged) else column
@@ -204,6 +203,6 @@ def refuse_nonfinite(batch: DataProto, name: str, step: int) -> None:
         rows = np.unique(np.searchsorted(column.offsets, rows, side="right") - 1)
     more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
     raise FlowError(
-        f"step {step}: the column {name} is not finite in row "
-        f"{', '.join(map(str, rows[:5].tolist()))}{more} of {len(batch)}: the flow has made it so"
+        f"step {step}: the flow set the column {name} to a non-finite value in row "
+        f"{', '.join(map(str, rows[:5].tolist()))}{more} of {len(batch)}"
     )

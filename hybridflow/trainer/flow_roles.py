@@ -1,5 +1,5 @@
-"""The roles as a flow calls them: each call is put into the queue of the role's devices when it is
-made, and awaited for its columns."""
+"""The roles as called by a flow. Each call is queued for its role's devices immediately, and
+awaited for its columns."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class OpenStep(Noting, Protocol):
-    """The run's present step, as its roles use it."""
+    """The part of the run's current step that its roles use."""
 
     @property
     def config(self) -> RunConfig:
-        """The configuration of the run."""
+        """The run's configuration."""
 
     @property
     def devices(self) -> Devices:
-        """The queues of calls."""
+        """The device queues."""
 
     @property
     def step(self) -> int:
@@ -45,33 +45,34 @@ class OpenStep(Noting, Protocol):
 
     @property
     def scores_first(self) -> bool:
-        """Whether a pass of its own computes old log-probs of all rows of this step."""
+        """True if a separate pass computes old log-probs for all rows of this step."""
 
     def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run the work of a role, `actor` for the policy, when its devices are free."""
+        """Run a role's work (`actor` for the policy) once its devices are free."""
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """The record of the step, in which this update learns from the batch."""
+        """Return the step's record, in which this update trains on the batch."""
 
     def check_log_probs(self, batch: DataProto) -> None:
-        """Record how far engines and trainer differ."""
+        """Record the log-prob difference between engines and trainer."""
 
     @property
     def holds_memory(self) -> bool:
-        """Whether devices are the policy's, from its first pass of a step to the sync."""
+        """True while the policy owns the devices' memory: from its first pass in a step to the
+        sync."""
 
     async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
-        """Samples of prompts with the weights that the engines have."""
+        """Generate `n` samples per prompt with the engines' current weights."""
 
     def open_step(self, what: str) -> int:
-        """The number of the open step, in which `what` is called."""
+        """Return the number of the open step, in which `what` is called."""
 
     def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
-        """The batch, whose columns of these names the flow may have made itself."""
+        """Check those of these columns that the flow has created itself, and return the batch."""
 
 
 class _Role:
-    """A role of a run; one that the run does not have computes nothing."""
+    """A role of a run. If the run does not have the role, its calls compute nothing."""
 
     def __init__(self, run: OpenStep, name: str, role: Role | None) -> None:
         self.run = run
@@ -79,7 +80,7 @@ class _Role:
         self.role = role
 
     def _compute(self, name: str, batch: DataProto) -> Call:
-        """The role's pass over a batch."""
+        """Run the role's forward pass on a batch."""
         call = f"{self.name}.{name}"
         checked_batch(batch, call)
         tasks = []
@@ -90,10 +91,10 @@ class _Role:
 
 
 class _Frozen(_Role):
-    """A role that only computes."""
+    """A role that only computes, without training."""
 
     def update(self, batch: DataProto) -> NoReturn:
-        """Refuse to train it."""
+        """Raise FlowError: this role cannot be trained."""
         raise FlowError(
             f"{self.name}.update(batch): the {self.name.replace('_', ' ')} does not train; "
             "run.policy and run.critic have updates"
@@ -101,10 +102,10 @@ class _Frozen(_Role):
 
 
 class Reference(_Frozen):
-    """`flows.base.Reference`: the policy's own ranks hold it, or others."""
+    """`flows.base.Reference`, on the policy's ranks or on separate ones."""
 
     def log_probs(self, batch: DataProto) -> Call:
-        """Adds ref_log_probs."""
+        """Add ref_log_probs."""
         return self._compute("log_probs", batch)
 
 
@@ -112,7 +113,7 @@ class Teacher(_Frozen):
     """`flows.base.Teacher`."""
 
     def log_probs(self, batch: DataProto) -> Call:
-        """Adds what the loss reads of the teacher."""
+        """Add the teacher's columns that the loss reads."""
         return self._compute("log_probs", batch)
 
 
@@ -120,7 +121,7 @@ class RewardModel(_Frozen):
     """`flows.base.RewardModel`."""
 
     def scores(self, batch: DataProto) -> Call:
-        """Adds rm_scores [B]."""
+        """Add rm_scores [B]."""
         return self._compute("scores", batch)
 
 
@@ -128,15 +129,15 @@ class Critic(_Role):
     """`flows.base.Critic`."""
 
     def values(self, batch: DataProto) -> Call:
-        """Adds values."""
+        """Add values."""
         return self._compute("values", batch)
 
     def update(self, batch: DataProto) -> Updating:
-        """All updates of the step."""
+        """Run all of the step's updates."""
         if self.role is None:
             raise FlowError(
-                "critic.update(batch): the critic is not part of this run; set "
-                "algorithm.adv_estimator=gae, which starts one"
+                "critic.update(batch): this run has no critic; set algorithm.adv_estimator=gae, "
+                "which adds one"
             )
         run = self.run
         name = "critic.update(batch)"
@@ -148,7 +149,7 @@ class Critic(_Role):
         return Updating(run, name, lambda: run.devices.finish(learned))
 
 
-# what a flow calls of the roles that it finds beside the policy
+# {role other than the policy: its interface for flows}
 CALLS: dict[str, type[_Role]] = {
     "critic": Critic,
     "reference": Reference,
@@ -161,7 +162,7 @@ class TrainedPolicy:
     """`flows.base.Policy`.
 
     Args:
-        name: the flow's name of it.
+        name: its name in the flow.
     """
 
     def __init__(self, run: OpenStep, role: Policy, name: str = "policy") -> None:
@@ -172,25 +173,27 @@ class TrainedPolicy:
         self._later: dict[int, asyncio.Task[DataProto]] = {}
 
     def generate(self, prompts: Sequence[Prompt], n: int | None = None) -> Pending[DataProto]:
-        """Samples of prompts (texts, or lists of chat messages), `n` (`rollout.n`) of each."""
+        """Generate `n` (default `rollout.n`) samples for each prompt (a text, or a list of chat
+        messages)."""
         run = self.run
         name = f"{self.name}.generate(...)"
         run.open_step(name)
         if isinstance(prompts, str) or not len(prompts):
-            raise FlowError(f"{name} takes a list of prompts, at least one")
+            raise FlowError(f"{name} requires a list with at least one prompt")
         if run.holds_memory:
             raise FlowError(
-                f"{name} between the policy's passes and their sync: its engines have older "
-                "weights, or no memory; call it before them, or after `await run.sync()`"
+                f"{name} is called between the policy's passes and the sync, when its engines have "
+                "older weights or no memory; call it before these passes, or after `await "
+                "run.sync()`"
             )
         count = run.config.rollout.n if n is None else n
         return Pending(run, name, lambda: run.generate(list(prompts), count))
 
     def log_probs(self, batch: DataProto) -> Call:
-        """Adds old_log_probs and entropys, and sum_pi_squared where the estimator reads it.
+        """Add old_log_probs and entropys, and sum_pi_squared if the estimator reads it.
 
-        Where the first update reports them of its rows, this computes those of the rows of later
-        updates and adds no column.
+        If the first update reports these for its own rows, compute them only for the rows of later
+        updates, and add no column.
         """
         run = self.run
         name = f"{self.name}.log_probs(batch)"
@@ -209,11 +212,11 @@ class TrainedPolicy:
         return Call(run, name, batch, self._of_reference(batch), [later])
 
     def _of_reference(self, batch: DataProto) -> list[asyncio.Task[DataProto]]:
-        """The passes of a reference that the flow does not call by itself."""
+        """Return reference passes that the flow does not call explicitly."""
         return []
 
     def update(self, batch: DataProto) -> Updating:
-        """All updates of the step; none while the critic warms up."""
+        """Run all of the step's updates; none while the critic warms up."""
         run = self.run
         name = f"{self.name}.update(batch)"
         trained = run.training_on(checked_batch(batch, f"{self.name}.update"), name)
@@ -221,14 +224,14 @@ class TrainedPolicy:
         is_scored = "old_log_probs" in batch if run.scores_first else later is not None
         if not is_scored and (run.scores_first or derived.scores_later_rows(run.config)):
             raise FlowError(
-                f"{name}: no pass has computed the log-probs that the update compares with; call "
-                f"`await run.{self.name}.log_probs(batch)` before it"
+                f"{name}: the old log-probs have not been computed; call `await "
+                f"run.{self.name}.log_probs(batch)` first"
             )
         if "advantages" not in batch:
             whose = "" if self.name == "policy" else f".{self.name}"
             raise FlowError(
-                f"{name}: the batch has no advantages; write "
-                f"`batch = run{whose}.advantages(batch)` before it"
+                f"{name}: the batch has no advantages; call `batch = run{whose}.advantages(batch)` "
+                "first"
             )
         batch = run.with_own_columns(batch, ["advantages"])
         if run.step <= run.config.trainer.critic_warmup:
@@ -247,7 +250,7 @@ class TrainedPolicy:
 
         async def finish_both() -> None:
             trained.updates["actor"], trained.scored = await run.devices.result(both)
-            # an error here still comes before anybody gets the update
+            # raises before the update is returned to anyone
             run.check_log_probs(trained.scored)
 
         return Updating(run, name, finish_both)

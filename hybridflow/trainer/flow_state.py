@@ -1,4 +1,4 @@
-"""The values that a flow keeps in `run.state`, as a checkpoint holds them."""
+"""The values in `run.state`, as stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ from hybridflow.errors import FlowError
 
 
 def kept_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the state, as a resumed run would have it.
+    """Return a copy of the state as a resumed run would read it.
 
     Raises:
-        FlowError: a value would come back as another one, or not at all; names its key.
+        FlowError: a value cannot be saved, or would be restored as a different value; the message
+            contains its key.
     """
     kept: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(key, str):
             raise FlowError(
-                f"run.state cannot be saved: the key {key!r} is no text; write {str(key)!r}"
+                f"run.state cannot be saved: the key {key!r} is not a string; use {str(key)!r}"
             )
         what = f"run.state cannot be saved: run.state[{key!r}] is {_shown(value)}"
         try:
             kept[key] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise FlowError(
-                f"{what}: {error}; keep JSON values in it, of an array for example "
-                "`float(value)` or `value.tolist()`"
+                f"{what}: {error}; store only JSON values, for an array for example `float(value)` "
+                "or `value.tolist()`"
             ) from error
         if not _is_same(kept[key], value):
             raise FlowError(
-                f"{what}, which would come back as {_shown(kept[key])}; keep lists in place of "
-                "tuples, and text as keys, in it"
+                f"{what}, which would be restored as {_shown(kept[key])}; use lists instead of "
+                "tuples, and strings as keys"
             )
     return kept
 
 
 def _is_same(kept: Any, value: Any) -> bool:
-    """Whether values and their types are equal at every level: 1, 1.0 and True are three."""
-    if isinstance(value, float):  # of numpy too, which is one
+    """Return True if values and their types are equal at every level: 1, 1.0 and True all
+    differ."""
+    if isinstance(value, float):  # including numpy's float64, a subclass
         return bool(kept == value)
     if type(kept) is not type(value):
         return False

@@ -1,5 +1,5 @@
-"""Mistakes that the text of a flow's file shows, and no run of it: a batch is immutable, so that a
-call whose result is dropped does nothing."""
+"""Static checks of a flow's source file for mistakes that a run would not reveal: a batch is
+immutable, so a call whose result is dropped has no effect."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from hybridflow.batch import DataProto
 from hybridflow.errors import FlowError
 from hybridflow.flows.base import Body
 
-# methods that return another batch and do nothing else; reading values (`fetch`) may be meant
+# methods that only return a new batch; `fetch` is excluded because reading values can be intended
 _MAKE_A_BATCH = {
     name
     for name, method in inspect.getmembers(DataProto, inspect.isfunction)
     if inspect.get_annotations(method).get("return") == "DataProto" and not name.startswith("_")
 } - {"fetch"}
-_OF_ANY = "with_columns"  # whatever is called so
+_OF_ANY = "with_columns"  # on any object
 _OF_RUN = "leave_out"
 
 
 def file_of(body: Body) -> str:
-    """The file of a flow, as Python knows it."""
+    """Return the path of a flow's source file as recorded by Python."""
     code = getattr(inspect.unwrap(body), "__code__", None)
     return "" if code is None else str(code.co_filename)
 
 
 def text_of(body: Body) -> str:
-    """The text of the file of a flow; empty of one that was typed."""
+    """Return the source text of a flow's file; empty if it was defined interactively."""
     path = Path(file_of(body))
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def dropped_result(text: str) -> FlowError | None:
-    """The error of the first statement that makes a batch and drops it."""
-    with suppress(SyntaxError):  # of a file that has been edited since its import
+    """Return the error for the first statement that creates a batch and drops it; None if there is
+    none."""
+    with suppress(SyntaxError):  # the file may have been edited since its import
         tree = ast.parse(text)
         batches = _batches(tree)
         statements = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
@@ -50,15 +51,15 @@ def dropped_result(text: str) -> FlowError | None:
                 )
             if method == _OF_ANY or (method in _MAKE_A_BATCH and owner in batches):
                 return FlowError(
-                    f"a batch is immutable, and the result of {call} is dropped; write "
-                    f"`{owner} = {call}`",
+                    f"a batch is immutable, but the result of {call} is dropped; write `{owner} = "
+                    f"{call}`",
                     line=node.lineno,
                 )
     return None
 
 
 def _batches(tree: ast.Module) -> set[str]:
-    """The variables that some line sets to a result of the run, or of a batch."""
+    """Return the variables that are assigned a batch: a result of the run or of a batch method."""
     assigned = list(_assigned(tree))
     found: set[str] = set()
     size = -1
@@ -88,7 +89,7 @@ def _is_batch(value: ast.expr, batches: set[str]) -> bool:
 
 
 def _method(value: ast.expr) -> tuple[str, str] | None:
-    """Object and method of a call like `batch.rows(index)`."""
+    """Return object and method of a call like `batch.rows(index)`; None for anything else."""
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return None
     owner = value.func.value

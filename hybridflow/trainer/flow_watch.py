@@ -1,5 +1,5 @@
-"""Messages about a flow that is busy with something else than the run for a long time: it waits for
-an event, or computes."""
+"""Messages when a flow's own code runs for a long time without a call of the run: it waits for an
+event, or computes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from contextlib import contextmanager
 
 from hybridflow.observe.progress import duration
 
-_FIRST_S = 60.0  # later messages come after twice the time each
+_FIRST_S = 60.0  # each further message comes after twice the time
 
 
 class FlowWatch:
-    """Measures how long the flow's own code has been going on since its last call of the run."""
+    """Measures the time that the flow's own code has been running since its last call of the
+    run."""
 
     def __init__(self) -> None:
-        self._calls = 0  # that the flow waits for
+        self._calls = 0  # calls in progress
         self._since = time.monotonic()
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """The time inside is the run's."""
+        """Attribute the time spent inside to the run."""
         self._calls += 1
         try:
             yield
@@ -31,13 +32,13 @@ class FlowWatch:
             self._since = time.monotonic()
 
     def seconds(self) -> float:
-        """Seconds since the end of the last call; 0 in one."""
+        """Return the seconds since the end of the last call; 0 during a call."""
         return 0.0 if self._calls else time.monotonic() - self._since
 
     @contextmanager
     def saying(self, say: Callable[[str], None], where: Callable[[], str]) -> Iterator[None]:
-        """Say from time to time where the flow is, if it makes no call. A thread does so: the
-        flow's own code may block the event loop."""
+        """Report the flow's position at growing intervals while it makes no call. Uses a thread,
+        because the flow's code may block the event loop."""
         ended = threading.Event()
         self._since = time.monotonic()
 
@@ -48,7 +49,7 @@ class FlowWatch:
                 if seconds < _FIRST_S:
                     limit = _FIRST_S
                 elif seconds >= limit:
-                    say(f"{where()} for {duration(seconds)}, without a call of the run")
+                    say(f"{where()} for {duration(seconds)} without a call of the run")
                     limit = 2 * seconds
 
         thread = threading.Thread(target=watch, name="flow-watch", daemon=True)

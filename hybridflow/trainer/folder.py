@@ -1,4 +1,5 @@
-"""The run folder: one driver at a time, and room for a new run of the same name."""
+"""The run folder: locked to one driver at a time, and moved aside for a new run of the same
+name."""
 
 from __future__ import annotations
 
@@ -23,27 +24,27 @@ from hybridflow.saving.store import CheckpointStore, Retention
 
 
 def make_output_dir(config: RunConfig) -> Path:
-    """Create `output_dir` and return the run folder in it, which is not created.
+    """Create `output_dir`, and return the path of the run folder in it without creating that.
 
     Raises:
-        ConfigError: the folder cannot be created (in /proc, for example, which its mode does not
-            show).
+        ConfigError: the folder cannot be created (for example in /proc, whose mode does not reveal
+            this).
     """
     folder = derived.run_dir(config)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"output_dir={config.output_dir} cannot be made ({error.strerror}); choose another "
-            "output_dir"
+            f"output_dir={config.output_dir} could not be created ({error.strerror}); choose "
+            "another output_dir"
         ) from error
     return folder
 
 
 def make_room(config: RunConfig, folder: Path, total_steps: int | None, progress: Progress) -> None:
-    """Move a finished run of this name aside, or with resume=disable any run; nothing is deleted or
-    changed. A finished run of fewer steps goes on, or of fewer epochs where `total_steps` is
-    None."""
+    """Move a finished run of this name aside; with resume=disable, any run. Nothing is deleted or
+    changed. A finished run continues if it has fewer steps than `total_steps`, or fewer epochs if
+    `total_steps` is None."""
     if not folder.exists():
         return
     finished = (folder / "summary.json").exists()
@@ -67,7 +68,7 @@ def make_room(config: RunConfig, folder: Path, total_steps: int | None, progress
 
 
 def _epochs(folder: Path) -> float:
-    """The epochs of the run in a folder, as its config.yaml says; infinite where it does not."""
+    """Return the number of epochs in the folder's config.yaml; infinite if it is not set there."""
     try:
         trainer = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["trainer"]
         return float(trainer["total_epochs"] or math.inf)
@@ -76,8 +77,7 @@ def _epochs(folder: Path) -> float:
 
 
 def keep_config(folder: Path, text: str) -> None:
-    """Write config.yaml. An earlier start's, where it says something else, stays as config.1.yaml
-    and so on."""
+    """Write config.yaml. If an earlier one differs, it is kept as config.1.yaml and so on."""
     file = folder / "config.yaml"
     if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
         number = 1
@@ -90,17 +90,17 @@ def keep_config(folder: Path, text: str) -> None:
 
 @contextmanager
 def exclusive(folder: Path, say: Callable[[str], object] = lambda text: None) -> Iterator[None]:
-    """Lock the run folder: two drivers in it would destroy each other's records. The lock ends with
-    the process.
+    """Lock the run folder, because two drivers would destroy each other's records. The lock is
+    released when the process exits.
 
-    The lock is `.NAME.lock` beside the folder, of mode 0600 because whoever can open it can hold
-    it, and says which process of which node has it. A job that Slurm has cancelled writes its last
-    checkpoint while the next one may already start: its end is awaited for a minute, and `say` is
-    told so.
+    The lock file is `.NAME.lock` next to the folder, with mode 0600, because any process that can
+    open it can hold the lock. It contains the process and node of the holder. A job cancelled by
+    Slurm may still be writing its last checkpoint when the next one starts, so wait for it for a
+    minute and report this through `say`.
 
     Raises:
-        ConfigError: another process keeps it, or the file is a link or somebody else's; it is left
-            as it is then.
+        ConfigError: another process holds the lock, or the file is a link or belongs to another
+            user; the file is not changed.
     """
     lock = _take(folder.with_name(f".{folder.name}.lock"), folder, say)
     try:
@@ -114,17 +114,17 @@ def exclusive(folder: Path, say: Callable[[str], object] = lambda text: None) ->
         os.close(lock)
 
 
-# twice the time that Slurm by default leaves a cancelled job (KillWait)
+# twice Slurm's default grace period for a cancelled job (KillWait)
 _PATIENCE_S = 60.0
 _POLL_S = 0.2
 
 
 def _take(path: Path, folder: Path, say: Callable[[str], object]) -> int:
-    """The descriptor of the lock, held."""
+    """Acquire the lock and return its descriptor."""
     deadline = time.monotonic() + _PATIENCE_S
     is_said = False
     while True:
-        # anew each time: who was told to remove the file has made room for another
+        # reopened each time, because the user may have removed the file as advised
         lock = _open_lock(path)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,11 +133,11 @@ def _take(path: Path, folder: Path, say: Callable[[str], object]) -> int:
             os.close(lock)
             if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:
                 raise ConfigError(
-                    f"{held}; wait for it, or choose another name=.... If that process has ended, "
-                    f"something else keeps the lock: remove {path}"
+                    f"{held}; wait for it, or choose another name=.... If that process has exited, "
+                    f"another process holds the lock: remove {path}"
                 ) from error
             if not is_said:
-                say(f"{held}; its end is awaited for {_PATIENCE_S:.0f} s")
+                say(f"{held}; waiting up to {_PATIENCE_S:.0f} s for it to end")
                 is_said = True
             time.sleep(_POLL_S)
         else:
@@ -149,42 +149,42 @@ _LOCK_SIZE = 256
 
 
 def _open_lock(path: Path) -> int:
-    """A descriptor of the lock file. A link in its place would have us write into a file of the
-    user's."""
+    """Open the lock file and return its descriptor. Links are rejected, because writing through one
+    would modify another file."""
     try:
         lock = os.open(
             path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
         )
     except OSError as error:
         raise ConfigError(
-            f"the lock {path} of the run folder cannot be opened ({error.strerror}): it is a link, "
-            "a folder or another user's file. Remove it, or choose another output_dir=..."
+            f"could not open the run folder's lock {path} ({error.strerror}): it is a link, a "
+            "folder or another user's file. Remove it, or choose another output_dir=..."
         ) from error
-    # a share may make root nobody
+    # a network share may map root to nobody
     status = os.fstat(lock)
     owners = (os.getuid(), path.parent.stat().st_uid)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        problem = "is no file of its own"
+        problem = "is not a regular file with a single link"
     elif status.st_uid not in owners:
-        problem = f"belongs to the user with the number {status.st_uid}"
+        problem = f"belongs to the user with id {status.st_uid}"
     elif not (text := os.pread(lock, _LOCK_SIZE, 0)).startswith(_LOCK_TEXT) and text:
-        problem = "holds something else than a lock of HybridFlow"
+        problem = "is not a HybridFlow lock file"
     else:
         os.fchmod(lock, 0o600)  # an earlier version left it open to others
         return lock
     os.close(lock)
     raise ConfigError(
-        f"the lock {path} of the run folder {problem}. Remove it, or choose another output_dir=..."
+        f"the run folder's lock {path} {problem}. Remove it, or choose another output_dir=..."
     )
 
 
 def _holder(lock: int) -> str:
     text = os.pread(lock, _LOCK_SIZE, 0).removeprefix(_LOCK_TEXT).decode(errors="replace").strip()
-    return text or "it does not say which"
+    return text or "unknown process"
 
 
 def _write_lock(lock: int, holder: str) -> None:
-    with suppress(OSError):  # the lock holds also where a full disk does not take who has it
+    with suppress(OSError):  # the lock is effective even if a full disk prevents writing its holder
         os.pwrite(
             lock, _LOCK_TEXT + holder.encode().ljust(_LOCK_SIZE - len(_LOCK_TEXT) - 1) + b"\n", 0
         )

@@ -1,5 +1,5 @@
-"""The engines' side of a job, from their start to their end: in processes of their own, or in the
-trainer's."""
+"""The engines' side of a job, from start to stop: in separate processes, or in the trainer's
+process."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from hybridflow.workers.rollout import engine_spec
 First = TypeVar("First")
 Second = TypeVar("Second")
 _STOP_S = 10.0
-# what a run in one process calls of its engine
+# methods that a run in one process calls on its engine
 _LOCAL = ("start", "stop", "generate", "take", "sleep", "wake")
 
 
 class Generation(Protocol):
-    """Engines that have been told to start."""
+    """Engines that are starting."""
 
     async def check_starting(self) -> None:
-        """Raise at once when an engine has failed to start; return when all is well so far."""
+        """Raise if an engine has failed to start; otherwise return immediately."""
 
     def connect(
         self,
@@ -45,19 +45,20 @@ class Generation(Protocol):
         logs: Path,
         role: str = "actor",
     ) -> Engines:
-        """What the loop calls, once the policy is there; `role` is its name among those of its
-        processes, `logs` the folder for what environments print."""
+        """Return the interface used by the loop. Call it once the policy's ranks exist. `role` is
+        the policy's name within its processes; `logs` is the folder for the environments'
+        output."""
 
     async def wait_ready(self, progress: Progress) -> None:
-        """Return when the engines serve and can take weights."""
+        """Wait until the engines serve requests and can receive weights."""
 
     async def stop(self) -> None:
         """Stop the engines."""
 
 
 class NoEngines:
-    """What a run has that trains on dumps: nothing answers, nothing is waited for, and weights go
-    nowhere."""
+    """Stand-in for engines in a run that trains on dumps: generates nothing, waits for nothing, and
+    discards weights."""
 
     def connect(
         self,
@@ -66,7 +67,7 @@ class NoEngines:
         logs: Path,
         role: str = "actor",
     ) -> Engines:
-        """What the loop calls."""
+        """Return itself as the interface used by the loop."""
         return self
 
     async def sync(self, version: int) -> SyncReport:
@@ -74,7 +75,7 @@ class NoEngines:
         return SyncReport(version, 0.0, 0, {})
 
     async def nothing(self, *_: object, **__: object) -> None:
-        """Do nothing: no engine was started or asked, and nothing lies on a device."""
+        """Do nothing: there are no engines, no requests and no device memory."""
 
     check_starting = wait_ready = stop = advance = begun = abort = forget = sleep = wake = close = (
         nothing
@@ -83,30 +84,28 @@ class NoEngines:
     def begin(
         self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
     ) -> Sequence[Sample]:
-        """Raise HybridFlowError: nobody answers."""
+        """Raise HybridFlowError: there are no engines."""
         raise HybridFlowError(
-            "trainer.rollouts_from is set, so this run has no engines that could answer"
+            "trainer.rollouts_from is set, so this run has no engines to generate answers"
         )
 
     async def answers(self, samples: Sequence[Sample]) -> DataProto:
-        """Raise HybridFlowError: nothing was asked."""
+        """Raise HybridFlowError: there are no requests."""
         return self.batch(samples)
 
     def batch(self, samples: Sequence[Sample]) -> DataProto:
-        """Raise HybridFlowError: nothing was asked."""
-        raise HybridFlowError(
-            "trainer.rollouts_from is set, so this run has no engines that answered"
-        )
+        """Raise HybridFlowError: there are no requests."""
+        raise HybridFlowError("trainer.rollouts_from is set, so this run has no generated answers")
 
     shown = batch
 
 
 class EngineProcesses:
-    """Engines behind workers in processes of their own.
+    """Engines in separate processes, managed by workers.
 
     Args:
         workers, others: see `EngineGroup`.
-        told: about each restart of all engines, in one line.
+        told: called with one line for each restart of all engines.
     """
 
     def __init__(
@@ -124,8 +123,8 @@ class EngineProcesses:
         self._weights: SliceSync | None = None
 
     def give_way(self, progress: Progress) -> EngineProcesses:
-        """Where the trainer's ranks come to the same devices, wait until the engines have started
-        and released them."""
+        """If the trainer's ranks will share the engines' devices, wait until the engines have
+        started and released them."""
         if derived.alternates(self.config):
             with progress.stage("wait for the engines to start and to release the GPUs"):
                 block_on(self.engines.wait_ready())
@@ -133,7 +132,7 @@ class EngineProcesses:
         return self
 
     async def check_starting(self) -> None:
-        """Raise at once when an engine has failed to start."""
+        """Raise if an engine has failed to start."""
         await self.engines.check_starting()
 
     def connect(
@@ -143,8 +142,8 @@ class EngineProcesses:
         logs: Path,
         role: str = "actor",
     ) -> Engines:
-        """The engines, which take slices from the policy's ranks, and start again when none is
-        left."""
+        """Return the engines, which receive weight slices from the policy's ranks and are restarted
+        when none is left."""
         assert isinstance(policy, WorkerGroup)
         self._weights = weights = SliceSync(policy, self.engines, self.config)
         policy.on_restart(weights.reconnect)
@@ -154,7 +153,7 @@ class EngineProcesses:
         return conversing(self.engines, tokenizer, self.config, logs)
 
     async def wait_ready(self, progress: Progress) -> None:
-        """Wait for the engines, then plan and prove the weight transfer."""
+        """Wait for the engines, then plan and verify the weight transfer."""
         assert self._weights is not None
         with progress.stage("wait for the engines"):
             await self.engines.wait_ready()
@@ -165,20 +164,20 @@ class EngineProcesses:
         progress.message(plan)
 
     async def stop(self) -> None:
-        """Stop what was started."""
+        """Stop the engines."""
         await self.engines.stop()
 
 
 class EngineHere:
-    """One engine in this process, which takes the policy's weights by reference."""
+    """One engine in this process, which copies the policy's weights directly."""
 
     def __init__(
         self, config: RunConfig, folder: Path, log_dir: Path, stop_ids: Sequence[int]
     ) -> None:
-        """Start it.
+        """Start the engine.
 
         Args:
-            folder: model and tokenizer that it starts from.
+            folder: the model and tokenizer that it starts from.
         """
         self.config = config
         self.stop_ids = stop_ids
@@ -186,15 +185,15 @@ class EngineHere:
         made = ENGINES.get(config.rollout.engine)(spec, log_dir / f"{spec.name}.log", lambda: None)
         if missing := [name for name in _LOCAL if not callable(getattr(made, name, None))]:
             raise ConfigError(
-                f"rollout.engine={config.rollout.engine} has no {', '.join(missing)}, which an "
-                "engine in the trainer's process needs (hybridflow.engines.base.LocalEngine); add "
-                "them, or set cluster.in_process=false"
+                f"rollout.engine={config.rollout.engine} lacks {', '.join(missing)}, which an "
+                "engine in the trainer's process requires (hybridflow.engines.base.LocalEngine); "
+                "add them, or set cluster.in_process=false"
             )
         self.engine = cast(LocalEngine, made)
         self.engine.start()
 
     async def check_starting(self) -> None:
-        """Return at once: the engine started when this object was made."""
+        """Return immediately: the engine was started on construction."""
 
     def connect(
         self,
@@ -203,7 +202,8 @@ class EngineHere:
         logs: Path,
         role: str = "actor",
     ) -> Engines:
-        """Calls of the engine, and copies from the policy's tensors."""
+        """Return the interface used by the loop, which calls the engine and copies the policy's
+        tensors to it."""
 
         def copy(target: object) -> int:
             return int(policy.run(PolicyWorker.copy_weights, target, role=role))
@@ -212,18 +212,18 @@ class EngineHere:
         return conversing(rollouts, tokenizer, self.config, logs)
 
     async def wait_ready(self, progress: Progress) -> None:
-        """Return at once: the engine is ready, and no transfer is planned."""
+        """Return immediately: the engine is ready, and no transfer needs planning."""
 
     async def stop(self) -> None:
-        """Stop what was started."""
+        """Stop the engine."""
         self.engine.stop()
 
 
 def start_both(
     first: Callable[[], First], second: Callable[[], Second], *, at_once: bool
 ) -> tuple[First, Second]:
-    """What both return; `at_once`: the first in a thread, where most of the time is spent in
-    waiting for processes."""
+    """Call both functions and return their results. With `at_once`, `first` runs in a thread; most
+    of its time is spent waiting for processes."""
     if not at_once:
         return first(), second()
     begun = (threads := ThreadPoolExecutor(1, "start")).submit(first)
@@ -231,7 +231,7 @@ def start_both(
     try:
         found = second()
     except BaseException:
-        # Ray ends the whole process when a thread calls it after its shutdown
+        # Ray aborts the process if a thread calls it after shutdown
         wait([begun], _STOP_S)
         raise
     return begun.result(), found

@@ -1,5 +1,5 @@
-"""The loop's roles over worker groups: which rows each rank gets, what is sent, and how results are
-merged."""
+"""The loop's roles implemented on worker groups: distribution of rows over ranks, arguments that
+are sent, and merging of results."""
 
 from __future__ import annotations
 
@@ -41,28 +41,29 @@ def tell_backend(
     run_dir: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Say what computes the policy's layers, and record it in the run's `environment.json`."""
+    """Report the backend that computes the policy's layers, and record it in the run's
+    `environment.json`."""
     facts: Mapping[str, str] = actor.run(PolicyWorker.describe, role="actor")
     note_in_environment(run_dir, "policy", facts)
-    say("the policy computes with " + ", ".join(f"{name} {value}" for name, value in facts.items()))
+    say("the policy runs with " + ", ".join(f"{name} {value}" for name, value in facts.items()))
     if derived.needs_support(config):
         say(
-            "log-probs are over what each token was sampled among (docs/algorithms.md), without "
-            "the log-prob kernel"
+            "log-probs are over each token's sampling candidates (docs/algorithms.md), without the "
+            "log-prob kernel"
         )
     if facts["backend"] == "torch (cuda)":
         say(
-            "warning: Transformer Engine could not be imported, so layers on GPUs are torch's: "
-            "slower, without its fused kernels; docs/platforms.md lists what is off"
+            "warning: Transformer Engine could not be imported, so the GPU layers use plain torch: "
+            "slower, without fused kernels; docs/platforms.md lists the disabled features"
         )
 
 
 class ModelGroup:
-    """`Role` over Megatron ranks, in processes of the role's own or in the policy's.
+    """`Role` on Megatron ranks, in the role's own processes or in the policy's.
 
     Args:
-        role: its section of `config`.
-        address: its name among the roles of the processes, where that is another one.
+        role: its section in `config`.
+        address: its name among the roles of its processes, if different.
     """
 
     def __init__(
@@ -80,17 +81,18 @@ class ModelGroup:
         self._data_parallel = derived.role_data_parallel_size(config, role)
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a worker method of the role. Paths arrive absolute: ranks have another working
-        directory."""
+        """Call a worker method of the role. Paths are made absolute, because ranks have another
+        working directory."""
         return await self._begin(method, *args)
 
     def _begin(self, method: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        """A call that the ranks have when this returns."""
+        """Send a call to the ranks, and return an awaitable for its results."""
         resolved = (value.resolve() if isinstance(value, Path) else value for value in args)
         return self.workers.call(method, *resolved, role=self.address)
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """A call whose ranks get shares of equal cost; its result is in the order of `batch`."""
+        """Call a method with the rows distributed over ranks by equal cost. The result is in the
+        order of `batch`."""
         order = balanced_order(self._costs(batch), self._data_parallel)
         share = batch.select(method_spec(method).read_of(batch)).reorder(order)
         found: DataProto = await self.call(method, share)
@@ -99,28 +101,33 @@ class ModelGroup:
     async def update(
         self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
     ) -> list[Update]:
-        """Optimizer updates, merged over the data-parallel ranks. With a `seed` the role's epochs,
-        whose mini-batches the seed draws from the whole batch: the same on any number of ranks."""
+        """Run optimizer updates and merge their reports over data-parallel ranks. With a `seed`,
+        run the role's epochs; their mini-batches are drawn from the batch using the seed,
+        independently of the number of ranks."""
         if seed is None:
             return merged([await self.call(method, batch)])
         return merged([await call for call in self._epochs(method, batch, seed)])
 
     async def memory(self) -> Mapping[str, float]:
-        """Peaks of the methods, and what lay off the device, since the last call."""
+        """Return the memory metrics since the last call: peaks per worker method, and offloaded
+        bytes."""
         return memory_metrics(await self.call(RoleWorker.take_observations), self.role)
 
     async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
-        """Write the state to a new folder; in the background, return when it has been copied."""
+        """Write the state to a new folder. In background mode, return as soon as the state has been
+        copied; writing continues asynchronously."""
         await self.call(RoleWorker.save, folder, phase, step, background)
 
     async def is_saved(self) -> bool:
-        """Whether no rank is writing. CheckpointError when the last background save failed."""
+        """Return True if no rank is writing. Raises CheckpointError if the last background save
+        failed."""
         return all(await self.call(RoleWorker.is_saved))
 
     def _epochs(
         self, method: Callable[..., Any], batch: DataProto, seed: int, first: int = 0
     ) -> list[Awaitable[Any]]:
-        """The calls of the epochs from the `first` on; the ranks have all of them."""
+        """Send the calls for all epochs starting with `first`, and return awaitables for their
+        results."""
         return [
             self._train(method, batch.rows(self._order(batch, (seed, epoch)).reshape(-1)))
             for epoch in range(first, getattr(self.config, self.role).ppo_epochs)
@@ -133,14 +140,15 @@ class ModelGroup:
         *args: Any,
         without: tuple[str, ...] = (),
     ) -> Awaitable[Any]:
-        """Updates over a batch whose consecutive pieces are the shares of the ranks; `without` some
-        columns."""
+        """Start updates on a batch whose consecutive pieces are the ranks' shares. Columns in
+        `without` are not sent."""
         rows = derived.role_samples_per_mini_batch(self.config, self.role) // self._data_parallel
         share = batch.select([name for name in self._reads(method) if name not in without])
         return self._begin(method, share, rows, *args)
 
     def _order(self, batch: DataProto, seed: Sequence[int]) -> np.ndarray:
-        """[ranks, rows] the rows of an epoch's mini-batches, one mini-batch after another."""
+        """Return [ranks, rows]: the row indices of an epoch's mini-batches, one mini-batch after
+        another."""
         rows = derived.role_samples_per_mini_batch(self.config, self.role)
         ranks = self._data_parallel
         return update_order(self._costs(batch), ranks, rows, seed).reshape(ranks, -1)
@@ -149,17 +157,17 @@ class ModelGroup:
         return method_spec(method).reads
 
     def _costs(self, batch: DataProto) -> np.ndarray:
-        """[B] what each row costs to compute."""
+        """Return the compute cost of each row [B]."""
         return self._cost(batch.lengths("prompt_ids") + batch.lengths("response_ids"))
 
 
 class FrozenGroup(ModelGroup):
-    """A role that does not train, in processes of its own. Ranks that are lost start again within
-    the step: its weights are all its state. Ranks read them at their start, or a restart hook of
-    `workers` fills them.
+    """A role that does not train, in separate processes. Lost ranks are restarted within the step,
+    because the weights are the role's only state: ranks load them at startup, or a restart hook of
+    `workers` sends them.
 
     Args:
-        told: about each restart, in one line.
+        told: called with one line for each restart.
     """
 
     def __init__(
@@ -171,11 +179,11 @@ class FrozenGroup(ModelGroup):
         self._told = told
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a worker method of the role; the call is made again when ranks are lost in it.
+        """Call a worker method of the role. The call is repeated if ranks are lost during it.
 
         Raises:
-            HybridFlowError: what the ranks raised; or of their loss, when `trainer.max_restarts`
-                are used up.
+            HybridFlowError: the error raised by the ranks, or the loss of ranks once
+                `trainer.max_restarts` is used up.
         """
         while True:
             try:
@@ -184,12 +192,12 @@ class FrozenGroup(ModelGroup):
                 if self._group.is_alive() or not self._restarts.take():
                     raise
                 reason = str(error).splitlines()[0]
-            self._told(f"the ranks of the {self.role.replace('_', ' ')} start again: {reason}")
+            self._told(f"restarting the ranks of the {self.role.replace('_', ' ')}: {reason}")
             await self._group.restart()
 
 
 class PolicyGroup(ModelGroup):
-    """The policy: adds to its updates what its ranks have noticed in the step."""
+    """The policy. Adds its ranks' observations of the step to the update metrics."""
 
     def __init__(
         self, workers: WorkerGroup | InProcessGroup, config: RunConfig, address: str | None = None
@@ -198,32 +206,32 @@ class PolicyGroup(ModelGroup):
         self._unobserved = False
 
     async def log_probs(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys; with router replay the experts of each token."""
-        # the last step did not update the policy (critic warm-up, a lost rank): its counts are of
-        # another batch
+        """Return old_log_probs and entropys; with router replay, also each token's experts."""
+        # the last step did not update the policy (critic warm-up, a lost rank), so the counts
+        # belong to another batch
         if self._unobserved:
             await self.call(PolicyWorker.take_observations)
         self._unobserved = True
         return await self.compute(log_prob_method(self.config), batch)
 
     async def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
-        """old_log_probs and entropys of the rows that are not in the first mini-batch of `seed`, as
-        the ranks will hold these rows."""
+        """Return old_log_probs and entropys for the rows outside the first mini-batch of `seed`,
+        ordered by the rank that will train on them."""
         return await self.log_probs(batch.rows(self._first_and_later(batch, seed)[1]))
 
     async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[list[Update], DataProto]:
-        """All updates of a step whose first mini-batch no pass has scored. Returns them, and in the
-        order of `batch` the rows of that mini-batch (with `later`, all rows) with old_log_probs and
-        entropys."""
+        """Run all updates of a step whose first mini-batch has not been scored. Returns the
+        updates, and the rows of that mini-batch (with `later`, all rows) in the order of `batch`,
+        with old_log_probs and entropys."""
         method = PolicyWorker.update_policy
         rows, others = self._first_and_later(batch, seed)
         offload = self.config.actor.offload
         if later is not None and (offload.gradients or offload.optimizer):
             await self.call(
                 RoleWorker.wake, ("gradients", "optimizer")
-            )  # once for both calls; training's end offloads them
+            )  # once for both calls; they are offloaded after training
         begun = rows if later is not None else self._order(batch, (seed, 0)).reshape(-1)
         updates = merged(
             [await self._train(method, batch.rows(begun), True, without=("old_log_probs",))]
@@ -242,8 +250,8 @@ class PolicyGroup(ModelGroup):
         return await self._observed(updates, batch), scored
 
     def _first_and_later(self, batch: DataProto, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of the first mini-batch of the first epoch, and all others, each as the ranks
-        hold them."""
+        """Return the row indices of the first epoch's first mini-batch, and of all other rows, each
+        ordered by rank."""
         share = derived.samples_per_mini_batch(self.config) // self._data_parallel
         order = self._order(batch, (seed, 0))
         return order[:, :share].reshape(-1), order[:, share:].reshape(-1)
@@ -251,17 +259,17 @@ class PolicyGroup(ModelGroup):
     async def update(
         self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
     ) -> list[Update]:
-        """Optimizer updates; those of a step of reinforcement learning say how replay went and what
-        memory was taken.
+        """Run optimizer updates. In a reinforcement-learning step, their metrics include router
+        replay and memory use.
 
         Raises:
-            RouterReplayError: replay was not live in the step that `batch` went through.
+            RouterReplayError: router replay was not active for all tokens of `batch` in this step.
         """
         updates = await super().update(method, batch, seed)
         return updates if seed is None else await self._observed(updates, batch)
 
     async def _observed(self, updates: Sequence[Update], batch: DataProto) -> list[Update]:
-        """The updates with what the ranks have noticed since the step began."""
+        """Return the updates with the ranks' observations since the start of the step added."""
         observations = await self.call(PolicyWorker.take_observations)
         self._unobserved = False
         lengths = (batch.lengths("prompt_ids"), batch.lengths("response_ids"))
@@ -280,8 +288,8 @@ class PolicyGroup(ModelGroup):
 
 
 def update_step(config: RunConfig) -> DataflowStep:
-    """The columns that an update of the policy reads: what its loss declares, and routes where they
-    are replayed, and the sampler's support where it is cut."""
+    """Return the columns that a policy update reads: those declared by the loss, the routes if they
+    are replayed, and the sampler's support if sampling is truncated."""
     routes = (ROUTES,) if derived.replays_routes(config) else ()
     support = SUPPORT if derived.needs_support(config) else ()
     columns = policy_loss_columns(config.actor, derived.old_log_probs_column(config))
@@ -289,10 +297,11 @@ def update_step(config: RunConfig) -> DataflowStep:
 
 
 def check_steps(config: RunConfig) -> None:
-    """Check, before anything starts, that every step's columns are written by an earlier step.
+    """Check, before anything starts, that the columns that each step reads are written by an
+    earlier one.
 
     Raises:
-        SchemaError: names the step and the column.
+        SchemaError: the message contains the step and the column.
     """
     scored = derived.scores_before_update(config) or derived.scores_later_rows(config)
     own = [log_prob_method(config)] if scored else []
@@ -311,7 +320,7 @@ def check_steps(config: RunConfig) -> None:
             *([GREEDY] if "greedy_scores" in advantages_step(config).reads else []),
             advantages_step(config),
             *([ModelWorker.update_critic] if "critic" in names else []),
-            # of the first update, for those after it
+            # reported by the first update for later ones
             *([] if scored else [PolicyWorker.take_update_log_probs]),
             update_step(config),
         ],
@@ -320,7 +329,7 @@ def check_steps(config: RunConfig) -> None:
 
 
 def role_pass(role: str, config: RunConfig) -> Callable[..., Any]:
-    """The worker method of the pass of a role other than the policy."""
+    """Return the worker method for the forward pass of a role other than the policy."""
     if role == "teacher":
         return teacher_method(config.actor.distillation)
     if role == "reference" and not derived.has_own_reference(config):
@@ -329,8 +338,7 @@ def role_pass(role: str, config: RunConfig) -> Callable[..., Any]:
 
 
 def log_prob_method(config: RunConfig) -> Callable[..., Any]:
-    """The worker method that computes old_log_probs under the router replay of the
-    configuration."""
+    """Return the worker method that computes old_log_probs with the configured router replay."""
     if config.actor.router_replay == "r2":
         return PolicyWorker.compute_log_probs_and_routes
     if derived.needs_engine_routes(config):
@@ -339,13 +347,14 @@ def log_prob_method(config: RunConfig) -> Callable[..., Any]:
 
 
 def merged(results: Iterable[Sequence[Sequence[dict[str, Any]]]]) -> list[Update]:
-    """The updates of calls that train, in order; of each call, the reports of every rank."""
+    """Merge the reports of training calls into updates, in order. `results` has each call's reports
+    by rank."""
     return [merge(reports) for ranks in results for reports in zip(*ranks, strict=True)]
 
 
 def merge(reports: Sequence[dict[str, Any]]) -> Update:
-    """One update's reports of all data-parallel ranks as means over tokens (or whatever each metric
-    counts)."""
+    """Merge one update's reports from all data-parallel ranks into means over tokens (or over each
+    metric's own count)."""
     totals: dict[str, list[float]] = {}
     for report in reports:
         for name, (total, count) in report["sums"].items():

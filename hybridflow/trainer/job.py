@@ -1,4 +1,4 @@
-"""The parts that all jobs share: session, data, tokenizer, and the start of worker groups and
+"""Parts common to all jobs: session, data, tokenizer, and the start of worker groups and
 engines."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class Job:
-    """The parts that all jobs share: session, data, tokenizer, and the start of worker groups."""
+    """Parts common to all jobs: session, data, tokenizer, and the start of worker groups."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Job:
         progress: Progress,
         goes_on: bool = False,
     ) -> None:
-        """`goes_on`: this session has trained already, and goes back to its last checkpoint."""
+        """`goes_on`: this session has already trained, and returns to its last checkpoint."""
         self.config = self._given = config
         self.name = ""  # of a further policy
         self.logs = session.folder / "logs"
@@ -99,8 +99,8 @@ class Job:
         self.config = StartAllowance.of(config, self.hf_config).applied(config)
 
     def of_policy(self, name: str) -> Job:
-        """The same job for the further policy `roles.NAME`, with its model, tokenizer, devices and
-        folders. Call it when the cluster has started."""
+        """Return this job for the further policy `roles.NAME`, with its model, tokenizer, devices
+        and folders. Call it after the cluster has started."""
         own = copy.copy(self)
         own.name = name
         config = derived.policy_view(self._given, name)
@@ -119,8 +119,8 @@ class Job:
         return own
 
     def start_cluster(self, job: str = "train") -> Cluster | None:
-        """Start Ray, or join the configured cluster, and reserve the devices of the whole job; None
-        where it has one process."""
+        """Start Ray or join the configured cluster, and reserve all of the job's devices. Returns
+        None for a job in one process."""
         if self.config.cluster.in_process:
             return None
         with self.progress.stage("start Ray"):
@@ -141,9 +141,9 @@ class Job:
         trained: Sequence[str],
         guests: Sequence[Job] = (),
     ) -> dict[str, WorkerGroup | InProcessGroup]:
-        """The ranks of each of `roles`: those that live in the policy's processes (which are
-        `actor`'s, the first role's) share a group, the others have one each. Only `trained` ones
-        may update their weights. `guests` are further policies in a job of one process."""
+        """Start the ranks of `roles` and return {role: group}. Roles in the policy's processes
+        (those of the first role, `actor`) share a group; the others have one each. Only `trained`
+        roles may update their weights. `guests` are further policies in a job of one process."""
         specs = {role: self._role_spec(role, role in trained) for role in roles}
         shared = [role for role in roles if derived.is_colocated(self.config, role)]
         groups: dict[str, WorkerGroup | InProcessGroup] = {}
@@ -158,7 +158,7 @@ class Job:
         }
 
     def start_policy(self, cluster: Cluster | None) -> WorkerGroup | InProcessGroup:
-        """The ranks of a further policy, in processes of their own."""
+        """Start the ranks of a further policy in separate processes."""
         return self._start_shared(cluster, [self._role_spec("actor", True)])
 
     def _start_shared(
@@ -207,8 +207,7 @@ class Job:
         return RoleSpec(config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
 
     def start_engines(self, cluster: Cluster | None) -> Generation:
-        """The engines, which go on starting in the background where they have processes of their
-        own."""
+        """Start the engines. Engines in separate processes continue starting in the background."""
         if not derived.generates(self.config):
             return NoEngines()
         target = self.model_folder
@@ -218,7 +217,7 @@ class Job:
         if cluster is None:
             return EngineHere(self.config, folder.resolve(), self.logs, self.tokenizer.stop_ids)
         told = self.session.note_restart(
-            "engine_restarts", self.progress.message, "engines start again: "
+            "engine_restarts", self.progress.message, "restarting engines: "
         )
         workers, others = self._start_engine_workers(cluster, folder)
         engines = EngineProcesses(workers, others, self.config, self.tokenizer.stop_ids, told)
@@ -227,7 +226,8 @@ class Job:
     def _start_engine_workers(
         self, cluster: Cluster, folder: Path
     ) -> tuple[WorkerGroup, WorkerGroup | None]:
-        """The workers on the engines' first nodes, and on their others if they have any."""
+        """Start the workers on the engines' first nodes, and on their other nodes if there are
+        any."""
         config = self.config.rollout
         dtype = self.config.model.dtype
         whose = f" of the {self.name}" if self.name else ""
@@ -266,7 +266,7 @@ class Job:
     def _group(
         self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: Sequence[Any]
     ) -> WorkerGroup:
-        serves = worker in _ENGINE_WORKERS  # the engine has processes of its own
+        serves = worker in _ENGINE_WORKERS  # the engine has separate processes
         env = {"OMP_NUM_THREADS": str(1 if serves else self.threads[role])}
         logs = self.logs
         label = policy_pool(self.name, role) if self.name else role
@@ -283,8 +283,8 @@ class Job:
     async def warm_start(
         self, policy: PolicyGroup, check: Callable[[], Awaitable[None]] | None = None
     ) -> SftTrainer | None:
-        """Run the supervised phase. None where it is not configured or a checkpoint of a later
-        phase exists."""
+        """Run the supervised phase. Returns None if it is not configured, or a checkpoint of a
+        later phase exists."""
         config = self.config
         checkpoint = self.checkpoint
         if config.sft.steps < 1 or (checkpoint is not None and checkpoint.phase != "sft"):
@@ -300,7 +300,7 @@ class Job:
 
 
 def _first_nodes(engines: ResourcePool, nodes: int) -> tuple[ResourcePool, ResourcePool]:
-    """The slots of the engines' first nodes, and of their others."""
+    """Return the slots on the engines' first nodes, and on their other nodes."""
     slots = engines.split([1] * len(engines))
     return ResourcePool.merge(slots[::nodes]), ResourcePool.merge(
         [s for n, s in enumerate(slots) if n % nodes]

@@ -1,4 +1,4 @@
-"""The layout of a run in a line, for its summary and its messages."""
+"""One-line description of a run's layout, for its summary and messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hybridflow.config.schema import RunConfig
 
 
 def layout_text(config: RunConfig) -> str:
-    """Trainer and engines by their parallel sizes: `TP2·PP2·EP2·DP1·SP → 2×TP1`."""
+    """Describe trainer and engines by their parallel sizes: `TP2·PP2·EP2·DP1·SP → 2×TP1`."""
     parallel = config.actor.parallel
     parts = [
         f"TP{parallel.tensor}",

@@ -1,5 +1,5 @@
-"""The loop of a run around its flow: beginning, checkpoints, resuming, and going back when ranks
-are lost. `flows` has the algorithms, `trainer.run` what they are given.
+"""The training loop around a run's flow: start, checkpoints, resuming, and rollback when ranks are
+lost. `flows` contains the algorithms, and `trainer.run` the object passed to them.
 
                  prompts                responses, log-probs           scores
     dataset ──────────────▶ engines ──────────────────────▶ reward ─────────────┐
@@ -7,7 +7,7 @@ are lost. `flows` has the algorithms, `trainer.run` what they are given.
                  weights       │       update      advantages       old and reference log-probs
     sync  ◀──────────────── policy ◀─────── group-relative, or GAE ◀─────── policy, critic
 
-Token columns that workers and engines write stay in the object store; the batch holds references,
+Token columns written by workers and engines stay in the object store. The batch holds references,
 and reading a column fetches it. One step consumes `data.train_batch_size` prompts (x `rollout.n`
 samples) and ends with new weights in every engine.
 """
@@ -50,11 +50,11 @@ from hybridflow.workers.policy import PolicyWorker
 
 
 def check_trained_roles(config: RunConfig, checkpoint: Checkpoint | None) -> None:
-    """Check, before anything starts, that a checkpoint of this phase has all models that this run
-    trains.
+    """Check, before anything starts, that a checkpoint of this phase contains all models that this
+    run trains.
 
     Raises:
-        CheckpointError: it is of a run without one of them.
+        CheckpointError: it comes from a run that did not train one of them.
     """
     if checkpoint is None or checkpoint.phase != "rl":
         return
@@ -64,9 +64,9 @@ def check_trained_roles(config: RunConfig, checkpoint: Checkpoint | None) -> Non
     lacks = [name for name in (*trained, *config.roles) if not (checkpoint.folder / name).is_dir()]
     if lacks:
         raise CheckpointError(
-            f"{checkpoint.folder} is of a run that did not train the {' and the '.join(lacks)}, "
-            "and this run does; start anew under another name=..., or go on with the settings of "
-            "the earlier run"
+            f"{checkpoint.folder} comes from a run that did not train the "
+            f"{' and the '.join(lacks)}, but this run does; start a new run with another name=..., "
+            "or continue with the settings of the earlier run"
         )
 
 
@@ -74,11 +74,11 @@ class RLTrainer:
     """Reinforcement learning by the run's flow (`config.derived.flow_name`).
 
     Args:
-        roles: `actor`, and as far as the run has them critic, reward_model, teacher and a reference
-            in processes of its own.
-        engines: answer, and take the policy's weights.
-        samples: what each step trains on.
-        learners: the further policies of the run.
+        roles: `actor` and, if the run has them, critic, reward_model, teacher and a reference in
+            separate processes.
+        engines: generate answers, and receive the policy's weights.
+        samples: the source of each step's training samples.
+        learners: the run's further policies.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RLTrainer:
         self.reference = self.others.get("reference")
         self.advantages = Advantages(config)
         self.devices = Devices(
-            # a further policy has devices of its own
+            # a further policy has separate devices
             lambda role: role if role in config.roles else derived.pool_of(config, role),
             session.timeline,
         )
@@ -110,10 +110,10 @@ class RLTrainer:
         self.records = Records(config, session, self.others, samples, validator)
         self.last = derived.total_steps(config, samples.num_rows) or 1
         self.step = 0
-        self.state: dict[str, Any] = {}  # the flow's own
-        self.left_out: set[str] = set()  # engines
-        self.run: FlowRun | None = None  # the present one
-        # of a program that stops between steps (`trainer.stopping`), or makes them itself
+        self.state: dict[str, Any] = {}  # the flow's own values
+        self.left_out: set[str] = set()  # engines excluded from the last sync
+        self.run: FlowRun | None = None  # the current flow
+        # set by a program that stops between steps (`trainer.stopping`), or runs steps itself
         self.stop: Callable[[], Awaitable[None]] | None = None
         self.body: Body | None = None
 
@@ -124,7 +124,7 @@ class RLTrainer:
         title = name.rpartition(":")[2]
         with self.session.progress(self.last, title, self.step) as progress:
             if self.step == 0 and self.config.sft.steps:
-                # ranks that are lost from here on come back with the warm start
+                # ranks lost from here on are restored from the warm start
                 await self.session.store.wait()
             ends_at = self.samples.last_after(self.step)
             last = self.last if ends_at is None else min(self.last, ends_at)
@@ -141,12 +141,12 @@ class RLTrainer:
                 await self._follow(run)
 
     async def _follow(self, run: FlowRun) -> None:
-        """Run the flow, and say where in a user's file it failed."""
+        """Run the flow. An error contains the line in the user's file at which it failed."""
         name = derived.flow_name(self.config)
         try:
             await run.follow(self.body)
         except (Exception, SystemExit) as error:
-            # the last two: whatever the flow was doing
+            # the last two are independent of the flow's code
             if not is_user_entry(name) or isinstance(error, RunStopped | ResourceError):
                 raise
             said = message_of(name, error, self.step)
@@ -158,7 +158,7 @@ class RLTrainer:
     # ---- checkpoints
 
     async def save(self) -> Path:
-        """Checkpoint after `self.step`."""
+        """Save a checkpoint after `self.step`."""
         state: dict[str, Any] = {
             **self.samples.state(),
             "totals": self.session.totals_now(),
@@ -174,7 +174,7 @@ class RLTrainer:
         )
 
     async def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on after a checkpoint of this phase (`check_trained_roles`)."""
+        """Resume from a checkpoint of this phase (see `check_trained_roles`)."""
         swapped = derived.needs_reference(self.config) and not self.reference
         await self.policy.call(
             PolicyWorker.load, checkpoint.policy, self.config.actor.optim, swapped
@@ -200,11 +200,11 @@ class RLTrainer:
         self.step = checkpoint.step
 
     async def go_back(self) -> None:
-        """After the ranks that train were started again: to the last checkpoint of this phase, or
-        to its beginning.
+        """Return to the last checkpoint of this phase, or to its start, after the training ranks
+        were restarted.
 
         Raises:
-            CheckpointError: the run had a warm start, and no checkpoint holds its weights.
+            CheckpointError: the run had a warm start, but no checkpoint contains its weights.
         """
         self.session.store.settle()
         checkpoint = self.session.store.latest()
@@ -212,7 +212,7 @@ class RLTrainer:
             checkpoint = None
         if checkpoint is None and self.config.sft.steps:
             raise CheckpointError(
-                f"{self.session.folder / 'checkpoints'}: no checkpoint holds the weights of the "
+                f"{self.session.folder / 'checkpoints'}: no checkpoint contains the weights of the "
                 "warm start, and the ranks have lost them; run the same command again to repeat it"
             )
         self.session.go_back(checkpoint)
@@ -228,8 +228,8 @@ class RLTrainer:
         await self.start_from_present_weights()
 
     async def start_from_present_weights(self) -> None:
-        """Begin the phase with fresh optimizers. The present weights become the reference's, and
-        the critic's unless it has its own."""
+        """Start the phase with fresh optimizers. The current weights become those of the reference,
+        and of the critic unless it has its own."""
         if derived.needs_reference(self.config) and not self.reference:
             await self.policy.call(PolicyWorker.freeze_reference)
         await self.policy.call(PolicyWorker.set_optimizer, self.config.actor.optim)
@@ -250,13 +250,13 @@ class RLTrainer:
             await self.critic.call(ModelWorker.set_optimizer, self.config.critic.optim)
 
     async def fill_reference(self) -> None:
-        """Give a reference in processes of its own the weights of the policy as the phase began;
-        another model has its own already."""
+        """Load the policy's weights from the start of the phase into a reference in separate
+        processes. A reference with its own model keeps its weights."""
         if self.reference and self.config.reference.path is None:
             await self.reference.call(ModelWorker.fill, self.start_folder)
 
     @property
     def start_folder(self) -> Path:
-        """Hugging Face folder of the policy as the phase began, for roles that start from it in
-        other processes."""
+        """Hugging Face folder of the policy at the start of the phase, for roles in other processes
+        that start from it."""
         return self.session.folder / "model" / "start"

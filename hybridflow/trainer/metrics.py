@@ -1,4 +1,4 @@
-"""The numbers of one step, under the names dashboards know."""
+"""Per-step training metrics, using verl-compatible names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hybridflow.trainer.protocols import Update
 
 
 def log_prob_difference(batch: DataProto, version: int | None = None) -> tuple[float, float]:
-    """Mean and largest |engine - trainer| log-probability of the sampled tokens, with `version` of
-    those that its weights made; NaN where one is NaN, 0 without tokens."""
+    """Return the mean and largest |engine - trainer| log-prob difference over sampled tokens; with
+    `version`, only over tokens sampled with this weight version. NaN if any value is NaN, 0 without
+    tokens."""
     total = 0.0
     count = 0
     largest = [0.0]
@@ -31,8 +32,8 @@ def log_prob_difference(batch: DataProto, version: int | None = None) -> tuple[f
 
 
 def kl_sums(batch: DataProto) -> np.ndarray:
-    """[B] float64: old less reference log-probability, summed over the sampled tokens of each
-    sample."""
+    """Return [B] float64: old minus reference log-probability, summed over each sample's sampled
+    tokens."""
     found = [np.zeros(0)]
     for piece in batch.pieces((RESPONSE_MASK, "old_log_probs", "ref_log_probs")):
         old = piece.jagged("old_log_probs")
@@ -44,20 +45,20 @@ def kl_sums(batch: DataProto) -> np.ndarray:
 
 
 def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str, float]:
-    """Scores, advantages, lengths, entropy and the log-prob difference of a finished batch.
+    """Return scores, advantages, lengths, entropy and log-prob differences of a finished batch.
 
-    Scores and rewards are those of samples with a response (as in verl); lengths and the total
-    number of tokens count everything that the model reads, all else sampled tokens alone.
+    Scores and rewards include only samples with a response (as in verl). Lengths and the total
+    number of tokens count everything that the model reads; all other metrics count only sampled
+    tokens.
 
     Args:
-        scored: the rows whose log-probs and entropies before the updates are known; None: all of
-            them.
+        scored: the rows whose log-probs and entropies before the updates are known; None: all rows.
     """
     scored = batch if scored is None else scored
     answered = batch.lengths("response_ids") > 0
     metrics = {
         **answer_metrics(batch),
-        # a flow may have made advantages of its own, without rewards
+        # a flow may compute its own advantages, without rewards
         **(spread("critic/rewards", batch["rewards"][answered]) if "rewards" in batch else {}),
         **_token_spread("critic/advantages", batch, "advantages"),
         "actor/entropy": _token_spread("", scored, "entropys").get("/mean", 0.0),
@@ -76,7 +77,7 @@ def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str
 
 
 def answer_metrics(batch: DataProto) -> dict[str, float]:
-    """Scores and lengths of a batch that was not trained on yet."""
+    """Return scores and lengths of a batch before training on it."""
     responses = batch.lengths("response_ids")
     prompts = batch.lengths("prompt_ids")
     metrics = {
@@ -96,21 +97,21 @@ def answer_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _engine_metrics(scored: DataProto) -> dict[str, float]:
-    """How far the engines that sampled are from the trainer."""
+    """Return the log-prob differences between the sampling engines and the trainer."""
     difference, largest = log_prob_difference(scored)
     found = {"rollout/logprob_diff/mean": difference, "rollout/logprob_diff/max": largest}
     return found | mismatch_metrics(scored)
 
 
 def preference_metrics(batch: DataProto) -> dict[str, float]:
-    """How the policy of before the step's updates prefers answers, by their log-ratio to the
-    reference: preference/accuracy, the share of pairs of answers to one prompt that it orders as
-    their scores do (ties: half), and preference/margin, the mean difference of log-ratios of the
-    best and the worst answer."""
+    """Return preferences of the policy before the step's updates, measured by the answers'
+    log-ratios to the reference: preference/accuracy, the share of answer pairs to one prompt that
+    it orders like their scores (ties count half), and preference/margin, the mean difference
+    between the log-ratios of the best and worst answers."""
     ratios = kl_sums(batch)
     scores = np.asarray(batch["scores"])
     uid = np.asarray(batch["uid"])
-    order = np.lexsort((scores, uid))  # prompt after prompt, the worst answer first
+    order = np.lexsort((scores, uid))  # sorted by prompt, then by score
     _, worst, count = np.unique(uid[order], return_index=True, return_counts=True)
     worst, best = order[worst], order[worst + count - 1]
     differ = scores[best] > scores[worst]
@@ -125,7 +126,7 @@ def preference_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _top_mass(batch: DataProto) -> float:
-    """Probability that the teacher gives to its most likely tokens together; mean over sampled
+    """Return the total probability of the teacher's most likely tokens, averaged over sampled
     tokens."""
     total = 0.0
     count = 0
@@ -137,8 +138,8 @@ def _top_mass(batch: DataProto) -> float:
 
 
 def _explained_variance(batch: DataProto) -> float:
-    """How well values (before the step's updates) explain returns: 1 - var(returns - values) /
-    var(returns)."""
+    """Return the share of the returns' variance explained by the values before the step's updates:
+    1 - var(returns - values) / var(returns)."""
     sums = np.zeros(4)
     count = 0
     for piece in batch.pieces((RESPONSE_MASK, "values", "returns")):
@@ -153,11 +154,11 @@ def _explained_variance(batch: DataProto) -> float:
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Means over the policy's updates of a step; `actor/first_ppo_kl` is that of the first, where
-    old and new weights are the same, where the loss reports `actor/ppo_kl`. It is 0 where that
+    """Return means over the policy's updates of a step. `actor/first_ppo_kl` is `actor/ppo_kl` of
+    the first update, if the loss reports it: old and new weights are equal there. It is 0 if that
     update compares with its own values.
 
-    Without updates (`trainer.critic_warmup`), nothing.
+    Empty without updates (`trainer.critic_warmup`).
     """
     if not updates:
         return {}
@@ -170,7 +171,7 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def critic_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Means over the critic's updates of a step; without a critic, nothing."""
+    """Return means over the critic's updates of a step; empty without a critic."""
     return _update_means(updates, "critic", "critic/vf_loss") if updates else {}
 
 
@@ -188,7 +189,7 @@ def _update_means(updates: Sequence[Update], role: str, loss: str) -> dict[str, 
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:
-    """name/mean, name/max and name/min; nothing without values."""
+    """Return name/mean, name/max and name/min; empty without values."""
     if not len(values):
         return {}
     return {
@@ -199,7 +200,7 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _token_spread(name: str, batch: DataProto, column: str) -> dict[str, float]:
-    """`spread` over the sampled tokens of a jagged column."""
+    """Return `spread` over the sampled tokens of a jagged column."""
     parts = (sampled(piece, column) for piece in batch.pieces([RESPONSE_MASK, column]))
     spreads = [
         (float(values.sum(dtype=np.float64)), len(values), values.max(), values.min())
@@ -217,7 +218,7 @@ def _token_spread(name: str, batch: DataProto, column: str) -> dict[str, float]:
 
 
 def sampled(piece: DataProto, column: str) -> np.ndarray:
-    """Values of a jagged column at the tokens that the policy sampled."""
+    """Return the values of a jagged column at the tokens sampled by the policy."""
     return piece.jagged(column).values[piece.jagged(RESPONSE_MASK).values]
 
 
@@ -228,7 +229,8 @@ def _num_sampled(batch: DataProto) -> int:
 
 
 def _share_of_groups(batch: DataProto, score: float) -> float:
-    """Share of prompts all of whose samples have this score: they give no gradient."""
+    """Return the share of prompts whose samples all have this score, and therefore give no
+    gradient."""
     _, group = np.unique(batch["uid"], return_inverse=True)
     sizes = np.bincount(group)
     return float(np.mean(np.bincount(group, weights=batch["scores"] == score) == sizes))

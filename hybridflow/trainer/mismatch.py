@@ -1,5 +1,5 @@
-"""How far the engines' log-probs of the sampled tokens are from the trainer's: as divergences,
-along the responses, and by the age of the weights that sampled."""
+"""Differences between the engines' and the trainer's log-probs of sampled tokens: as divergences,
+along the responses, and by the age of the sampling weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _QUARTERS = ("first", "second", "third", "last")
 
 
 def ratio_sums(engine_T: np.ndarray, trainer_T: np.ndarray) -> np.ndarray:
-    """[5] number of tokens that the engine sampled, and with r = trainer / engine sums of log r, r,
-    r^2 and r - 1 - log r over them. Log-ratios are clamped to +-20."""
+    """Return [5]: the number of sampled tokens and, with r = trainer / engine, the sums of log r,
+    r, r^2 and r - 1 - log r over them. Log-ratios are clamped to +-20."""
     log_ratio = np.clip(trainer_T.astype(np.float64) - engine_T, -20.0, 20.0)
     ratio = np.exp(log_ratio)
     return np.array(
@@ -28,9 +28,9 @@ def ratio_sums(engine_T: np.ndarray, trainer_T: np.ndarray) -> np.ndarray:
 
 
 def divergences(sums: np.ndarray) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, by `ratio_sums`: kl and k3 estimate
-    the divergence from the trainer, chi2 = mean(r^2) - 1, and ess = mean(r)^2 / mean(r^2) is the
-    share of the tokens that importance weights would leave."""
+    """Return divergences of the engine from the trainer from `ratio_sums`: kl and k3 are estimates
+    of the KL divergence, chi2 = mean(r^2) - 1, and ess = mean(r)^2 / mean(r^2) is the effective
+    sample size with importance weights, as a share of the tokens."""
     count, log_ratio, ratio, squared, k3 = sums.tolist()
     return {
         "kl": -log_ratio / count,
@@ -41,9 +41,9 @@ def divergences(sums: np.ndarray) -> dict[str, float]:
 
 
 def mismatch_metrics(batch: DataProto) -> dict[str, float]:
-    """rollout/mismatch/*: kl, k3, chi2 and ess; the mean |difference| in each quarter of a row's
-    sampled tokens; and where the weights that sampled are not all of one age, the same by the
-    number of weight syncs they are behind the newest. Holds a piece of the columns at a time."""
+    """Return rollout/mismatch/*: kl, k3, chi2 and ess; the mean |difference| in each quarter of a
+    row's sampled tokens; and, if several weight versions sampled, the mean |difference| by the
+    number of weight syncs behind the newest. Loads one piece of the columns at a time."""
     sums = np.zeros(5)
     quarters = np.zeros((2, 4))
     by_version = dict[int, np.ndarray]()
@@ -83,5 +83,5 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _totals(places_T: np.ndarray, values_T: np.ndarray, size: int) -> np.ndarray:
-    """[2, size]: the sum of the values at each place, and their number."""
+    """Return [2, size]: the sum and the number of values at each place."""
     return np.stack([np.bincount(places_T, values_T, size), np.bincount(places_T, minlength=size)])

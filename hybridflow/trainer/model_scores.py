@@ -1,5 +1,5 @@
-"""How a reward model's scores enter the reward: as they are, between 0 and 1, or over their spread
-in the run so far."""
+"""Transformations of a reward model's scores for the reward: unchanged, between 0 and 1, or
+standardized over the run so far."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 
 from hybridflow.config.schema import RewardModelConfig
 
-_SMALLEST = 1e-6  # standard deviation of scores that are all alike
+_SMALLEST = 1e-6  # minimum standard deviation, for scores that are all equal
 
 
 class ModelScores:
-    """Scores of the reward model as `reward_model.squash` has them. With `standard`, mean and
-    spread are those of all scores of the run, which a checkpoint keeps.
+    """Transforms the reward model's scores as configured by `reward_model.squash`. `standard` uses
+    the mean and standard deviation of all scores of the run, which are saved in checkpoints.
 
-    Scores of a comparison of pairs have neither zero nor unit: only differences between answers
-    mean something, and a sigmoid, which says how likely an answer beats one with score 0, is 0 or 1
-    almost everywhere. Over the spread of the run they keep their order and their distances, and
-    their size is that of the verifier's score. Mean and spread move ever less: a policy that
-    improves is seen to improve, which a spread of the present batch would hide.
+    Scores trained on pairs have no zero and no unit: only differences between answers are
+    meaningful, and a sigmoid (the probability of beating an answer with score 0) saturates at 0 or
+    1. Standardized over the run they keep their order and relative distances, at the scale of a
+    verifier's score. Mean and deviation change less and less, so the scores of an improving policy
+    rise; statistics of the current batch would hide that.
     """
 
     def __init__(self, config: RewardModelConfig) -> None:
@@ -31,8 +31,8 @@ class ModelScores:
         self.squares = 0.0
 
     def add(self, scores_B: np.ndarray) -> np.ndarray:
-        """[B] f32 what a batch's scores count in the reward, before `reward_model.weight`; with
-        `standard` they join the spread first."""
+        """Return [B] f32: a batch's transformed scores, before `reward_model.weight`. With
+        `standard` the scores are first added to the statistics."""
         if self.config.squash == "sigmoid":
             # without overflow
             return np.asarray(0.5 * (1.0 + np.tanh(0.5 * scores_B)), dtype=np.float32)
@@ -44,15 +44,16 @@ class ModelScores:
         return np.clip((scores_B - self.mean) / spread, -bound, bound).astype(np.float32)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state to save in a checkpoint."""
         return {"rm_count": self.count, "rm_mean": self.mean, "rm_squares": self.squares}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on with it; a checkpoint of before these were kept starts them anew."""
+        """Restore the state. Older checkpoints without it start new statistics."""
         self.count, self.mean, self.squares = (float(state.get(name, 0.0)) for name in self.state())
 
     def _join(self, scores_B: np.ndarray) -> None:
-        """Merge a batch into mean and squares (Chan et al. 1979), exact however many there are."""
+        """Merge a batch into mean and squares (Chan et al. 1979), numerically stable for any number
+        of batches."""
         if not len(scores_B):
             return
         total = self.count + len(scores_B)
@@ -66,8 +67,8 @@ class ModelScores:
 
 
 def share_of_variance(part_B: np.ndarray, whole_B: np.ndarray) -> float:
-    """cov(part, whole) / var(whole): shares of parts that add up to the whole add up to 1; 0 where
-    the whole does not vary."""
+    """Return cov(part, whole) / var(whole). The shares of parts that sum to the whole sum to 1. 0
+    if the whole is constant."""
     part, whole = (
         np.asarray(values, np.float64) - np.mean(values, dtype=np.float64)
         for values in (part_B, whole_B)
@@ -77,11 +78,11 @@ def share_of_variance(part_B: np.ndarray, whole_B: np.ndarray) -> float:
 
 
 def agreement(model_B: np.ndarray, verifier_B: np.ndarray, group_B: np.ndarray) -> float | None:
-    """The share of pairs of answers to one prompt, of those that the verifier tells apart, that the
-    model puts in the same order (ties: half).
+    """Return the share of answer pairs to one prompt with different verifier scores that the model
+    orders the same way (ties count half).
 
-    None without such pairs. Half is chance: the model then adds noise to the reward, whatever it
-    says of the pairs it was trained on.
+    None without such pairs. 0.5 is chance: the model then only adds noise to the reward, regardless
+    of its accuracy on its training pairs.
     """
     alike = 0.0
     pairs = 0

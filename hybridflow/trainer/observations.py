@@ -1,5 +1,5 @@
-"""What the policy's ranks noticed during a step, as metrics; and the proof that replay was live
-over all of them."""
+"""Metrics from the policy ranks' observations of a step, and the check that router replay was
+active on all ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _GB = 1e9
 
 
 def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict[str, float]:
-    """The largest peak of any rank, in GB (10^9 bytes): over the step, and of each worker method;
-    and what of the role was off the device.
+    """Return the largest memory peak of any rank in GB (10^9 bytes), over the step and per worker
+    method, and the role's offloaded GB.
 
     Args:
-        observations: `RoleMemory.take` of every rank.
+        observations: results of `RoleMemory.take` from all ranks.
     """
     phases: dict[str, float] = {}
     for observed in observations:
@@ -38,8 +38,8 @@ def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict
 
 
 def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How many numbers training changes: all weights of the model, or its adapters; and, where a
-    sync sends merged copies of weights, their GB on the rank with most.
+    """Return the number of trainable parameters (all weights, or the adapters) and, if a sync sends
+    merged copies of weights, their GB on the rank with the most.
     """
     metrics = (
         {"actor/trainable_parameters": float(observations[0]["trainable"])} if observations else {}
@@ -50,8 +50,8 @@ def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]
 
 
 def over_roles(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`memory_metrics` of all roles as one: of what two of them measured (the step's peaks), the
-    larger."""
+    """Merge the `memory_metrics` of all roles. For metrics of several roles (the step's peaks) the
+    maximum is used."""
     merged: dict[str, float] = {}
     for one in metrics:
         merged |= {name: max(value, merged.get(name, value)) for name, value in one.items()}
@@ -59,7 +59,7 @@ def over_roles(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def replayed_passes(kind: str, ppo_epochs: int) -> tuple[int, int]:
-    """(passes without gradient, passes of updates) that see recorded experts, for a value of
+    """Return (passes without gradient, update passes) that use recorded experts, for a value of
     `actor.router_replay`."""
     return {"none": (0, 0), "compare": (1, 0), "r2": (0, ppo_epochs), "r3": (1, ppo_epochs)}[kind]
 
@@ -71,15 +71,16 @@ def token_layers(
     kind: str,
     routed: np.ndarray | None = None,
 ) -> int:
-    """Token-layers with recorded experts in one pass over a batch.
+    """Return the number of token-layers with recorded experts in one pass over a batch.
 
     Args:
         prompts, responses: [B] tokens of each sample.
-        routers: layers with experts.
-        routed: [B] tokens of each sample that an engine has routed, where that does not follow from
-            the lengths: what a conversation shows after its last answer is none of them.
-        kind: `actor.router_replay`. r3 and compare: an engine does not route the last token of a
-            sample, and none of an empty response. r2: the trainer routes what its passes read.
+        routers: number of layers with experts.
+        routed: [B] number of tokens routed by an engine in each sample, if the lengths do not
+            determine it: text shown after the last answer of a conversation is not routed.
+        kind: `actor.router_replay`. r3 and compare: an engine does not route a sample's last token,
+            nor any token of a sample with an empty response. r2: the trainer routes every token
+            that its passes read.
     """
     if kind == "r2":
         tokens = lengths_read(prompts + responses)
@@ -96,17 +97,18 @@ def replay_metrics(
     ppo_epochs: int,
     routed: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Token-layers replayed over all ranks, and the shares of them for which the live router would
-    have chosen otherwise: `differing` from the engine at the same weights, `drifted` during
+    """Return the token-layers replayed on all ranks, and the shares for which the live router would
+    have chosen other experts: `differing` from the engine with the same weights, `drifted` during
     updates.
 
     Args:
-        observations: `PolicyWorker.take_observations` of every rank.
+        observations: results of `PolicyWorker.take_observations` from all ranks.
         prompts, responses, kind, routed: see `token_layers`.
-        ppo_epochs: updates go over the batch so often.
+        ppo_epochs: number of update epochs over the batch.
 
     Raises:
-        RouterReplayError: the ranks' routers used another number of token-layers than were sampled.
+        RouterReplayError: the ranks' routers used a different number of token-layers from the
+            number sampled.
     """
     if kind == "none":
         return {}
@@ -120,8 +122,8 @@ def replay_metrics(
     if not counts["sent"] == counts["used"] == expected or counts["mismatched"]:
         raise RouterReplayError(
             f"actor.router_replay={kind}: {expected} token-layers have recorded experts "
-            f"({counts['routers']} layers with experts), {counts['sent']} reached the routers, "
-            f"{counts['used']} were used, {counts['mismatched']} with other experts"
+            f"({counts['routers']} layers with experts), but {counts['sent']} reached the routers "
+            f"and {counts['used']} were used, {counts['mismatched']} of them with other experts"
         )
     metrics = {
         "tokens": float(counts["used"] if kind != "compare" else 0),

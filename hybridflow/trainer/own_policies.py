@@ -1,4 +1,5 @@
-"""Further trained policies of a run (`roles`): what each has, and its part of a flow's steps."""
+"""Further trained policies of a run (`roles`): their components, and their part in a flow's
+steps."""
 
 from __future__ import annotations
 
@@ -44,10 +45,10 @@ class Learner:
     """A further policy of a run.
 
     Attributes:
-        config: the run's, as this policy has it (`derived.policy_view`).
-        keep: moves token columns that the driver makes to where workers read them.
-        folder: for weights that it takes from another policy.
-        left_out: engines that did not take the last weights.
+        config: the run's configuration from this policy's view (`derived.policy_view`).
+        keep: moves token columns created on the driver to the object store for workers.
+        folder: folder for weights copied from another policy.
+        left_out: engines excluded from the last sync.
     """
 
     name: str
@@ -66,46 +67,46 @@ class Learner:
         self.phases = Phases(self.config, self.policy, self.engines)
 
     async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
-        """Samples with the weights that the engines have."""
+        """Generate `n` samples per prompt with the engines' current weights."""
         data = self.config.data
         return self.keep(await samples(self.engines, self.tokenizer, data, prompts, n))
 
     async def take(self, other: Policy) -> None:
-        """The weights of another policy of the same model, which may have another layout."""
+        """Load the weights of another policy with the same model. Its layout may differ."""
         await other.call(RoleWorker.export, self.folder)
         await self.policy.call(PolicyWorker.fill, self.folder)
 
 
 class WholeRun(Noting, Protocol):
-    """The run, as far as its further policies use it (`trainer.run.FlowRun`)."""
+    """The part of the run that its further policies use (`trainer.run.FlowRun`)."""
 
     devices: Devices
     is_tracing: bool
 
     @property
     def step(self) -> int:
-        """The number of the present step."""
+        """The number of the current step."""
 
     @property
     def seed(self) -> int:
         """Seed of the step's mini-batches."""
 
     def open_step(self, what: str) -> int:
-        """The number of the open step, in which `what` is called."""
+        """Return the number of the open step, in which `what` is called."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """The time inside belongs to this phase of the step."""
+        """Attribute the time spent inside to this phase of the step."""
 
     def with_own_columns(
         self, batch: DataProto, names: Sequence[str], added: dict[str, object] | None = None
     ) -> DataProto:
-        """The batch, after a check of columns that the flow has made itself."""
+        """Check the columns that the flow has created itself, and return the batch."""
 
     def check_log_probs(self, batch: DataProto, name: str = "") -> None:
-        """Record how far engines and trainer of a policy differ."""
+        """Record the log-prob difference between a policy's engines and ranks."""
 
     def say_left_out(self, synced: SyncReport, before: set[str], whose: str = "") -> set[str]:
-        """Say which engines were left out or have joined again; returns those left out."""
+        """Report engines that were excluded or have rejoined. Returns the excluded ones."""
 
 
 class OwnPolicy(TrainedPolicy):
@@ -116,38 +117,40 @@ class OwnPolicy(TrainedPolicy):
         super().__init__(part, learner.policy, learner.name)
 
     def take(self, other: TrainedPolicy) -> Awaitable[None]:
-        """The present weights of another policy of the same model, with a fresh optimizer; the
-        engines have them too."""
+        """Copy the current weights of another policy with the same model to the ranks and engines,
+        and reset the optimizer."""
         part = self.part
         name = f"{self.name}.take(...)"
         part.whole.open_step(name)
         if not isinstance(other, TrainedPolicy) or other is self:
-            raise FlowError(f"{name} takes another policy of the run, for example run.policy")
+            raise FlowError(f"{name}: expected another policy of the run, for example run.policy")
         if part.trained is not None:
-            raise FlowError(f"{name} in a step that has updated the {self.name}")
+            raise FlowError(f"{name} is not supported in a step that has updated the {self.name}")
         return Pending(part, name, lambda: part.take(other.role))
 
     def _of_reference(self, batch: DataProto) -> list[asyncio.Task[DataProto]]:
-        """ref_log_probs of the policy as the run began, where its loss or estimator reads them."""
+        """Return the pass for ref_log_probs of the policy at the start of the run, if its loss or
+        estimator reads them."""
         if not derived.needs_reference(self.part.config):
             return []
         computing = self.role.compute(role_pass("reference", self.part.config), batch)
         return [self.part.begin("actor", "ref", computing)]
 
     def advantages(self, batch: DataProto) -> DataProto:
-        """The batch with advantages of its scores."""
+        """Return the batch with advantages computed from its scores."""
         given = checked_batch(batch, f"{self.name}.advantages")
         with self.part.calling():
             return self.part.add_advantages(given)
 
 
 class PolicyPart:
-    """A policy's part of a run's steps; what `TrainedPolicy` asks of a run.
+    """A policy's part in a run's steps; implements the run interface that `TrainedPolicy` uses.
 
     Attributes:
-        holds_memory: whether devices are the policy's, from its first pass of a step to the sync.
-        trained: its update of the open step.
-        synced: of the open step.
+        holds_memory: True while the policy owns its devices' memory: from its first pass in a step
+            to the sync.
+        trained: record of its update in the open step.
+        synced: report of its sync in the open step.
     """
 
     def __init__(self, whole: WholeRun, learner: Learner) -> None:
@@ -166,11 +169,11 @@ class PolicyPart:
         self._added: dict[str, object] = {}
         self._memory = AsyncExitStack()
 
-    # ---- what `TrainedPolicy` asks
+    # ---- used by `TrainedPolicy`
 
     @property
     def step(self) -> int:
-        """The number of the present step."""
+        """The number of the current step."""
         return self.whole.step
 
     @property
@@ -180,11 +183,11 @@ class PolicyPart:
 
     @property
     def scores_first(self) -> bool:
-        """Whether a pass of its own computes old log-probs of all rows."""
+        """True if a separate pass computes old log-probs for all rows."""
         return derived.scores_before_update(self.config)
 
     def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run the work when the policy's devices are free."""
+        """Run the work once the policy's devices are free."""
         is_first = not self.holds_memory
         self.holds_memory = True
 
@@ -196,66 +199,66 @@ class PolicyPart:
         return self.devices.call(self.name, f"{self.name}/{phase}", self.step, with_memory())
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """The batch of the calls with the columns of all of them."""
+        """Return the calls' common batch with the columns of all of them."""
         return await joined(calls, self.devices.finish)
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """The record of its update in the open step.
+        """Return the record of its update in the open step.
 
         Raises:
-            FlowError: the step has had it, or the rows are not those of a step.
+            FlowError: the step already has an update, or the number of rows is not that of a step.
         """
         step = self.whole.open_step(update)
         if self.trained is not None:
-            raise FlowError(f"step {step}: {update} is called twice; it makes all updates")
+            raise FlowError(f"step {step}: {update} is called twice; one call runs all updates")
         rows = derived.samples_per_step(self.config)
         if len(batch) != rows and not self.whole.is_tracing:
             raise FlowError(
-                f"{update} is given {len(batch)} rows, and its updates of a step take {rows}: "
-                f"train_batch_size {self.config.data.train_batch_size} x rollout.n "
-                f"{self.config.rollout.n} of roles.{self.name}. Change these, or keep all rows and "
-                "leave some out with `run.leave_out(batch, rows)`"
+                f"{update}: got {len(batch)} rows, expected {rows} per step: train_batch_size "
+                f"{self.config.data.train_batch_size} x rollout.n {self.config.rollout.n} of "
+                f"roles.{self.name}. Change these, or keep all rows and exclude some with "
+                "`run.leave_out(batch, rows)`"
             )
         self.trained = Trained(step, batch, batch, {})
         return self.trained
 
     def check_log_probs(self, batch: DataProto) -> None:
-        """Record how far its engines and its ranks differ."""
+        """Record the log-prob difference between its engines and its ranks."""
         self.whole.check_log_probs(batch, self.name)
 
     def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
-        """The batch, after a check of columns that the flow has made itself."""
+        """Check the columns that the flow has created itself, and return the batch."""
         return self.whole.with_own_columns(batch, names, self._added)
 
-    # ---- what its calls do
+    # ---- implementation of its calls
 
     async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
-        """Samples of the prompts."""
+        """Generate `n` samples per prompt."""
         with self.whole.phase(f"{self.name}/gen"):
             return await self.learner.generate(prompts, n)
 
     async def take(self, other: Policy) -> None:
-        """The weights of another policy, through a Hugging Face folder."""
+        """Copy the weights of another policy through a Hugging Face folder."""
         with self.whole.phase(f"{self.name}/take"):
             await self.learner.take(other)
         await self.sync()
 
     def add_advantages(self, batch: DataProto) -> DataProto:
-        """The batch with advantages.
+        """Return the batch with advantages.
 
         Raises:
-            FlowError: it has no scores, or one that is no finite number.
+            FlowError: the batch has no scores, or a score is not a finite number.
         """
         if "scores" not in batch:
             raise FlowError(
-                f"{self.name}.advantages(batch): the batch has no scores; write "
-                "`batch = batch.with_columns(scores=...)` with a number for each row before it"
+                f"{self.name}.advantages(batch): the batch has no scores; call `batch = "
+                "batch.with_columns(scores=...)` with one number per row first"
             )
         scores = np.asarray(batch["scores"])
         if scores.shape != (len(batch),) or scores.dtype.kind not in "fiub":
             raise FlowError(
-                f"{self.name}.advantages(batch): scores have the form {list(scores.shape)} of "
-                f"{scores.dtype}, and one number for each of the {len(batch)} rows is needed"
+                f"{self.name}.advantages(batch): scores must be one number for each of the "
+                f"{len(batch)} rows, got shape {list(scores.shape)} of {scores.dtype}"
             )
         batch = batch.with_columns(scores=scores.astype(np.float32))
         refuse_nonfinite(batch, "scores", self.step)
@@ -269,20 +272,21 @@ class PolicyPart:
     # ---- steps
 
     async def end_training(self) -> None:
-        """Wait for its updates; its memory is free then."""
+        """Wait for its updates and release its device memory."""
         if self.holds_memory:
             await self.devices.finish_pool(self.name)
         self.holds_memory = False
         await self._memory.aclose()
 
     async def sync(self) -> None:
-        """Bring its weights to its engines, as a phase of the step."""
+        """Send its weights to its engines, as a phase of the step."""
         await self.end_training()
         with self.whole.phase(f"{self.name}/update_weights"):
             self.synced = await self.bring_weights()
 
     async def bring_weights(self) -> SyncReport:
-        """Send its present weights to its engines; say which were left out or have joined again."""
+        """Send its current weights to its engines, and report engines that were excluded or have
+        rejoined."""
         learner = self.learner
         async with learner.phases.sync():
             synced = await learner.engines.sync(self.step)
@@ -290,7 +294,7 @@ class PolicyPart:
         return synced
 
     def close_step(self) -> Trained | None:
-        """End the open step; returns the record of its update, if it had one."""
+        """Close the open step. Returns the record of its update, or None."""
         trained = self.trained
         if trained is not None:
             trained.synced = self.synced

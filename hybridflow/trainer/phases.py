@@ -1,7 +1,7 @@
-"""Ownership of the devices' memory: the policy's while it trains, the engines' while they generate,
-shared during a weight sync.
+"""Ownership of device memory: the policy's during training, the engines' during generation, shared
+during a weight sync.
 
-Between the phases below the engines may answer. Where nothing is offloaded and engines keep their
+Engines may generate between the phases below. If nothing is offloaded and engines keep their
 memory, a phase does nothing.
 """
 
@@ -20,8 +20,8 @@ from hybridflow.workers.role import RoleWorker
 
 
 class Phases:
-    """The order in which memory changes hands: the engines' cache and the optimizer never share the
-    devices."""
+    """Transfers device memory between policy and engines in an order in which the engines' cache
+    and the optimizer are never on the devices together."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class Phases:
         is_busy: Callable[[str], bool] = lambda name: False,
     ) -> None:
         """Args:
-        others: the roles besides the policy, by their section of the configuration.
-        is_busy: whether the devices of one of them are at work.
+        others: the roles other than the policy, by configuration section.
+        is_busy: returns True if a role's devices are in use.
         """
         self.policy = policy
         self.engines = engines
@@ -50,7 +50,7 @@ class Phases:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """The engines release their memory; the policy's weights stay on the device over several
+        """Release the engines' memory, and keep the policy's weights on the device for several
         passes."""
         if self._engines_sleep:
             await self.engines.sleep()
@@ -62,11 +62,11 @@ class Phases:
             await self.policy.call(RoleWorker.sleep, ("gradients", "optimizer", "reference"))
 
     async def make_room(self) -> None:
-        """Leave the policy's weights alone on the device.
+        """Offload everything except the policy's weights.
 
-        The other roles are off it by then: their methods bring in what they need and take it off
-        again. A role that is not has just been started, or started again. One whose devices are at
-        work has others than the policy.
+        Other roles are normally offloaded already, because their methods load and offload what they
+        need; a role is still on the device only after a start or restart. A busy role does not
+        share devices with the policy, so it is skipped.
         """
         for name, role in self._offloaded.items():
             if not self._is_busy(name):
@@ -76,8 +76,8 @@ class Phases:
 
     @asynccontextmanager
     async def sync(self) -> AsyncIterator[None]:
-        """Weights on both sides; then the policy's leave, and only then do the engines allocate
-        their cache again."""
+        """Load the weights on both sides. Afterwards offload the policy's weights, and only then
+        let the engines allocate their cache again."""
         await self.make_room()
         if self._engines_asleep:
             await self.engines.wake(("weights",))

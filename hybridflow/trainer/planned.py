@@ -1,4 +1,4 @@
-"""What `hybridflow plan` says of a run, beside what the run measured."""
+"""Comparison of a run's measurements with the predictions of `hybridflow plan`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridflow.trainer.groups import ModelGroup
 from hybridflow.trainer.session import Session
 from hybridflow.workers.role import RoleWorker
 
-# the loop's names of phases, and the planner's
+# {the loop's phase name: the planner's phase name}
 PHASES = {
     "gen": "generation",
     **{role.phase: role.planned_as for role in ROLES.values()},
@@ -35,10 +35,10 @@ async def compare(
     session: Session,
     roles: Mapping[str, ModelGroup],
 ) -> dict[str, Any]:
-    """For `summary.json`: bytes of each part of each role on the rank with most, of the engines'
-    weights on a rank, and seconds of each phase in the mean of the steps after the first, planned
-    (at the lengths that were sampled) and measured. A plan that cannot be made says why and stops
-    nothing.
+    """Return planned and measured values for `summary.json`: bytes of each part of each role on the
+    largest rank, bytes of the engines' weights per rank, and seconds of each phase, averaged over
+    the steps after the first. The plan uses the sampled lengths. If planning fails, the result
+    contains the reason instead.
     """
     try:
         held = {
@@ -72,7 +72,7 @@ async def compare(
         phase["measured_begin"] = begin
     return {
         "device": plan.job.machines.name,
-        # for the pictures of the report
+        # for the report's charts
         "plan": {"phases": phases, "device_bytes": figures["device_bytes"]},
         "bytes": memory,
         "seconds": {
@@ -84,7 +84,7 @@ async def compare(
 
 
 def _measured_begins(plan: Plan, measured: Mapping[str, float]) -> list[float]:
-    """When each phase begins in a step of the measured seconds."""
+    """Return the start time of each phase in a step with the measured durations."""
     took = {PHASES[name]: seconds for name, seconds in measured.items()}
     return replace(
         plan, phases=tuple(replace(one, seconds=took.get(one.name, 0.0)) for one in plan.phases)
@@ -100,13 +100,13 @@ def _plan(config: RunConfig, hf_config: Mapping[str, Any], steps: list[dict[str,
         for name in ("prompt_length/mean", "response_length/mean")
     ]
     machines = read_cluster(None, cluster.nodes, each, device)
-    # a run on CPUs keeps its pools whatever the recipe is planned for
+    # a run on CPUs keeps its pools regardless of the recipe's planned device
     return make_plan(replace(job_of(config, machines, Assumed(*lengths), hf_config), placed=None))
 
 
 def _engines(plan: Plan, steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Weights on a rank of the engines; measured: what all their ranks wrote in a sync, every
-    element once."""
+    """Return the bytes of weights per engine rank. Measured: the bytes that all ranks wrote in a
+    sync, each element counted once."""
     written = [line["sync/bytes"] for line in steps if line.get("sync/bytes")]
     if not written:
         return {}
@@ -118,7 +118,7 @@ def _engines(plan: Plan, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _most(observations: list[Mapping[str, Any]]) -> dict[str, int]:
-    """Bytes of each part on the rank that holds most in all."""
+    """Return the bytes of each part on the rank with the largest total."""
     parts = max(
         (observed["parts"] for observed in observations), key=lambda found: sum(found.values())
     )

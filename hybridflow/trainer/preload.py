@@ -1,9 +1,9 @@
-"""Fork servers of a job on one machine without CUDA: what its ranks and engines import is imported
-once, in the background, while the driver itself starts.
+"""Fork servers of a job on one machine without CUDA. The modules of ranks and engines are imported
+once, in the background, while the driver starts.
 
-One server loads torch; from it are forked the engines' workers, and a second and a third server,
+One server loads torch. The engines' workers are forked from it, as are a second and a third server,
 which load the training backend and the engines' library. Their processes share that memory. Without
-a server (another node, CUDA, a server that has ended) a process imports for itself.
+a server (another node, CUDA, a server that has exited) a process imports the modules itself.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _RANKS = {
 
 
 class Preload:
-    """The fork servers of a job, by what their forks find loaded: "torch", "ranks" and "engines".
-    They end with `with`, and with this process however it ends."""
+    """A job's fork servers, by the modules that they preload: "torch", "ranks" and "engines". They
+    are stopped at the end of `with`, and always exit with this process."""
 
     def __init__(self, config: RunConfig, *, with_engines: bool) -> None:
-        """Start them in the background; none where the job has one process, or has them on other
-        nodes or on CUDA."""
+        """Start the servers in the background; none if the job has one process, joins a cluster or
+        uses CUDA."""
         self._names: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         if config.cluster.address is None and not config.cluster.in_process and _is_without_cuda():
             self._start(modules_of(config, with_engines=with_engines))
 
     def name(self, loaded: str) -> str:
-        """The name of a server; "" where there is none."""
+        """Return the name of a server; "" if there is none."""
         return self._names.get(loaded, "")
 
     def _start(self, modules: dict[str, tuple[str, ...]]) -> None:
@@ -57,17 +57,17 @@ class Preload:
             self._names[loaded] = secrets.token_hex(8)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(address_of(self._names[loaded]))
-            listener.listen(64)  # who comes early waits until everything is loaded
+            listener.listen(64)  # early clients wait until everything is loaded
             words += [*(["/"] if words else []), str(listener.fileno()), *names]
             listeners.append(listener)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hybridflow.process.fork_server", *words],
-            # a pool of threads would not survive a fork; a fork sets its own number
+            # thread pools do not survive a fork; each fork sets its own thread count
             env={"TORCH_COMPILE_DISABLE": "1", **os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=[listener.fileno() for listener in listeners],
             start_new_session=True,
-            # the driver has one thread here
+            # safe: the driver is single-threaded here
             preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509
         )
         for listener in listeners:
@@ -88,7 +88,8 @@ class Preload:
 
 
 def modules_of(config: RunConfig, *, with_engines: bool) -> dict[str, tuple[str, ...]]:
-    """What each server of a job loads; all but the first begin as forks of the first."""
+    """Return {server: modules that it preloads}. All servers but the first start as forks of the
+    first."""
     modules = {"torch": _TORCH, "ranks": _RANKS[config.actor.backend]}
     engine = f"{ENGINE.package}.{config.rollout.engine}.preload"
     if with_engines and config.rollout.engine.isidentifier() and find_spec(engine) is not None:
@@ -97,5 +98,5 @@ def modules_of(config: RunConfig, *, with_engines: bool) -> dict[str, tuple[str,
 
 
 def _is_without_cuda() -> bool:
-    """Whether this machine has no CUDA driver; asked without importing torch."""
+    """Return True if this machine has no CUDA driver, without importing torch."""
     return os.environ.get("HYBRIDFLOW_PLATFORM") == "cpu" or not Path("/dev/nvidiactl").exists()

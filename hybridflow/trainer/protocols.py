@@ -1,5 +1,5 @@
-"""The roles as the loop uses them. The composition root builds the real groups; tests of the loop's
-logic build small ones without Ray."""
+"""The role interfaces used by the loop. The composition root builds the real groups; tests of the
+loop's logic use small implementations without Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridflow.saving.store import Saves
 @dataclass(frozen=True)
 class Update:
     """One optimizer update, merged over data-parallel ranks: `means` of each metric, and grad_norm,
-    lr, applied (1 or 0)."""
+    lr and applied."""
 
     means: Mapping[str, float]
     grad_norm: float
@@ -23,41 +23,41 @@ class Update:
 
 
 class Role(Saves, Protocol):
-    """The ranks of one role, called through the methods of its worker class
-    (`workers.policy.PolicyWorker`, else `workers.model_role.ModelWorker`), which say what they read
-    and write."""
+    """The ranks of one role, called through methods of its worker class
+    (`workers.policy.PolicyWorker`, else `workers.model_role.ModelWorker`), which declare the
+    columns that they read and write."""
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """The results of all ranks, in a list."""
+        """Call a method on all ranks and return the list of their results."""
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """The columns that a data-parallel method writes, in the order of the batch."""
+        """Return the columns that a data-parallel method writes, in the order of the batch."""
 
     async def update(
         self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
     ) -> Sequence[Update]:
-        """All optimizer updates of a data-parallel method that trains, in order. With `seed`, the
-        batch is cut into mini-batches that are drawn from it."""
+        """Return all optimizer updates of a data-parallel training method, in order. With `seed`,
+        mini-batches are drawn from the batch."""
 
     async def memory(self) -> Mapping[str, float]:
-        """Peaks of the methods, and what lay off the device, since the last call:
-        `observations.memory_metrics`."""
+        """Return the memory metrics since the last call: peaks per method, and offloaded bytes
+        (`observations.memory_metrics`)."""
 
 
 class Policy(Role, Protocol):
-    """The role that is trained, and whose weights go to the engines."""
+    """The trained role whose weights are sent to the engines."""
 
     async def log_probs(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys; with router replay the experts of each token."""
+        """Return old_log_probs and entropys; with router replay, also each token's experts."""
 
     async def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
-        """old_log_probs and entropys of the rows that are not in the first mini-batch of `seed`,
+        """Return old_log_probs and entropys for the rows outside the first mini-batch of `seed`,
         for `update_and_score`."""
 
     async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[Sequence[Update], DataProto]:
-        """All updates of a step whose first mini-batch no pass has scored. Returns them, and rows
-        in the order of `batch` with old_log_probs and entropys: those of the first mini-batch, as
-        its update computed them, and with the `later_log_probs` of the same batch and seed all the
-        others."""
+        """Run all updates of a step whose first mini-batch has not been scored. Returns the
+        updates, and rows in the order of `batch` with old_log_probs and entropys: the first
+        mini-batch's, computed by its update, and, given the `later_log_probs` of the same batch and
+        seed, all others."""

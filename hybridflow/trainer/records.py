@@ -1,5 +1,5 @@
-"""Records of the steps: metrics, rollout dumps, scores of held-out prompts, and how far engines and
-trainer differ."""
+"""Records of the steps: metrics, rollout dumps, scores on held-out prompts, and log-prob
+differences between engines and trainer."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ _OWN_SHOWN = 4
 
 @dataclass
 class Trained:
-    """A step whose policy or critic was updated, until it is recorded.
+    """A step in which the policy or critic was updated, until it is recorded.
 
     Attributes:
-        scored: the rows of `batch` with old_log_probs: all of them, or where no pass computed
-            these, those of the first mini-batch.
-        updates: of the roles whose update has ended. critic: the critic's, which may still run.
-        metrics: what the next step would overwrite.
-        own: metrics of the flow's own, which are shown too.
+        scored: the rows of `batch` with old_log_probs: all rows, or only the first mini-batch if no
+            pass computed them.
+        updates: updates by role, of finished roles. critic: the critic's updates, which may still
+            be running.
+        metrics: metrics that the next step would overwrite.
+        own: metrics recorded by the flow, which are also displayed.
     """
 
     step: int
@@ -61,7 +62,7 @@ class Records:
     """Writes metrics, progress and dumps of the steps.
 
     Args:
-        others: the roles besides the policy.
+        others: the roles other than the policy.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class Records:
         self.validator = validator
 
     def check_log_probs(self, batch: DataProto, step: int, name: str = "") -> None:
-        """Record how far engines and trainer differ, of answers that an engine has sampled; `name`
-        is a further policy's.
+        """Record the log-prob difference between engines and trainer for sampled answers. `name` is
+        the name of a further policy.
 
         Raises:
-            LogprobMismatchError: by more than the bound: the run would not train on what it
-                samples.
+            LogprobMismatchError: the difference exceeds the bound, so the run would not train on
+                the distribution that it samples from.
         """
         if "rollout_log_probs" not in batch:
             return
@@ -103,14 +104,14 @@ class Records:
             raise LogprobMismatchError(
                 f"step {step}: engines and trainer{of_policy} differ by {mean:.2e} in mean "
                 f"log-probability of the same tokens (bound {bound:.2e}, largest {largest:.2e}). "
-                "The weights in the engines are not those of the trainer, or the two compute "
-                "another model; compare dtype and temperature, or raise rollout.logprob_diff_bound "
-                "if the difference is expected."
+                "The engines' weights differ from the trainer's, or the two compute different "
+                "models; compare dtype and temperature, or raise rollout.logprob_diff_bound if the "
+                "difference is expected."
             )
 
     async def validate(self, engines: Engines, step: int, progress: Progress) -> None:
-        """Scores answers to the held-out prompts; does nothing without any. The totals have the
-        score of the first set."""
+        """Score answers to the held-out prompts, if there are any. The totals contain the first
+        set's score."""
         with self.session.timed("seconds_validation"):
             metrics = await self.validator.run(engines, step)
         if not metrics:
@@ -126,10 +127,11 @@ class Records:
             progress.message(f"held-out {what}{whose} after step {step}: {score:.3f}")
 
     async def trained(self, trained: Trained, progress: Progress) -> None:
-        """Write metrics, progress and rollout dump of a step whose updates have ended.
+        """Write metrics, progress and rollout dump of a step whose updates have finished.
 
         Raises:
-            HybridFlowError: a gradient was not finite, and the configuration stops the run on that.
+            HybridFlowError: a gradient was not finite, and the configuration stops the run in this
+                case.
         """
         updates = trained.updates
         batch = trained.batch
@@ -177,12 +179,12 @@ class Records:
     def of_policy(
         self, name: str, tokenizer: Tokenizer, trained: Trained | None, step: int
     ) -> dict[str, float]:
-        """The metrics of a further policy's update in a step, under its name; writes the dump of
-        its samples.
+        """Return the metrics of a further policy's update in a step, prefixed with its name, and
+        write the dump of its samples.
 
         Raises:
-            HybridFlowError: a gradient was not finite, and the policy's settings stop the run on
-                that.
+            HybridFlowError: a gradient was not finite, and the policy's settings stop the run in
+                this case.
         """
         if trained is None:
             return {}
@@ -199,8 +201,8 @@ class Records:
     def rollouts(
         self, step: int, batch: DataProto, progress: Progress, own: dict[str, float]
     ) -> None:
-        """Write metrics, progress and dump of a step without training; `own` are metrics of the
-        flow's own."""
+        """Write metrics, progress and dump of a step without training. `own` are metrics recorded
+        by the flow."""
         seconds = self.session.timeline.metrics(step)
         metrics = (
             answer_metrics(batch) | dict(self.samples.metrics) | extra_metrics(batch) | seconds
@@ -212,7 +214,7 @@ class Records:
         self._dump(step, batch, batch, progress)
 
     def _dump(self, step: int, batch: DataProto, scored: DataProto, progress: Progress) -> None:
-        """Say which rows have no score, and write the dump where one is due."""
+        """Report rows without a score, and write the dump if one is due."""
         for line in failures(batch):
             progress.message(f"step {step}: {line}")
         dumped = self.session.is_due(self.config.trainer.dump_rollouts_every_steps, step)
@@ -224,15 +226,15 @@ class Records:
             if not all(update.applied for update in done):
                 raise HybridFlowError(
                     f"step {step}: a gradient of the {role} is not finite (norms "
-                    f"{[update.grad_norm for update in done]}); that update was not applied. Lower "
-                    f"{role}.optim.lr and run the same command again to resume from the last "
-                    "checkpoint."
+                    f"{[update.grad_norm for update in done]}), so that update was not applied. "
+                    f"Reduce {role}.optim.lr and run the same command again to resume from the "
+                    "last checkpoint."
                 )
 
 
 def _shown(own: Mapping[str, float]) -> dict[str, float]:
-    """What the console shows of the metrics of a flow's own: the sampled score where the flow
-    has replaced it, and the first numbers that it has recorded."""
+    """Return the flow's metrics to show on the console: the sampled score if the flow has replaced
+    it, and the first numbers that it recorded."""
     short = {}
     for key, value in own.items():
         name, _, metric = key.partition("/")

@@ -1,5 +1,5 @@
-"""Recovery in the same process when ranks that train are lost: they start again and the loop goes
-back to a checkpoint."""
+"""In-process recovery from lost training ranks: they are restarted, and the loop returns to a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ log = logging.getLogger(__name__)
 async def fit_with_restarts(
     trainer: RLTrainer, groups: Mapping[str, WorkerGroup], max_restarts: int, progress: Progress
 ) -> None:
-    """`trainer.fit()`; when a group breaks, restart all, take the trainer back to the last
-    checkpoint and fit again.
+    """Run `trainer.fit()`. If a group loses ranks, restart all groups, return the trainer to the
+    last checkpoint, and continue.
 
-    All are restarted since a run without a checkpoint begins anew, from the weights that ranks have
-    at their start.
+    All groups are restarted, because a run without a checkpoint starts over from the ranks' initial
+    weights.
 
     Args:
         trainer: the loop.
-        groups: by role, the ranks that train.
-        max_restarts: how many times within an hour; 0 lets the first loss end the job.
-        progress: told about each restart.
+        groups: {role: training ranks}.
+        max_restarts: restarts per hour; with 0 the first loss ends the job.
+        progress: reports each restart.
 
     Raises:
-        HybridFlowError: the error of the loop, when the groups are whole (then a restart would not
-            help) or `max_restarts` are used up; or what went wrong in a restart.
+        HybridFlowError: the loop's error if no ranks are lost (a restart would not help) or
+            `max_restarts` is used up, or an error during a restart.
     """
     limit = RestartLimit(max_restarts)
     while True:
         try:
             return await trainer.fit()
-        # not WorkerError alone: a peer may have noticed first, an engine that was receiving
-        # weights, say
+        # not only WorkerError: a peer may have noticed first, such as an engine that was receiving
+        # weights
         except HybridFlowError as error:
             lost = " and ".join(role for role, group in groups.items() if not group.is_alive())
             if not lost or not limit.take():
                 raise
-            # into the log file with the tail of the rank's log; the terminal gets the first line
+            # the log file gets the tail of the rank's log, the terminal only the first line
             log.info(
                 "step %d: lost ranks of %s (%d more restarts): %s",
                 trainer.step,
@@ -55,16 +55,16 @@ async def fit_with_restarts(
             )
             reason = str(error).splitlines()[0]
         progress.message(f"step {trainer.step}: {reason}")
-        # before they start again: nothing else is to reach the new ranks
+        # before the restart, so that nothing else reaches the new ranks
         await trainer.devices.forget()
-        with progress.stage(f"start the ranks of {' and '.join(groups)} again"):
-            # engines that are lost as well have given everything up
+        with progress.stage(f"restart the ranks of {' and '.join(groups)}"):
+            # engines that are lost too have already dropped all requests
             with suppress(HybridFlowError):
-                # the ranks will look into engines, which must be idle for it
+                # the ranks will query the engines, which must be idle
                 await trainer.samples.forget()
                 for learner in trainer.learners.values():
                     await learner.engines.forget()
             for group in groups.values():
                 await group.restart()
         await trainer.go_back()
-        progress.message(f"going on after step {trainer.step}")
+        progress.message(f"continuing after step {trainer.step}")

@@ -1,8 +1,8 @@
-"""The run as its flow sees it: steps, samples, calls of the roles, advantages and the weight sync.
+"""The run as seen by its flow: steps, samples, role calls, advantages and the weight sync.
 
-Passes of roles with devices of their own run at the same time (`devices`). The policy's weights are
-all that the next answers need, so that the update of a critic that shares no devices with policy
-and engines lasts into the generation of the next step, and its own step is recorded after that.
+Passes of roles with separate devices run concurrently (`devices`). The next answers need only the
+policy's weights, so the update of a critic with separate devices may overlap the next step's
+generation; its own step is recorded afterwards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _UPDATE = "policy.update(batch)"
 
 
 class Trainer(Protocol):
-    """The parts of a run (`trainer.loop.RLTrainer`)."""
+    """The components of a run (`trainer.loop.RLTrainer`)."""
 
     config: RunConfig
     session: Session
@@ -64,22 +64,22 @@ class Trainer(Protocol):
     left_out: set[str]
 
     async def save(self) -> Path:
-        """Checkpoint after the present step."""
+        """Save a checkpoint after the current step."""
 
 
 class FlowRun:
-    """Follows a flow, from the trainer's present step on.
+    """Runs a flow, starting at the trainer's current step.
 
     Attributes:
-        metrics: of the open step, recorded by the flow.
-        called: the names of all calls that the flow has made.
-        api: what its body is given.
-        doubts: what the check says and does not refuse.
-        parts: of further policies in the open step.
+        metrics: metrics recorded by the flow in the open step.
+        called: names of all calls that the flow has made.
+        api: the object passed to the flow's body.
+        doubts: warnings of the check.
+        parts: further policies' parts in the open step.
 
     Args:
-        last: the step after which the run ends.
-        is_tracing: whether this is the check over invented rows (`trainer.flow_check`).
+        last: the last step of the run.
+        is_tracing: True for the check with synthetic rows (`trainer.flow_check`).
     """
 
     def __init__(
@@ -104,18 +104,19 @@ class FlowRun:
         self._session = trainer.session
         self._spans = ExitStack()  # of the open step
         self._calls: list[Pending[Any]] = []  # of the open step
-        self._batch: DataProto | None = None  # of the open step, as far as it is computed
-        self._scores: np.ndarray | None = None  # [B] of the open step, as they were sampled
-        self._added: dict[str, object] = {}  # columns that `add_advantages` has made last
-        self._trained: Trained | None = None  # the open step, from its first update on
-        self._unrecorded: Trained | None = None  # the step before, whose critic may still learn
-        self._memory = AsyncExitStack()  # ends what `Phases.training` began
-        self.holds_memory = False  # the policy, from its first pass of a step to the sync
+        self._batch: DataProto | None = None  # of the open step, with the columns computed so far
+        self._scores: np.ndarray | None = None  # [B] of the open step, as sampled
+        self._added: dict[str, object] = {}  # columns of the last `add_advantages`
+        self._trained: Trained | None = None  # the open step, once its first update was called
+        # the previous step, whose critic may still be updating
+        self._unrecorded: Trained | None = None
+        self._memory = AsyncExitStack()  # exits `Phases.training`
+        self.holds_memory = False  # True from the policy's first pass in a step to the sync
         self._is_open = False
         self._ends = False  # the flow has returned before its last step
-        self._steps: AsyncIterator[int] | None = None  # the loop of the flow
-        self._left: list[AsyncIterator[int]] = []  # loops before it
-        self._validated = 0  # the last step that was, in this session
+        self._steps: AsyncIterator[int] | None = None  # the flow's current loop
+        self._left: list[AsyncIterator[int]] = []  # earlier loops
+        self._validated = 0  # the last step validated in this session
         self._saved = 0
         self.stop: Callable[[], Awaitable[None]] | None = None  # called after each step
         self.parts: Mapping[str, PolicyPart] = {}  # of further policies
@@ -126,9 +127,9 @@ class FlowRun:
         config = self.config
         others = dict(self.trainer.others)
         if derived.needs_reference(config):
-            others.setdefault("reference", self.trainer.policy)  # whose ranks hold it
+            others.setdefault("reference", self.trainer.policy)  # the reference is on its ranks
         if config.trainer.rollouts_from is not None or config.data.answers == "pairs":
-            # the samples of a dump have its scores, and pairs need none
+            # dumps already contain its scores, and pairs need none
             others.pop("reward_model", None)
         policies = {name: OwnPolicy(self, one) for name, one in self.trainer.learners.items()}
         self.parts = {name: policy.part for name, policy in policies.items()}
@@ -138,30 +139,30 @@ class FlowRun:
             **policies,
         }
 
-    # ---- what a flow calls (`flow_api`)
+    # ---- calls of the flow (`flow_api`)
 
     def role(self, name: str) -> Any:
-        """A role that the flow has declared.
+        """Return a role that the flow has declared.
 
         Raises:
-            FlowError: it has not; says what to write.
+            FlowError: the flow has not declared it; the message contains the fix.
         """
         flow = self.flow
         if name not in flow.roles:
             where = f" in line {flow.line}" if self._file else ""
             raise FlowError(
-                f"run.{name} is called, and the flow declares roles={flow.roles}; write "
+                f"run.{name} is called, but the flow declares roles={flow.roles}; write "
                 f"@flow({flow.name!r}, roles={(*flow.roles, name)}){where}"
             )
         return self._roles[name]
 
     @property
     def state(self) -> dict[str, Any]:
-        """Values of the flow's own, which a checkpoint holds."""
+        """The flow's own values, which are saved in checkpoints."""
         return self.trainer.state
 
     async def take_samples(self, step: int, greedy: bool) -> DataProto:
-        """The samples of the step. From here on the devices' memory is the policy's."""
+        """Return the step's samples. From here on the policy owns the devices' memory."""
         if self._scores is not None:
             raise FlowError("samples() is called twice in a step")
         self._batch = await self.trainer.samples.take(step, greedy=greedy)
@@ -171,29 +172,31 @@ class FlowRun:
         return self._batch
 
     async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
-        """Samples of prompts that the flow has made, with the weights that the engines have."""
+        """Generate `n` samples for each of the flow's own prompts with the engines' current
+        weights."""
         samples = self.trainer.samples
         with self.phase("gen"):
             return await samples.of_prompts(prompts, n)
 
     async def _hold_memory(self) -> None:
-        """From here on the devices' memory is the policy's."""
+        """Give the policy the devices' memory until the sync."""
         if not self.holds_memory:
             self.holds_memory = True
             await self._memory.enter_async_context(self.trainer.phases.training())
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """The batch of the calls with the columns of all of them."""
+        """Return the calls' common batch with the columns of all of them."""
         self._batch = batch = await joined(calls, self.devices.finish)
-        await self.record()  # the critic has ended its update of the step before
+        await self.record()  # the critic has finished the previous step's update
         return batch
 
     def add_advantages(self, batch: DataProto) -> DataProto:
-        """The batch with advantages.
+        """Return the batch with advantages.
 
         Raises:
-            LogprobMismatchError: engines and trainer differ by more than the bound.
-            FlowError: the flow has given a row a score that is no finite number.
+            LogprobMismatchError: the log-probs of engines and trainer differ by more than the
+                bound.
+            FlowError: the flow has set a score that is not a finite number.
         """
         refuse_nonfinite(batch, "scores", self.step)
         with self._session.timeline.phase("adv"):
@@ -205,11 +208,10 @@ class FlowRun:
         return batch
 
     async def bring_to_engines(self, step: int) -> None:
-        """Bring the weights of the policies that were updated to their engines, where these are
-        going to be asked."""
+        """Send the weights of updated policies to their engines if these will be used."""
         updated = [part for part in self.parts.values() if part.trained is not None]
         if not updated and not self._was_called(_UPDATE):
-            raise FlowError("sync() comes after policy.update(batch)")
+            raise FlowError("sync() must be called after policy.update(batch)")
         for part in updated:
             await part.sync()
         if self._trained is None or not self._was_called(_UPDATE):
@@ -220,7 +222,7 @@ class FlowRun:
                 self._trained.synced = await self.bring_weights()
 
     def line(self) -> int | None:
-        """The line of the user's file that is being executed; None outside of it."""
+        """Return the line of the user's file that is being executed; None outside of it."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == self._file:
@@ -229,24 +231,25 @@ class FlowRun:
         return None
 
     def body_line(self) -> int | None:
-        """The line of the flow's body that is being executed or waits."""
+        """Return the line at which the flow's body is executing or waiting."""
         frame = None if self._body is None else self._body.cr_frame
         return None if frame is None else frame.f_lineno
 
     def _watched(self) -> AbstractContextManager[None]:
-        """Say where a user's flow is that makes no call for long; the check has a deadline."""
+        """Report the position of a user's flow that makes no call for a long time. Not during the
+        check, which has a deadline."""
         if self.is_tracing or not self._file:
             return nullcontext()
         return self._watch.saying(
             self.progress.message,
-            lambda: f"step {self.step}: the flow has been in line {self.body_line()}",
+            lambda: f"step {self.step}: the flow has been at line {self.body_line()}",
         )
 
-    # ---- what its roles ask
+    # ---- used by its roles
 
     @property
     def step(self) -> int:
-        """The number of the present step."""
+        """The number of the current step."""
         return self.trainer.step
 
     @property
@@ -256,57 +259,58 @@ class FlowRun:
 
     @property
     def scores_first(self) -> bool:
-        """Whether a pass of its own computes old log-probs of all rows of this step; otherwise its
-        first update reports those of its rows."""
+        """True if a separate pass computes old log-probs for all rows of this step; otherwise the
+        first update reports them for its rows."""
         return (
             derived.scores_before_update(self.config)
             or self.step <= self.config.trainer.critic_warmup
         )
 
     def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run the work of a role, `actor` for the policy, when its devices are free."""
+        """Run a role's work (`actor` for the policy) once its devices are free."""
 
         async def with_memory() -> T:
             await self._hold_memory()
             return await work
 
-        # a flow that takes no samples of the dataset
+        # needed for flows that take no samples from the dataset
         holds = self.holds_memory or derived.pool_of(self.config, role) != "actor"
         return self.devices.call(role, phase, self.step, work if holds else with_memory())
 
     def note(self, call: Pending[Any]) -> None:
-        """Keep a call until the end of its step, by when it is awaited."""
+        """Register a call, which must be awaited before its step ends."""
         self.open_step(call.name)
         self._calls.append(call)
         self.called.add(call.name)
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """The record of the open step, in which this update learns from the batch.
+        """Return the open step's record, in which this update trains on the batch.
 
         Raises:
-            FlowError: the step has had it, or the rows do not divide into mini-batches.
+            FlowError: the step already has this update, or the rows cannot be divided into
+                mini-batches.
         """
         step = self.open_step(update)
         if self._was_called(update):
-            raise FlowError(f"step {step}: {update} is called twice; it makes all updates")
+            raise FlowError(f"step {step}: {update} is called twice; one call runs all updates")
         self._check_rows(batch, update)
         has_begun = any(isinstance(call, Updating) for call in self._calls)
-        if self._trained is None or not has_begun:  # one that was refused leaves no record
+        if self._trained is None or not has_begun:  # a rejected update leaves no record
             self._trained = Trained(step, batch, batch, {})
         return self._trained
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """The time inside belongs to this phase of the step."""
+        """Attribute the time spent inside to this phase of the step."""
         return self._session.timeline.phase(name)
 
     def with_own_columns(
         self, batch: DataProto, names: Sequence[str], added: dict[str, object] | None = None
     ) -> DataProto:
-        """The batch, after a check of those of these columns that the flow has made itself, and not
-        `added` (by the last `advantages`).
+        """Check those of these columns that the flow has created itself, other than `added`
+        (default: those of the last `advantages`), and return the batch.
 
         Raises:
-            FlowError: a column has another form, or a number that is not finite.
+            FlowError: a column has a wrong shape, or contains a number that is not finite.
         """
         held = dict(batch.items())
         known = self._added if added is None else added
@@ -317,23 +321,23 @@ class FlowRun:
             lengths = batch.lengths("response_ids").tolist()
             if not isinstance(column, Jagged) or column.lengths.tolist() != lengths:
                 raise FlowError(
-                    f"the column {name} does not have one value for each token of the answers; "
-                    "write Jagged(values, batch['response_ids'].offsets)"
+                    f"the column {name} must have one value per token of the answers; write "
+                    "Jagged(values, batch['response_ids'].offsets)"
                 )
             refuse_nonfinite(batch, name, self.step)
             columns[name] = Jagged(column.values.astype(np.float32, copy=False), column.offsets)
         return self.trainer.samples.keep(batch.with_columns(**columns)) if own else batch
 
     def _check_rows(self, batch: DataProto, update: str) -> None:
-        """Rows of other number than the step's samples must divide into mini-batches."""
+        """Check that a number of rows other than the step's can be divided into mini-batches."""
         if self._scores is None or len(batch) == len(self._scores):
             return
         role = "actor" if update.startswith("policy") else "critic"
         rows = derived.role_samples_per_mini_batch(self.config, role)
         text = (
-            f"{update} is given {len(batch)} rows of {len(self._scores)}, and each of its updates "
-            f"takes {rows}: keep all rows, and leave some out of loss and statistics with "
-            "`batch = run.leave_out(batch, rows)`"
+            f"{update}: got {len(batch)} of {len(self._scores)} rows, but each update requires "
+            f"{rows}: keep all rows, and exclude some from loss and statistics with `batch = "
+            "run.leave_out(batch, rows)`"
         )
         if self.is_tracing and rows < derived.samples_per_step(self.config):
             self.doubts.append(text)
@@ -341,16 +345,17 @@ class FlowRun:
             raise FlowError(text)
 
     def check_log_probs(self, batch: DataProto, name: str = "") -> None:
-        """Record how far engines and trainer differ, of a further policy by its `name`.
+        """Record the log-prob difference between engines and trainer. `name` is the name of a
+        further policy.
 
         Raises:
-            LogprobMismatchError: by more than the bound.
+            LogprobMismatchError: the difference exceeds the bound.
         """
         self.trainer.records.check_log_probs(batch, self.step, name)
 
     async def bring_weights(self) -> SyncReport:
-        """Send the present weights to the engines; say which engines were left out or have joined
-        again."""
+        """Send the current weights to the engines, and report engines that were excluded or have
+        rejoined."""
         trainer = self.trainer
         async with trainer.phases.sync():
             synced = await trainer.engines.sync(self.step)
@@ -358,25 +363,25 @@ class FlowRun:
         return synced
 
     def say_left_out(self, synced: SyncReport, before: set[str], whose: str = "") -> set[str]:
-        """Say which engines were left out or have joined again; returns those left out."""
+        """Report engines that were excluded or have rejoined. Returns the excluded ones."""
         for engine, why in synced.stale.items():
             if engine in before:
-                continue  # said already
+                continue  # already reported
             self.progress.message(
-                f"step {self.step}: {whose}{engine} is left out until it takes new weights: {why}"
+                f"step {self.step}: {whose}{engine} is excluded until it receives new weights: "
+                f"{why}"
             )
         for engine in sorted(before - synced.stale.keys()):
-            self.progress.message(f"step {self.step}: {whose}{engine} has taken weights again")
+            self.progress.message(f"step {self.step}: {whose}{engine} has received weights again")
         return set(synced.stale)
 
     # ---- steps
 
     async def follow(self, body: Body | None = None) -> None:
-        """Run the flow, or `body` in its place, to the end of its last step, or to the one after
-        which it returns."""
+        """Run the flow, or `body` instead of it, until the last step or until it returns."""
         try:
             if body is not None:
-                self._file = ""  # of the flow that it takes the place of
+                self._file = ""  # lines refer to the replaced flow's file
             self._body = (body or self.flow.body)(self.api)
             with self._watched():
                 await self._body
@@ -390,13 +395,13 @@ class FlowRun:
         """End the open step, begin the next one, and return its number.
 
         Raises:
-            FlowError: another loop over steps has begun within this one.
+            FlowError: another loop over steps has started within this one.
             StopAsyncIteration: there is no further step.
         """
         if self._steps is not steps and steps in self._left:
             raise FlowError(
-                "a loop over run.steps() within another one takes its steps; a flow has one loop "
-                "at a time"
+                "nested loops over run.steps() are not supported: the inner loop consumed the "
+                "steps; use one loop at a time"
             )
         if self._steps is not None and self._steps is not steps:
             self._left.append(self._steps)
@@ -415,7 +420,7 @@ class FlowRun:
         return self.step
 
     async def end_step(self) -> None:
-        """End the open step, if there is one: validate where that is due, record and save."""
+        """End the open step, if there is one: validate if due, record and save."""
         if not self._is_open:
             return
         forgotten = [call for call in self._calls if not call.is_awaited]
@@ -463,19 +468,19 @@ class FlowRun:
         self.metrics = {}
 
     def _own_metrics(self, batch: DataProto | None) -> dict[str, float]:
-        """What the flow has recorded in the open step, and the mean of scores that it has replaced
-        by others."""
+        """Return the metrics recorded by the flow in the open step, and the mean of the sampled
+        scores if the flow has replaced them."""
         before = self._scores
         if batch is None or before is None or np.array_equal(before, batch["scores"]):
             return dict(self.metrics)
         return {"critic/sampled_score/mean": float(np.mean(before)), **self.metrics}
 
     async def _end_early(self) -> None:
-        """Where the flow has returned before the last step: validate and save after the one that it
-        has ended with. A step in which it has called nothing does not count.
+        """If the flow returned before the last step, validate and save after its final step. A step
+        without any call does not count.
 
         Raises:
-            FlowError: there was no step.
+            FlowError: the flow ran no step.
         """
         is_begun = self._steps is not None
         if self._is_open and not self._calls:
@@ -483,8 +488,8 @@ class FlowRun:
             self.trainer.step -= 1
         if self.step == 0 and not self._is_open:
             raise FlowError(
-                "the flow has ended without a step: it needs `async for _ in run.steps():`, and "
-                "there a call of the run",
+                "the flow ended without running a step; write `async for _ in run.steps():` with a "
+                "call of the run inside",
                 line=self.flow.line,
             )
         if self.step >= self.last and not self._is_open:
@@ -500,15 +505,14 @@ class FlowRun:
             if self._saved != self.step:
                 await self._save()
         if left:
-            self.progress.message(
-                f"the flow has ended the run after step {self.step} of {self.last}"
-            )
+            self.progress.message(f"the flow ended the run after step {self.step} of {self.last}")
 
     async def record(self) -> None:
-        """Record the step that was trained last, if it is not recorded yet; waits for its critic.
+        """Record the last trained step if it is not recorded yet, after waiting for its critic.
 
         Raises:
-            HybridFlowError: a gradient was not finite, and the configuration stops the run on that.
+            HybridFlowError: a gradient was not finite, and the configuration stops the run in this
+                case.
         """
         trained = self._unrecorded
         if trained is None:
@@ -519,15 +523,15 @@ class FlowRun:
         await self.trainer.records.trained(trained, self.progress)
 
     def open_step(self, what: str) -> int:
-        """The number of the open step, in which `what` is called.
+        """Return the number of the open step, in which `what` is called.
 
         Raises:
-            FlowError: there is none.
+            FlowError: no step is open.
         """
         if not self._is_open:
-            why = "; another loop over run.steps() has taken all of them" if self._left else ""
+            why = "; another loop over run.steps() has consumed all of them" if self._left else ""
             raise FlowError(
-                f"{what} outside of a step{why}; call it in `async for _ in run.steps():`"
+                f"{what} is called outside of a step{why}; call it in `async for _ in run.steps():`"
             )
         return self.step
 
@@ -539,7 +543,7 @@ class FlowRun:
         return self._ends or step == self.trainer.last or self._session.is_due(every, step)
 
     async def _end_training(self) -> None:
-        """Wait for the updates that the next answers need; the policy's memory is free then."""
+        """Wait for the updates that the next answers need, and release the policy's memory."""
         if self._trained is not None:
             await self.devices.finish_pool("actor")
             # engines on the critic's devices wait for it
@@ -550,11 +554,10 @@ class FlowRun:
         await self._memory.aclose()
 
     async def _serve_engines(self) -> None:
-        """Give the engines the weights of this step where somebody asks them after it, and validate
-        where that is due.
+        """Send this step's weights to the engines if they will be used, and validate if due.
 
         Raises:
-            FlowError: the policy was updated, and the flow has not brought its weights to them.
+            FlowError: the policy was updated, but the flow has not sent its weights to the engines.
         """
         trained = self._trained
         validates = self._validates(self.step)
@@ -563,16 +566,15 @@ class FlowRun:
         updates = [call for call in self._calls if call.name == _UPDATE]
         if updates and synced is None and samples:
             raise FlowError(
-                f"step {self.step}: the policy was updated, and its weights were not brought to "
-                "the engines; call `await run.sync()` after policy.update(batch)",
+                f"step {self.step}: the policy was updated, but its weights were not sent to the "
+                "engines; call `await run.sync()` after policy.update(batch)",
                 line=updates[0].line,
             )
         for part in self.parts.values():
             if part.trained is not None and part.synced is None:
                 raise FlowError(
-                    f"step {self.step}: the {part.name} was updated, and its weights were not "
-                    f"brought to its engines; call `await run.sync()` after "
-                    f"{part.name}.update(batch)"
+                    f"step {self.step}: the {part.name} was updated, but its weights were not sent "
+                    f"to its engines; call `await run.sync()` after {part.name}.update(batch)"
                 )
         if synced is None and (samples or validates):
             with self._session.timeline.phase("update_weights"):
@@ -588,8 +590,8 @@ class FlowRun:
         self._validated = self.step
 
     async def _save_if_due(self) -> None:
-        """Checkpoint where one is due, after the last step, and where the run was asked to stop,
-        which it then does."""
+        """Save a checkpoint if one is due, after the last step, and if a stop was requested; in
+        that case, stop."""
         is_last = self._ends or self.step == self.last
         every = self.config.trainer.save_every_steps
         if self._session.is_due(every, self.step) or is_last or self._session.stop_asked:
@@ -598,7 +600,7 @@ class FlowRun:
                 await self._session.stop_if_asked()
 
     async def _save(self) -> None:
-        await self.record()  # the critic's update ends first
+        await self.record()  # waits for the critic's update
         with self._session.timeline.phase("save_checkpoint", self.step):
             await self.trainer.save()
         self._saved = self.step

@@ -1,5 +1,5 @@
-"""The samples that each step trains on: answers of engines with their scores, those of a dump, or
-recorded pairs."""
+"""Sources of each step's training samples: engines' answers with scores, dumps, or recorded
+pairs."""
 
 from __future__ import annotations
 
@@ -23,52 +23,53 @@ from hybridflow.trainer.advantages import lost_parts
 
 
 class Samples(Protocol):
-    """Where a run's samples come from."""
+    """The source of a run's samples."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of the dataset."""
+        """Number of rows in the dataset."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the samples that were taken last."""
+        """Metrics of the last samples taken."""
 
     async def take(self, step: int, greedy: bool = False) -> DataProto:
-        """The samples of the step: prompts, responses and scores; with `greedy` greedy_scores."""
+        """Return the step's samples: prompts, responses and scores; with `greedy`, also
+        greedy_scores."""
 
     async def of_prompts(self, prompts: Sequence[Prompt], n: int) -> DataProto:
-        """`n` samples of each of these prompts, which are no rows of the dataset."""
+        """Generate `n` samples for each of these prompts, which are not rows of the dataset."""
 
     def last_after(self, step: int) -> int | None:
-        """The last step that there are samples for; None where there is no end."""
+        """Return the last step that samples exist for; None if unlimited."""
 
     def keep(self, batch: DataProto) -> DataProto:
-        """Move token columns that the driver has made to where workers read them."""
+        """Move token columns created on the driver to the object store for workers."""
 
     def dump(self, folder: Path, step: int, batch: DataProto) -> None:
-        """Write the samples of a step for people, and for a run that trains on them."""
+        """Write a step's samples, for inspection and for runs that train on them."""
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, JSON-able."""
+        """Return the JSON-serializable state for `restore`."""
 
     async def begun(self) -> DataProto | None:
-        """Answers that go on, to be taken together with `state`."""
+        """Return the answers in progress, to be saved together with `state`."""
 
     async def restore(
         self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0
     ) -> None:
-        """Go on where `state` was taken, or without it from the beginning."""
+        """Continue from a saved `state`, or start from the beginning without one."""
 
     async def forget(self) -> None:
-        """Give up what was begun."""
+        """Discard all answers in progress."""
 
 
 class Sampled:
-    """Answers of engines with their scores: of one batch of prompts, or with
-    `algorithm.dynamic_sampling` of several.
+    """Engines' answers with scores, from one batch of prompts or, with
+    `algorithm.dynamic_sampling`, several.
 
     Args:
-        keep: moves token columns that the driver makes to where workers and engines read them.
+        keep: moves token columns created on the driver to the object store for workers and engines.
         made_with: `rollout.dumps.identity` of this run.
     """
 
@@ -108,7 +109,7 @@ class Sampled:
         while batch is None:
             with self.timeline.phase("gen"):
                 answered = await self.groups.next_batch(step - 1)
-            # what is left of it: groups are scored from when they have ended
+            # only the remainder: groups are scored as soon as they finish
             with self.timeline.phase("reward"):
                 batch = collected.add(self._counted(answered.union(await self.groups.scores())))
         self._dynamic = collected.metrics
@@ -128,7 +129,7 @@ class Sampled:
         dump_batch(folder, step, batch, self.scorer.tokenizer, self.made_with)
 
     def _counted(self, batch: DataProto) -> DataProto:
-        """Leaves out rows whose scores do not count."""
+        """Exclude rows whose scores do not count."""
         lost = lost_parts(self.config, batch)
         if any(lost):
             batch = with_failures(batch, lost)
@@ -137,8 +138,8 @@ class Sampled:
         return without_overlong(batch) if self.config.algorithm.overlong_filter else batch
 
     async def _with_greedy_scores(self, batch: DataProto) -> DataProto:
-        """Adds greedy_scores [B] f32: the weighted score of the most likely answer to the prompt of
-        each row."""
+        """Add greedy_scores [B] f32: the weighted score of the greedy answer to each row's
+        prompt."""
         _, first, group = np.unique(batch["uid"], return_index=True, return_inverse=True)
         prompts = batch.rows(first).select(["uid", *COLUMNS])
         with self.timeline.phase("gen_greedy"):
@@ -152,7 +153,7 @@ class Sampled:
 
 
 class Dumped(Sampled):
-    """The samples of an earlier run's dumps, in place of answers."""
+    """The samples of an earlier run's dumps, used instead of new answers."""
 
     def __init__(self, dumps: Dumps, *given: Any) -> None:
         """`given`: the arguments of `Sampled`."""

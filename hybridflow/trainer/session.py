@@ -1,5 +1,5 @@
-"""The records of a running job: metrics, timeline, progress, checkpoints, and the totals that its
-summary reports."""
+"""The records of a running job: metrics, timeline, progress, checkpoints, and the totals for its
+summary."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Session:
         totals: numbers that accumulate over the run and are kept in checkpoints: seconds of each
             phase, accuracies, extremes.
         controller_share: see `controlled`.
-        latest: by phase, the step that was recorded last and its metrics.
-        stop_asked: whether the run is to stop after the present step and a checkpoint (SIGUSR1).
+        latest: {phase: number and metrics of the last recorded step}.
+        stop_asked: stop the run after the current step and a checkpoint (SIGUSR1).
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.folder = derived.run_dir(config)
-        # `progress` shows on the console what its tracker would print
+        # `progress` replaces the console tracker
         self.tracker = Tracker(
             self.folder, [name for name in config.trainer.loggers if name != "console"]
         )
@@ -65,7 +65,7 @@ class Session:
         self.controller_share = 0.0
         self.stop_asked = False
         self.latest: dict[Phase, dict[str, float]] = {}
-        self._known = False  # the run folder holds this run's files
+        self._known = False  # True once the run folder contains this run's files
 
     @contextmanager
     def timed(self, total: str) -> Iterator[None]:
@@ -78,8 +78,8 @@ class Session:
 
     @contextmanager
     def controlled(self) -> Iterator[None]:
-        """Set `controller_share` to the share of the time spent inside in which the driver waited
-        for no worker and no engine."""
+        """Set `controller_share` to the share of the time spent inside during which the driver was
+        not waiting for a worker or an engine."""
         start = time.perf_counter()
         waited = waited_seconds()
         yield
@@ -88,8 +88,8 @@ class Session:
         )
 
     def totals_now(self) -> dict[str, float]:
-        """The totals with `seconds_total`: the time of all sessions of this run, without what a
-        kill lost."""
+        """Return the totals with `seconds_total`, the time of all sessions of this run except time
+        lost in a kill."""
         self.totals["seconds_total"] = self._seconds_before + time.perf_counter() - self._opened
         return dict(self.totals)
 
@@ -100,7 +100,8 @@ class Session:
     def note_restart(
         self, total: str, say: Callable[[str], None], prefix: str = ""
     ) -> Callable[[str], None]:
-        """A function that counts restarts in `totals[total]` and says why, after `prefix`."""
+        """Return a function that counts restarts in `totals[total]` and reports the reason after
+        `prefix`."""
 
         def note(reason: str) -> None:
             self.totals[total] = self.totals.get(total, 0.0) + 1
@@ -109,21 +110,21 @@ class Session:
         return note
 
     def progress(self, total: int, title: str, initial: int, throttle_s: float = 0.0) -> Progress:
-        """A bar on the terminal, unless `trainer.loggers` leaves the console out."""
+        """Return a progress bar, shown on the terminal if `trainer.loggers` contains console."""
         enabled = "console" in self.config.trainer.loggers
         return Progress(total, title, initial=initial, throttle_s=throttle_s, enabled=enabled)
 
     # ---- checkpoints
 
     def know(self, fingerprint: Fingerprint, checkpoint: Checkpoint | None) -> list[str]:
-        """Keep the configuration, the environment and what this run's numbers follow from; a line
-        for each difference from the checkpoint that it goes on from. The configuration of an
-        earlier start stays beside the new one.
+        """Save the configuration, the environment and the run's fingerprint. Returns one line for
+        each difference from the checkpoint that the run resumes from. The configuration of an
+        earlier start is kept next to the new one.
 
         Raises:
-            ConfigError: the checkpoint was trained on other data; nothing was changed.
-            CheckpointError: a part of the checkpoint is missing or of another one; nothing was
-                changed.
+            ConfigError: the checkpoint was trained on other data; nothing is changed.
+            CheckpointError: a part of the checkpoint is missing or belongs to another one; nothing
+                is changed.
         """
         if checkpoint is not None:
             checkpoint.check_parts()
@@ -137,8 +138,8 @@ class Session:
             of_data = [line for line in changes if line.startswith(TRAINED_ON[checkpoint.phase])]
             raise ConfigError(
                 f"{'; '.join(of_data)}: {checkpoint.folder} was trained on other rows. Restore the "
-                "data, start a new run with another name=..., or go on with the new data from its "
-                "first row: trainer.resume_with_other_data=true"
+                "data, start a new run with another name=..., or continue with the new data from "
+                "its first row: trainer.resume_with_other_data=true"
             )
         (self.folder / "summary.json").unlink(missing_ok=True)
         keep_config(self.folder, dump_yaml(self.config))
@@ -151,12 +152,14 @@ class Session:
         return changes
 
     def has_other_data(self, checkpoint: Checkpoint) -> bool:
-        """Whether this run's rows are not those that the checkpoint's place in the data counts."""
+        """Return True if this run's rows differ from those that the checkpoint's data position
+        refers to."""
         return self.store.fingerprint.has_other_data(checkpoint.fingerprint, checkpoint.phase)
 
     def lost_records(self, checkpoint: Checkpoint | None) -> list[str]:
-        """A line for each file of records that lacks steps before the checkpoint, which are not run
-        again. A checkpoint that is a link has its records elsewhere."""
+        """Return one line for each record file that lacks steps before the checkpoint; these steps
+        are not run again. The records of a linked checkpoint are elsewhere, so it is not
+        checked."""
         if checkpoint is None or checkpoint.folder.is_symlink():
             return []
         phase = _TRACKER_PHASE[checkpoint.phase]
@@ -173,23 +176,23 @@ class Session:
             }
         return [
             (
-                f"{self.folder / name} has no record of {phase} step {number_ranges(lost)}, which "
-                f"{checkpoint.folder.name} comes after: records were lost, and charts and sums "
-                "leave these steps out"
+                f"{self.folder / name} has no record of {phase} step {number_ranges(lost)}, "
+                f"although the run resumes from {checkpoint.folder.name}: records were lost, and "
+                "charts and sums omit these steps"
             )
             for name, steps in found.items()
             if (lost := [step for step in range(1, checkpoint.step + 1) if step not in steps])
         ]
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
-        """Record the metrics of one step, in the folder that the run began in (`check_folder`)."""
+        """Record the metrics of one step, after `check_folder`."""
         self.check_folder()
         self.latest[phase] = {"step": step, **metrics}
         self.tracker.log(step, metrics, phase)
 
     def check_folder(self) -> None:
-        """What is open goes on being written in a folder that was moved, and is lost with one that
-        was removed.
+        """Check that the run folder is still in place. Open files would otherwise be written in a
+        moved folder, or lost with a removed one.
 
         Raises:
             HybridFlowError: the run folder has been renamed, moved or emptied since `know`.
@@ -198,14 +201,14 @@ class Session:
             (self.folder / name).exists() for name in ("config.yaml", "timeline.jsonl")
         ):
             raise HybridFlowError(
-                f"{self.folder} is not there any more: it was renamed, moved or emptied while its "
-                "run went on, so the run was stopped. Bring it back and give the same command "
-                "again: the run resumes from its last checkpoint"
+                f"{self.folder} no longer exists: it was renamed, moved or emptied during the run, "
+                "so the run was stopped. Restore it and run the same command again to resume from "
+                "the last checkpoint"
             )
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
-        """Take over the totals of a checkpoint and drop the records written after it, so that no
-        step is recorded twice. Without a checkpoint, drop all records of an earlier attempt."""
+        """Load the totals of a checkpoint and drop the records written after it, so that no step is
+        recorded twice. Without a checkpoint, drop all records of an earlier attempt."""
         if checkpoint is None:
             self.tracker.truncate_after("sft", 0)
             self.tracker.truncate_after("reward", 0)
@@ -224,8 +227,8 @@ class Session:
         return self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
 
     def go_back(self, checkpoint: Checkpoint | None) -> None:
-        """Do what `resume` does in a session that continues: elapsed time stays counted, and
-        `totals["restarts"]` grows by one. Without a checkpoint, go back to before the first
+        """Do the same as `resume` in a session that continues: elapsed time stays counted, and
+        `totals["restarts"]` increases by one. Without a checkpoint, return to before the first
         step."""
         seconds = self.totals_now()["seconds_total"]
         restarts = self.totals.get("restarts", 0.0)
@@ -238,8 +241,8 @@ class Session:
         self.totals["engine_restarts"] = engine_restarts
 
     def _forget_after(self, step: int) -> None:
-        """Drop records and dumps of the loop after `step`; at step 0 also those of the validation
-        before the first."""
+        """Drop the loop's records and dumps after `step`; at step 0, also those of the validation
+        before the first step."""
         last_validated = step if step > 0 else -1
         self.tracker.truncate_after("train", step)
         self.tracker.truncate_after("val", last_validated)
@@ -250,24 +253,23 @@ class Session:
             remove_dumps_after(folder, last_validated)
 
     def is_due(self, every: int, step: int) -> bool:
-        """Whether something that happens every so many steps happens now (0: never)."""
+        """Return True if an event that occurs every `every` steps (0: never) is due."""
         return every > 0 and step % every == 0
 
     async def stop_if_asked(self) -> None:
-        """Call it after a step and its checkpoint.
+        """Stop the run if requested. Call it after a step and its checkpoint.
 
         Raises:
-            RunStopped: `stop_asked`; the checkpoint is on the disk.
+            RunStopped: `stop_asked` is set; the checkpoint has been written.
         """
         if self.stop_asked:
             await self.store.wait()
             latest = self.store.latest()
             where = latest.folder if latest else self.folder
-            raise RunStopped(f"stopped as asked; the same command resumes from {where}")
+            raise RunStopped(f"stopped as requested; the same command resumes from {where}")
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
-        """Write a small file of the run folder atomically; a number that is not finite becomes
-        null."""
+        """Atomically write a small JSON file in the run folder. Non-finite numbers become null."""
         path = self.folder / name
         temporary = path.with_name(path.name + ".tmp")
         with naming(path):
@@ -276,7 +278,7 @@ class Session:
         return path
 
     def close(self) -> None:
-        """Flush the records; a checkpoint that is not complete by now is discarded."""
+        """Flush and close the records. An incomplete checkpoint is discarded."""
         self.store.settle()
         self.tracker.close()
         self.timeline.close()

@@ -1,4 +1,4 @@
-"""The start of a job's further policies (`roles`), and their end."""
+"""Start and stop of a job's further policies (`roles`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hybridflow.trainer.own_policies import Learner
 
 
 class FurtherPolicies:
-    """The further policies of a job, whose cluster has started.
+    """A job's further policies. The cluster must have started.
 
     Attributes:
-        jobs: of each policy.
-        learners: once they have been started.
-        groups: by name, ranks in processes of their own.
+        jobs: one job view per policy.
+        learners: the policies, once started.
+        groups: {name: ranks in separate processes}.
     """
 
     def __init__(self, job: Job, cluster: Cluster | None) -> None:
@@ -33,13 +33,14 @@ class FurtherPolicies:
 
     @property
     def guests(self) -> list[Job]:
-        """Policies whose rank is in the process of the first one's."""
+        """Policies whose rank is in the first policy's process."""
         return self.jobs if self._cluster is None else []
 
     def start(
         self, shared: WorkerGroup | InProcessGroup, keep: Callable[[DataProto], DataProto]
     ) -> None:
-        """Start engines and ranks. `shared` are the first policy's; `keep` is `Learner.keep`."""
+        """Start engines and ranks. `shared` is the first policy's group; `keep` is
+        `Learner.keep`."""
         for job in self.jobs:
             engines = job.start_engines(self._cluster)
             self._engines.append(engines)
@@ -56,7 +57,7 @@ class FurtherPolicies:
                 self.groups[job.name] = group
 
     async def wait_ready(self, progress: Progress) -> None:
-        """Wait for their engines, then plan and prove the weight transfers."""
+        """Wait for their engines, then plan and verify the weight transfers."""
         for engines in self._engines:
             await engines.wait_ready(progress)
 

@@ -1,5 +1,5 @@
-"""Stops of a run: where the program that started it does something between two steps, or inside of
-one that it makes by hand."""
+"""Stops of a run, at which the program that started it can act between two steps, or inside a step
+that it runs by hand."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Steps = Generator[None, None, T]
 
 @dataclass
 class Stops:
-    """The stops of one run, and its parts once they are there.
+    """The stops of one run, and its components once they exist.
 
     Attributes:
-        enabled: False where the run goes through to its end, as on the command line.
-        is_in_step: whether the run has stopped inside a step, for `by_hand`.
+        enabled: False if the run does not stop before its end, as on the command line.
+        is_in_step: True if the run has stopped inside a step, for `by_hand`.
         finish: writes summary and report, and returns the summary.
-        summary: the result, from the last stop on.
+        summary: the result, set at the last stop.
     """
 
     enabled: bool = False
@@ -40,7 +40,7 @@ class Stops:
     _released: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def stop(self) -> None:
-        """Wait until the program goes on."""
+        """Wait until the program continues the run."""
         if not self.enabled:
             return
         self._released.clear()
@@ -48,15 +48,15 @@ class Stops:
         await self._released.wait()
 
     async def by_hand(self, run: Run) -> None:
-        """A flow whose steps the program makes."""
+        """A flow whose steps are run by the program."""
         async for _ in run.steps():
             self.is_in_step = True
             await self.stop()
             self.is_in_step = False
 
     def follow(self, work: Coroutine[Any, Any, T]) -> Steps[T]:
-        """The result of the work, done in this thread's event loop; yields at each stop. The work
-        is cancelled when the generator is closed."""
+        """Run the work in this thread's event loop, yield at each stop, and return its result.
+        Closing the generator cancels the work."""
         task = begin(work)
         try:
             while True:
@@ -77,7 +77,7 @@ class Stops:
         reached.cancel()
 
     def end(self, summary: Mapping[str, Any]) -> Steps[None]:
-        """The last stop, with the parts of the run still there."""
+        """Make the last stop, while the run's components still exist."""
         if self.enabled:
             self.summary = self.finish(summary)
             yield

@@ -1,5 +1,5 @@
-"""Training on a dataset instead of answers: supervised fine-tuning, as the warm start of a run or a
-job of its own, and a reward model on preference pairs."""
+"""Training on a dataset instead of generated answers: supervised fine-tuning, as a run's warm start
+or a separate job, and a reward model on preference pairs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _SCORED_AT_ONCE = 512  # held-out pairs
 
 
 class SupervisedTrainer:
-    """`config.steps` updates on batches of a dataset; `config` is the `section` of the run."""
+    """Runs `config.steps` updates on batches of a dataset. `config` is the run's section named
+    `section`."""
 
     phase: ClassVar[Phase]
     section: ClassVar[str]
     name: ClassVar[str]
-    title: ClassVar[str]  # of the bar
-    load: ClassVar[Callable[..., Any]]  # the methods of the model's worker
+    title: ClassVar[str]  # of the progress bar
+    load: ClassVar[Callable[..., Any]]  # methods of the model's worker
     train: ClassVar[Callable[..., Any]]
-    saves_end = False  # or the caller does
+    saves_end = False  # False: the caller saves
 
     def __init__(
         self,
@@ -51,14 +52,14 @@ class SupervisedTrainer:
         if config.batch_size > len(dataset):
             raise ConfigError(
                 f"{self.section}.batch_size={config.batch_size} is more than the {len(dataset)} "
-                f"rows of {self.section}.train_files: a step would hold rows several times; lower "
-                "it, or give more data"
+                f"rows of {self.section}.train_files: rows would repeat within a step; reduce it, "
+                "or use more data"
             )
         self.sampler = ResumableSampler(len(dataset), config.batch_size, True, seed)
         self.step = 0
 
     async def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on after a checkpoint of this phase."""
+        """Resume from a checkpoint of this phase."""
         await self.model.call(type(self).load, checkpoint.policy, self.config.optim)
         if not self.session.has_other_data(checkpoint):
             with checkpoint.restoring():
@@ -84,7 +85,7 @@ class SupervisedTrainer:
                 if session.config.actor.on_nonfinite == "stop" and not update.applied:
                     raise HybridFlowError(
                         f"{self.name} step {self.step}: the gradient is not finite (loss {loss}); "
-                        f"lower {self.section}.optim.lr"
+                        f"reduce {self.section}.optim.lr"
                     )
                 seconds = time.perf_counter() - started
                 facts = {"grad_norm": update.grad_norm, "lr": update.lr}
@@ -113,11 +114,11 @@ class SupervisedTrainer:
                     await session.stop_if_asked()
 
     def also(self, means: Mapping[str, float]) -> dict[str, float]:
-        """What is recorded of an update's means besides the loss."""
+        """Return the metrics, other than the loss, to record from an update's means."""
         return {}
 
     async def save(self) -> Path:
-        """Checkpoint this phase."""
+        """Save a checkpoint of this phase."""
         state: dict[str, Any] = {
             "sampler": self.sampler.state(),
             "totals": self.session.totals_now(),
@@ -126,7 +127,7 @@ class SupervisedTrainer:
 
 
 class SftTrainer(SupervisedTrainer):
-    """Demonstrations for the policy."""
+    """Trains the policy on demonstrations."""
 
     phase = "sft"
     section = "sft"
@@ -137,7 +138,7 @@ class SftTrainer(SupervisedTrainer):
 
 
 class RewardTrainer(SupervisedTrainer):
-    """Preference pairs for the reward model; `fit` checkpoints the end."""
+    """Trains the reward model on preference pairs. `fit` saves a checkpoint at the end."""
 
     phase = "reward"
     section = "reward_training"
@@ -148,12 +149,13 @@ class RewardTrainer(SupervisedTrainer):
     saves_end = True
 
     def also(self, means: Mapping[str, float]) -> dict[str, float]:
-        """All of them."""
+        """Return all means except the loss."""
         return {name: value for name, value in means.items() if name != "loss"}
 
 
 async def pair_accuracy(model: Role, dataset: PreferenceDataset) -> dict[str, float]:
-    """Share of pairs whose chosen answer scores higher, and the mean difference."""
+    """Return the share of pairs whose chosen answer scores higher, and the mean score
+    difference."""
     differences = []
     for start in range(0, len(dataset), _SCORED_AT_ONCE):
         batch = dataset.batch(np.arange(start, min(start + _SCORED_AT_ONCE, len(dataset))))

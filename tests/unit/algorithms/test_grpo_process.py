@@ -77,7 +77,7 @@ def test_turns_of_an_answer_that_was_ended_count_nothing_and_too_many_rewards_ar
     ended = ({"turn_rewards": [3.0]}, {"turn_rewards": [0.0]}, {}, {})
     assert advantages_of(*ended, norm_adv_by_std=False)[0] == [2.0, 2.0, 0.0, 0.0, -2.0]
     with pytest.raises(
-        DataError, match="row 1: the reward returned 2 turn_rewards, and the answer has 1 turns"
+        DataError, match="row 1: the reward returned 2 turn_rewards, but the policy sampled 1 turns"
     ):
         advantages_of({"turn_rewards": [1.0]}, {"turn_rewards": [1.0, 1.0]}, {}, {})
     with pytest.raises(

@@ -95,9 +95,9 @@ def test_the_worst_ratios_of_a_sequence() -> None:
     [
         (
             ["actor.rollout_correction.weight=token", "actor.old_log_probs=engine"],
-            "it would count twice",
+            "would be applied twice",
         ),
-        (["actor.rollout_correction.lower=0.5"], "bounds weights, and weight=none"),
+        (["actor.rollout_correction.lower=0.5"], "has no effect with weight=none"),
         (
             ["actor.rollout_correction.weight=token", "actor.rollout_correction.lower=3"],
             "every weight would be 0",

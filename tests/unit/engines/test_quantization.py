@@ -60,7 +60,7 @@ def test_a_cpu_is_refused_before_anything_is_made(
     with pytest.raises(
         ConfigError,
         match=(
-            r"rollout\.quantization=fp8 needs GPUs of compute capability 8\.9 or later.*reshard "
+            r"rollout.quantization=fp8 requires GPUs of compute capability 8\.9 or later.*reshard "
             r"plan"
         ),
     ):
@@ -88,7 +88,9 @@ def test_what_a_gpu_must_be_capable_of(capability: tuple[int, int], refused: boo
 def test_a_node_that_shows_fewer_gpus_than_an_engine_has_ranks_is_named() -> None:
     words = ["rollout.tensor=4", "rollout.nodes_per_engine=2"]
     check_node(load_config("tiny-moe-grpo", words).rollout, Gpu(9, 0), "n7")
-    with pytest.raises(ConfigError, match=r"node n7 shows 2 GPUs to an engine with 4 ranks on it"):
+    with pytest.raises(
+        ConfigError, match=r"node n7 has 2 visible GPUs, but an engine needs 4 there"
+    ):
         check_node(load_config("tiny-moe-grpo", words[:1]).rollout, Gpu(9, 0), "n7")
 
 
@@ -96,7 +98,7 @@ def test_kernels_that_write_between_gpus_are_refused_on_a_cpu() -> None:
     config = load_config("tiny-moe-grpo", ["actor.parallel.moe_dispatcher=deepep"])
     check_devices(config, "cuda")
     with pytest.raises(
-        ConfigError, match=r"moe_dispatcher=deepep needs GPUs, .*use alltoall or allgather"
+        ConfigError, match=r"moe_dispatcher=deepep requires GPUs, .*use alltoall or allgather"
     ):
         check_devices(config, "cpu")
 
@@ -111,11 +113,11 @@ def test_what_carries_weights_to_engines_on_the_trainers_gpus() -> None:
     check_devices(config, "cpu")
     with pytest.raises(
         ConfigError,
-        match=r"rollout\.pool=actor .* NCCL takes each GPU once; use auto or cuda_ipc, or",
+        match=r"rollout\.pool=actor .* NCCL allows each GPU only once; use auto or cuda_ipc, or",
     ):
         check_devices(config, "cuda")
     with pytest.raises(
-        ConfigError, match=r"cuda_ipc carries CUDA buffers.*lie on cpu.*use auto or p2p"
+        ConfigError, match=r"cuda_ipc supports only CUDA buffers.*are on cpu.*use auto or p2p"
     ):
         check_devices(load_config("tiny-moe-grpo", ["rollout.sync.transport=cuda_ipc"]), "cpu")
 
@@ -126,7 +128,7 @@ def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
     check_devices(config, "cpu")
     with pytest.raises(
         ConfigError,
-        match=f"rollout.sync.transport={transport} carries CPU buffers.*use auto or cuda_ipc, p2p",
+        match=f"rollout.sync.transport={transport} supports only CPU buffers.*use auto or cuda_ipc, p2p",
     ):
         check_devices(config, "cuda")
 
@@ -144,7 +146,8 @@ def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
 def test_shared_memory_needs_one_machine(words: tuple[str, ...], why: str) -> None:
     config = load_config("tiny-moe-grpo", ["rollout.sync.transport=shared_memory", *words])
     with pytest.raises(
-        ConfigError, match=f"shared_memory needs trainer and engines on one machine, but {why}.*tcp"
+        ConfigError,
+        match=f"shared_memory requires trainer and engines on one machine, but {why}.*tcp",
     ):
         check_devices(config, "cpu")
 

@@ -121,15 +121,15 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         (GRPO.replace("run.steps()", "run.steps"), "write `async for step in run.steps():`", 6),
         (
             BEGIN + "    async for other in run.steps():\n        break",
-            "a loop over run.steps() within another one takes its steps",
+            "nested loops over run.steps() are not supported",
             6,
         ),
         (
             BEGIN + "    async for other in run.steps():\n        pass\n    await run.sync()",
-            "outside of a step; another loop over run.steps() has taken all of them",
+            "outside of a step; another loop over run.steps() has consumed all of them",
             10,
         ),
-        ("async for step in run.steps():\n    return", "has ended without a step", 4),
+        ("async for step in run.steps():\n    return", "ended without running a step", 4),
         # calls that are not awaited
         (GRPO.replace("await run.samples()", "run.samples()"), "write `await run.samples()`", 8),
         (GRPO.replace("await run.all(", "run.all("), "write `await run.all(...)`", 9),
@@ -162,7 +162,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         ),
         (
             HELPER + "    batch = run.advantages(log_probs(batch))",
-            "takes a batch, and was given the coroutine log_probs(...), which is not awaited",
+            "expected a batch, got the coroutine log_probs(...), which is not awaited",
             11,
         ),
         (HELPER + "    log_probs(batch)", "coroutine mine.<locals>.log_probs(...) is never", 11),
@@ -179,31 +179,31 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
             9,
         ),
         # arguments
-        (BEGIN + "    run.advantages(None)", "given None; has a function forgotten to return", 8),
-        (BEGIN + "    run.advantages(batch['scores'])", "given a value of type ndarray", 8),
-        (BEGIN + "    run.advantages(run.samples)", "which is not called: write `()`", 8),
+        (BEGIN + "    run.advantages(None)", "got None; is a `return` missing", 8),
+        (BEGIN + "    run.advantages(batch['scores'])", "got a value of type ndarray", 8),
+        (BEGIN + "    run.advantages(run.samples)", "which is not called; add `()`", 8),
         (BEGIN + "    run.advantages()", "run.advantages() missing 1 required", 8),
         (BEGIN + "    run.policy.update(batch, 1)", "run.policy.update() takes 2 positional", 8),
         (BEGIN + "    await run.all([run.policy.log_probs(batch)])", "write run.all(*calls)", 8),
         (
             BEGIN + "    await run.all(await run.policy.log_probs(batch))",
-            "was given a batch: leave `await` out",
+            "got a batch; remove `await`",
             8,
         ),
-        (BEGIN + "    await run.all(run.sync())", "sync() is none; write `await run.sync()`", 8),
+        (BEGIN + "    await run.all(run.sync())", "sync() is not one; write `await run.sync()`", 8),
         (
             GRPO.replace("await run.policy.update(batch)", "run.all(run.policy.update(batch))"),
-            "policy.update(batch) adds no column; write `await run.policy.update(batch)` on a line",
+            "policy.update(batch) adds no column; write `await run.policy.update(batch)` on a separate line",
             10,
         ),
         (
             GRPO.replace("reference.log_probs(batch)", "reference.log_probs(batch.rows([0]))"),
-            "reference.log_probs(batch) is over another one than policy.log_probs(batch)",
+            "reference.log_probs(batch) uses a different batch from policy.log_probs(batch)",
             8,
         ),
         (
             GRPO.replace("run.all", "__import__('asyncio').gather"),
-            "given a value of type list; run.all(...) joins calls to one batch",
+            "got a value of type list; run.all(...) joins calls to one batch",
             9,
         ),
         (
@@ -213,7 +213,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         ),
         (
             GRPO.replace("    batch = run.adv", "    run.adv"),
-            "the batch has no advantages; write `batch = run.advantages(batch)` before it",
+            "the batch has no advantages; call `batch = run.advantages(batch)` first",
             10,
         ),
         # names
@@ -226,8 +226,8 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         (BEGIN + "    batch['scores'] = 1", "batch = batch.with_columns(scores=...)", 8),
         (BEGIN + "    batch.scores = 1", "batch = batch.with_columns(scores=...)", 8),
         (BEGIN + "    batch['scores'][0] = 1", "write batch.with_columns(scores=...)", 8),
-        (BEGIN + "    run.seen = step", "keep what must survive in run.state['seen']", 8),
-        (BEGIN + "    run.state = {}", "keep what must survive in run.state[name]", 8),
+        (BEGIN + "    run.seen = step", "store values that must survive in run.state['seen']", 8),
+        (BEGIN + "    run.state = {}", "store values that must survive in run.state[name]", 8),
         (BEGIN + "    batc", "NameError: name 'batc' is not defined", 8),
         (BEGIN + "    import no_such_module", "No module named 'no_such_module'", 8),
         # roles
@@ -242,25 +242,29 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
             4,
         ),
         # state
-        (GRPO + "    run.state['x'] = (1,)", "run.state['x'] is (1,) (tuple), which would come", 6),
-        (GRPO + "    run.state['x'] = {1: 2}", "which would come back as {'1': 2}", 6),
+        (
+            GRPO + "    run.state['x'] = (1,)",
+            "run.state['x'] is (1,) (tuple), which would be restored",
+            6,
+        ),
+        (GRPO + "    run.state['x'] = {1: 2}", "which would be restored as {'1': 2}", 6),
         (GRPO + "    run.state['x'] = float('nan')", "run.state['x'] is nan (float)", 6),
         (GRPO + "    run.state['x'] = batch['scores'].mean()", "`float(value)`", 6),
-        (GRPO + "    run.state[1] = 1", "the key 1 is no text; write '1'", 6),
+        (GRPO + "    run.state[1] = 1", "the key 1 is not a string; use '1'", 6),
         # columns of its own
         (
             GRPO.replace("run.advantages(batch)", "batch.with_columns(advantages=batch['scores'])"),
-            "advantages does not have one value for each token of the answers; write Jagged(",
+            "advantages must have one value per token of the answers; write Jagged(",
             10,
         ),
         (
             GRPO.replace("    await run.pol", "    batch = batch.rows([0])\n    await run.pol"),
-            "policy.update(batch) is given 1 rows of 4, and each of its updates takes 128: keep all",
+            "policy.update(batch): got 1 of 4 rows, but each update requires 128: keep all",
             11,
         ),
         (
             BEGIN + "    run.advantages(batch.with_columns(scores=batch['scores'] / 0))",
-            "step 1: the column scores is not finite in row 0, 1, 2, 3 of 4",
+            "step 1: the flow set the column scores to a non-finite value in row 0, 1, 2, 3 of 4",
             8,
         ),
         # results that are dropped
@@ -269,7 +273,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
                 "    batch = run.adv",
                 "    batch.with_columns(scores=batch['scores'])\n    batch = run.adv",
             ),
-            "a batch is immutable, and the result of batch.with_columns(...) is dropped; write "
+            "a batch is immutable, but the result of batch.with_columns(...) is dropped; write "
             "`batch = batch.with_columns(...)`",
             9,
         ),
@@ -294,8 +298,12 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
             "write `kept = kept.rows(...)`",
             10,
         ),
-        (GRPO + "    run.record(loss=float('inf'))", "record(loss=...) takes a finite number", 12),
-        (GRPO + "    run.record(loss='high')", "takes a finite number, and was given 'high'", 12),
+        (
+            GRPO + "    run.record(loss=float('inf'))",
+            "record(loss=...) must be a finite number",
+            12,
+        ),
+        (GRPO + "    run.record(loss='high')", "must be a finite number, got 'high'", 12),
         (BEGIN + "    exit()", "a flow ends the run with `return`", 8),
     ],
 )
@@ -387,8 +395,7 @@ def test_a_second_flow_of_a_name_is_refused_with_both_lines(tmp_path: Path) -> N
     with pytest.raises(ConfigError) as caught:
         FLOWS.get(f"{file}:mine")
     assert str(caught.value) == (
-        f"{file} (algorithm.flow) cannot be imported: the flow 'mine' is registered in line 3 "
-        "already; give one of the two another name (line 7)"
+        f"{file} (algorithm.flow) could not be imported: the flow 'mine' is already registered in line 3; rename one of the two (line 7)"
     )
     file.write_text("from hybridflow import flow\n\n" + one.format("mine"))
     assert FLOWS.get(f"{file}:mine").line == 3  # the file that was refused has left nothing
@@ -403,7 +410,7 @@ def test_a_built_in_flow_that_the_estimator_does_not_fit_is_refused(tmp_path: Pa
 def test_a_module_next_to_the_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "next_to_it.py").write_text("")
     (tmp_path / "own_flow.py").write_text("import next_to_it\n")
-    with pytest.raises(ConfigError, match=rf"\(line 1\); .* found with PYTHONPATH={tmp_path}$"):
+    with pytest.raises(ConfigError, match=rf"\(line 1\); .* set PYTHONPATH={tmp_path}$"):
         FLOWS.get(f"{tmp_path / 'own_flow.py'}:mine")
 
 
@@ -438,7 +445,7 @@ def test_fewer_rows_are_a_warning_where_they_may_divide(tmp_path: Path) -> None:
     config = following(config_of(tmp_path / "run", kl=0.1), own(tmp_path, body))
     config = replace(config, actor=replace(config.actor, ppo_mini_batch_size=2))
     (line,) = checked(config)
-    assert "is given 1 rows of 4, and each of its updates takes 4" in line
+    assert "got 1 of 4 rows, but each update requires 4" in line
 
 
 OPTIONS = """

@@ -81,7 +81,7 @@ def test_a_flow_that_ends_early_ends_the_run_as_its_last_step_does(
     assert trainer.step == 2 and latest is not None and latest.step == 2
     assert [record["step"] for record in records(trainer, "train")] == [1, 2]
     assert [record["step"] for record in records(trainer, "val")] == [0, 2]
-    assert "the flow has ended the run after step 2 of 9" in capsys.readouterr().out
+    assert "the flow ended the run after step 2 of 9" in capsys.readouterr().out
 
 
 def test_a_resumed_flow_that_has_ended_ends_at_once(tmp_path: Path) -> None:
@@ -172,14 +172,14 @@ def test_advantages_of_a_flow_are_trained_on(tmp_path: Path) -> None:
     [
         (
             OWN_ADVANTAGES.replace("VALUES", "np.where(np.arange(offsets[-1]) == 4, np.nan, 0)"),
-            r"step 1: the column advantages is not finite in row 1 of 8: the flow has made it so",
+            r"step 1: the flow set the column advantages to a non-finite value in row 1 of 8",
         ),
         (
             GRPO.replace(
                 "run.advantages(batch)",
                 "run.advantages(batch.with_columns(scores=batch['scores'] / 0))",
             ),
-            r"step 1: the column scores is not finite in row 0, 1, 2, 3, 4 and 3 more of 8",
+            r"step 1: the flow set the column scores to a non-finite value in row 0, 1, 2, 3, 4 and 3 more of 8",
         ),
         (
             GRPO.replace("    await run.pol", "    batch = batch.rows([0])\n    await run.pol"),
@@ -221,7 +221,7 @@ def test_a_flow_that_makes_no_call_for_long_is_named(
     fitted(trainer_of(following(config, own(tmp_path, body)), World()))
     said = capsys.readouterr().out.splitlines()
     found = [line for line in said if "without a call of the run" in line]
-    assert any(line.startswith("step 2: the flow has been in line 14 for") for line in found), said
+    assert any(line.startswith("step 2: the flow has been at line 14 for") for line in found), said
 
 
 def test_rows_that_are_left_out_have_no_token_that_counts(tmp_path: Path) -> None:
@@ -324,16 +324,16 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
         ),
         (
             BEGIN + "    await run.critic.values(batch)",
-            "run.critic is called, and the flow declares",
+            "run.critic is called, but the flow declares",
             2,
         ),
         (BEGIN + "    await run.samples()", "samples() is called twice in a step", 2),
-        (BEGIN + "    await run.sync()", "sync() comes after policy.update(batch)", 2),
-        (BEGIN + "    await run.all(batch)", "all(...) takes calls of roles", 2),
-        (BEGIN + "    await run.all()", "all(...) takes calls of roles", 2),
+        (BEGIN + "    await run.sync()", "sync() must be called after policy.update(batch)", 2),
+        (BEGIN + "    await run.all(batch)", "all(...) accepts only role calls", 2),
+        (BEGIN + "    await run.all()", "all(...) requires at least one role call", 2),
         (
             GRPO.replace("await run.policy.update(batch)", "run.later(run.policy.update(batch))"),
-            "later(...) takes an update of the critic",
+            "later(...): expected an update of the critic",
             4,
         ),
         (
@@ -343,14 +343,14 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
         ),
         (
             BEGIN + "    await run.policy.update(await run.policy.log_probs(batch))",
-            "the batch has no advantages; write `batch = run.advantages(batch)`",
+            "the batch has no advantages; call `batch = run.advantages(batch)`",
             2,
         ),
         (BEGIN + "    raise ValueError('mine')", "ValueError: mine", 2),
         (BEGIN + "    raise SystemExit(0)", "SystemExit: 0", 2),
         (BEGIN + "    batch['nothing']", "nothing", 2),
         ("await run.samples()", "samples() outside of a step", 0),
-        ("return None", "the flow has ended without a step", -2),
+        ("return None", "the flow ended without running a step", -2),
     ],
 )
 def test_what_a_flow_does_wrong_is_named_with_its_line(
@@ -390,7 +390,7 @@ def test_log_probs_of_a_step_are_not_those_of_the_next(tmp_path: Path) -> None:
     config = replace(config, actor=replace(config.actor, ppo_mini_batch_size=1))
     world = World()
     world.first_rows = N
-    with pytest.raises(FlowError, match=r"step 2: .*no pass has computed the log-probs"):
+    with pytest.raises(FlowError, match=r"step 2: .*the old log-probs have not been computed"):
         fitted(trainer_of(config, world))
 
 

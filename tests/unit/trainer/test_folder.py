@@ -98,7 +98,7 @@ def test_a_stranger_that_holds_an_old_lock_is_said_with_the_file_to_remove(folde
         fcntl.flock(stranger, fcntl.LOCK_EX)
         with (
             pytest.raises(
-                ConfigError, match=rf"something else keeps the lock: remove {lock_of(folder)}"
+                ConfigError, match=rf"another process holds the lock: remove {lock_of(folder)}"
             ),
             exclusive(folder),
         ):

@@ -141,7 +141,7 @@ def test_a_run_whose_folder_goes_away_stops_and_does_not_make_it_again(
     folder = made.session.folder
     made.session.know(DATA, None)
     with pytest.raises(
-        HybridFlowError, match=rf"{folder} is not there any more: it was renamed, moved or emptied"
+        HybridFlowError, match=rf"{folder} no longer exists: it was renamed, moved or emptied"
     ):
         block_on(made.fit())
     with pytest.raises(CheckpointError):

@@ -187,7 +187,7 @@ def test_what_computes_is_said_once_and_recorded(backend: str, warns: bool, tmp_
     said: list[str] = []
     actor: Any = Describing(backend)
     tell_backend(actor, RunConfig(), tmp_path, said.append)
-    assert said[0] == f"the policy computes with backend {backend}, megatron_core 0.16.1"
+    assert said[0] == f"the policy runs with backend {backend}, megatron_core 0.16.1"
     assert [line.startswith("warning: Transformer Engine") for line in said[1:]] == [True] * warns
     recorded = json.loads((tmp_path / "environment.json").read_text())
     assert recorded == {"cores": 2, "policy": {"backend": backend, "megatron_core": "0.16.1"}}

@@ -433,7 +433,7 @@ def test_a_critic_gradient_that_is_not_finite_stops_the_run(tmp_path: Path) -> N
     world = PpoWorld()
     with pytest.raises(
         HybridFlowError,
-        match=r"step 1: a gradient of the critic is not finite .*Lower critic\.optim\.lr",
+        match=r"step 1: a gradient of the critic is not finite .*Reduce critic\.optim\.lr",
     ):
         block_on(ppo_of(tmp_path, world, Critic(world, applied=False)).fit())
     assert "save" not in world.calls

@@ -110,7 +110,9 @@ def test_without_a_checkpoint_of_the_warm_start_a_loss_ends_the_run(tmp_path: Pa
     trainer = after_a_warm_start(tmp_path, world)
     block_on(trainer.session.store.wait())
     shutil.rmtree(trainer.session.folder / "checkpoints")
-    with pytest.raises(CheckpointError, match="no checkpoint holds the weights of the warm start"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint contains the weights of the warm start"
+    ):
         block_on(
             fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False))
         )
@@ -260,7 +262,7 @@ def test_a_role_that_only_computes_starts_again_within_the_step() -> None:
     found = block_on(frozen(workers, told).compute(ModelWorker.compute_ref_log_probs, rows()))
     assert found.jagged("prompt_ids").lengths.tolist() == [1, 2, 3, 1, 2, 3]
     assert (workers.num_calls, workers.restarts, filled) == (2, 1, [1])
-    assert told[0].startswith("the ranks of the reference start again: the worker process died")
+    assert told[0].startswith("restarting the ranks of the reference: the worker process died")
 
 
 def test_its_restarts_are_limited_and_an_error_of_living_ranks_is_none() -> None:
