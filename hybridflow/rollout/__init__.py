@@ -1,2 +1,1 @@
-"""Rollouts from the driver's side: requests, conversations, weight sync, engine recovery and
-evaluation."""
+"""Rollouts on the driver: requests, conversations, weight sync, engine recovery and evaluation."""

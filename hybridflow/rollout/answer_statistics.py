@@ -22,18 +22,18 @@ def answer_statistics(
 ) -> dict[str, float]:
     """Compute mean@N and, for k = 2, 4, 8, ... and N, best@k and worst@k.
 
-    Also pass@k (the share of prompts solved by one of k) if every score is 0 or 1, and maj@k if the
-    reward returned an `answer` or `pred` for every row.
+    Also pass@k (the share of prompts that at least one of k answers solves) if every score is 0 or
+    1, and maj@k if the reward returned an `answer` or `pred` for every row.
 
     Args:
-        scores: [P * N] the N answers of each prompt, consecutively.
+        scores: [P * N] scores, with each prompt's N answers in consecutive entries.
         samples: N.
         extras: [P * N] the reward's extra values.
     """
     scores_PN = np.asarray(scores, np.float64).reshape(-1, samples)
     answers = _answers(extras)
     is_binary = np.isin(scores_PN, (0.0, 1.0)).all()
-    # correct answers equal the ground truth, and so each other: 0.5 and 1/2
+    # all correct answers count as equal, in any notation: 0.5 and 1/2
     if answers is not None and is_binary:
         answers = [
             _RIGHT if score else answer

@@ -1,5 +1,5 @@
-"""Answers to prompts that are no rows of the dataset: those of a program, for people, and those
-of a flow, for training."""
+"""Answers to prompts from outside the dataset: a program's prompts, answered as text, and a flow's
+prompts, answered as training samples."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ async def answer(
     prompts: Sequence[Prompt],
     max_new_tokens: int | None = None,
 ) -> list[str]:
-    """The text of an answer to each prompt, sampled as in validation; of a conversation its last
-    one.
+    """Return the text of one answer per prompt, sampled as in validation. For a conversation it is
+    the last answer.
 
     Raises:
         DataError: a prompt is malformed, or longer than `data.max_prompt_length`.
@@ -48,8 +48,8 @@ async def samples(
     prompts: Sequence[Prompt],
     n: int,
 ) -> DataProto:
-    """`n` samples of each prompt as rows to train on, sampled with `rollout.sampling`: the columns
-    of `Rollouts.batch`, prompt_ids, uid (the same for the samples of a prompt) and response_text.
+    """Generate `n` training samples per prompt with `rollout.sampling`. Returns the columns of
+    `Rollouts.batch`, prompt_ids, uid (equal for samples of the same prompt) and response_text.
 
     Raises:
         DataError: a prompt is malformed, or longer than `data.max_prompt_length`.
@@ -69,7 +69,7 @@ def _texts(answered: DataProto, tokenizer: Tokenizer) -> list[str]:
 
 
 def _batch(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: DataConfig) -> DataProto:
-    """Rows as `PromptDataset.batch` makes them."""
+    """Build rows like those of `PromptDataset.batch`."""
     encoder = AnswerEncoder(tokenizer, config, {})
     ids = []
     for number, prompt in enumerate(prompts):
@@ -77,8 +77,8 @@ def _batch(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: DataConfig) 
         rows = encoder.encode(Row("prompts", number, {config.prompt_key: text})).rows
         if not rows:
             raise DataError(
-                f"prompts, row {number}: the prompt has more than data.max_prompt_length="
-                f"{config.max_prompt_length} tokens; shorten it"
+                f"prompts, row {number}: the prompt is longer than "
+                f"data.max_prompt_length={config.max_prompt_length} tokens; shorten it"
             )
         ids.append(np.array(rows[0]["prompt_ids"], np.int64))
     count = len(prompts)

@@ -14,7 +14,8 @@ _OF_TOKENS = ("response_ids", "response_mask", "rollout_log_probs", "response_ve
 
 
 def free_routes(config: RunConfig, tokens: int) -> np.ndarray:
-    """Return unknown experts of the policy's layers for this many tokens (`batch.routes`)."""
+    """Return routes marked as unknown for this many tokens, in all of the policy's layers
+    (`batch.routes`)."""
     sizes = derived.hf_config(config.model)
     return unknown_routes(
         tokens, int(sizes["num_hidden_layers"]), int(sizes["num_experts_per_tok"])
@@ -39,8 +40,8 @@ def joined(begun: DataProto, rest: DataProto) -> DataProto:
         columns[name] = Jagged.from_rows(rows, before.values.dtype)
     versions = [str(row[-1]) if len(row) else "" for row in columns["response_versions"]]
     columns["weight_version"] = np.array(versions, dtype=object)
-    # the second engine has processed the prompt and the first part, and returns the experts of all
-    # tokens
+    # the second engine has processed the prompt and the first part, so it returns the experts of
+    # all tokens
     if ROUTES in rest:
         columns[ROUTES] = rest.jagged(ROUTES)
     return DataProto.from_columns(columns)

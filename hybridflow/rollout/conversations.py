@@ -52,13 +52,13 @@ from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
 # in addition to those of `Rollouts.batch`: the response for the reward (the last answer), the
-# messages after the prompt, the number of answers and of tool calls, the error of the agent loop
-# (None: no error), and the loop's rewards, if it gives any
+# messages after the prompt, the numbers of answers and tool calls, and the agent loop's error
+# (None: no error)
 COLUMNS = ("answer_text", "messages", "turns", "tool_calls", "agent_failure")
 TURN_REWARDS = "turn_rewards"
 _SAMPLED = ("response_ids", "rollout_log_probs", "response_versions")
 _ROW = ("data_source", "ground_truth", "extra_info")
-SINGLE_TURN = "single_turn"  # the loop that needs no conversation
+SINGLE_TURN = "single_turn"  # the loop without conversations
 _POLL_S = 0.25
 # while no engine is busy: maximum wait for busy environments and programs, and polling interval
 _TOGETHER_S = 2.0
@@ -88,13 +88,13 @@ class _Sample:
     task: asyncio.Task[None] = field(init=False)
 
     def done(self) -> bool:
-        """Return whether the conversation has ended."""
+        """Return True if the conversation has ended."""
         return self.task.done()
 
 
 class Conversations:
-    """`Engines` whose samples are conversations: an agent loop each, as a task of the driver's
-    event loop.
+    """`Engines` whose samples are conversations: each is an agent loop that runs as a task in the
+    driver's event loop.
 
     Args:
         engines: answer the conversations' requests.
@@ -103,7 +103,7 @@ class Conversations:
 
     Raises:
         ConfigError: an entry of `rollout.agent` cannot be found.
-        DataError: the chat template cannot show an observation after an answer.
+        DataError: the chat template cannot render an observation after an answer.
     """
 
     def __init__(
@@ -219,12 +219,12 @@ class Conversations:
         failed = [one.failure for one in found if one.failure]
         if failed and len(failed) == len(found):
             raise HybridFlowError(
-                f"rollout.agent.loop={self.agent.loop} failed in all {len(failed)} conversations, "
-                f"the first with: {failed[0]}"
+                f"rollout.agent.loop={self.agent.loop} failed in all {len(failed)} conversations; "
+                f"first error: {failed[0]}"
             )
         if failed:
             _log.warning(
-                "%d of %d conversations failed, the first: %s", len(failed), len(found), failed[0]
+                "%d of %d conversations failed; first error: %s", len(failed), len(found), failed[0]
             )
         batch = as_batch(found, with_rewards=self._agent_loop.gives_rewards)
         is_training = any(one.training for one in samples)
@@ -391,7 +391,7 @@ class Conversations:
         if time.monotonic() - self._moved_at < self.agent.timeout_s or not self.engines.is_idle:
             return
         for one in self._going_on.values():
-            one.conversation.failure = f"nothing happened for {self.agent.timeout_s:g} s"
+            one.conversation.failure = f"no progress for {self.agent.timeout_s:g} s"
             one.task.cancel()
 
 

@@ -82,7 +82,7 @@ def dump_batch(
     Token columns are read a few rows at a time.
 
     Args:
-        made_with: the run's `identity`.
+        made_with: `identity` of the run that produced the samples.
     """
     names = [name for name in batch.columns if name not in _NOT_DUMPED]
     pieces = batch.pieces(names)
@@ -155,7 +155,8 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _runs(values: np.ndarray) -> list[list[int]]:
-    """Run-length encode values as [value, length]: thousands of tokens have one or two versions."""
+    """Run-length encode values as [value, length], because thousands of tokens share one or two
+    versions."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     lengths = np.diff(starts, append=len(values))
     return np.stack([values[starts], lengths], 1).tolist()
@@ -200,14 +201,14 @@ class Dumps:
             there = ", ".join(map(str, sorted(self._files))) or "none"
             raise DataError(
                 f"trainer.rollouts_from={self.path}: this run continues with step {step + 1}, but "
-                f"there is no dump of it (steps with a dump: {there}); begin from the checkpoint "
-                "of the step before the first dump"
+                f"it has no dump of that step (steps with a dump: {there}); start from the "
+                "checkpoint of the step before the first dump"
             )
         return last
 
     def check(self, after: int) -> None:
-        """Read the dump of the step after this one, before anything is started. Errors are those of
-        the methods below."""
+        """Read the dump of the step after this one, before anything is started. Raises like
+        `last_after` and `batch`."""
         self.last_after(after)
         self.batch(after + 1)
 
@@ -216,16 +217,16 @@ class Dumps:
         batch = read_batch(self._files[step], self.made_with)
         if len(batch) != self.rows:
             raise DataError(
-                f"{self._files[step]} holds {len(batch)} samples, and a step of this run has "
-                f"{self.rows} (data.train_batch_size x rollout.n); set these as they were in the "
+                f"{self._files[step]} contains {len(batch)} samples, but a step of this run has "
+                f"{self.rows} (data.train_batch_size x rollout.n); set these to the values of the "
                 "run that wrote it"
             )
         if (SUPPORT[0] in batch) != self.with_support:
             raise DataError(
                 f"{self._files[step]} was sampled "
-                f"{'from all' if self.with_support else 'among some'} tokens of the vocabulary, "
-                "and this run's rollout.sampling says otherwise: set top_p, top_k and min_p as "
-                "they were in the run that wrote it"
+                f"{'from the whole' if self.with_support else 'from a truncated'} vocabulary, "
+                "which contradicts this run's rollout.sampling; set top_p, top_k and min_p to the "
+                "values of the run that wrote it"
             )
         return batch
 
@@ -234,40 +235,40 @@ def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
     """Read the batch of a dump as it was before training: prompts, responses and scores.
 
     Raises:
-        DataError: the file is missing, truncated or damaged; has no tokens; or belongs to another
-            model or tokenizer than `made_with`.
+        DataError: the file is missing, truncated or damaged, has no tokens, or comes from a model
+            or tokenizer other than `made_with`.
     """
     held = read_parquet(path)
     if missing := [name for name in _NEEDED if name not in held]:
         raise DataError(
-            f"{path} has no {', '.join(missing)}, so it cannot be trained on; give rollouts/ of a "
-            "run that this version wrote"
+            f"{path} has no {', '.join(missing)}, so it cannot be trained on; use the rollouts/ "
+            "folder of a run of this version"
         )
     theirs = held.meta.get(MADE_WITH, {})
     for name, ours in made_with.items():
         if theirs.get(name) != ours:
             raise DataError(
-                f"{path} is a dump of another {'tokenizer' if name == 'tokenizer' else 'model'}: "
-                f"{name} is {theirs.get(name)} there and {ours} in this run"
+                f"{path} comes from another {'tokenizer' if name == 'tokenizer' else 'model'}: its "
+                f"{name} is {theirs.get(name)}, this run's is {ours}"
             )
     try:
         _check_tokens(held, int(made_with.get("vocab_size", np.iinfo(np.int64).max)))
         return DataProto.from_columns(_trained_columns(held))
     except (SchemaError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path}: damaged, or no dump of rollouts: {error}") from error
+        raise DataError(f"{path}: damaged, or not a rollout dump: {error}") from error
 
 
 def _check_tokens(held: DataProto, vocab_size: int) -> None:
-    """Raise ValueError for tokens outside the vocabulary and for invalid numbers. An intact file
-    may still not be a dump."""
+    """Raise ValueError for tokens outside the vocabulary and for invalid numbers. An intact Parquet
+    file may still not be a dump."""
     for name in ("prompt_ids", "response_ids"):
         ids = held.jagged(name).values
         if not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"{name} are {ids.dtype}, not whole numbers")
+            raise ValueError(f"{name} must be integers, got {ids.dtype}")
         wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if len(wrong):
             raise ValueError(
-                f"{name} has the token {ids[wrong[0]]}, which the model's vocabulary does not have"
+                f"{name} contains the token {ids[wrong[0]]}, which is not in the model's vocabulary"
             )
     log_probs = held.jagged("rollout_log_probs").values
     scores = held.dense("score")
@@ -275,13 +276,16 @@ def _check_tokens(held: DataProto, vocab_size: int) -> None:
         scores.dtype, np.floating
     ):
         raise ValueError(
-            f"rollout_log_probs are {log_probs.dtype}, scores {scores.dtype}, not numbers"
+            f"rollout_log_probs and scores must be floating point, got {log_probs.dtype} and "
+            f"{scores.dtype}"
         )
     if np.isnan(log_probs).any() or (log_probs > _MOST_LOG_PROB).any():
-        raise ValueError("rollout_log_probs has a value that is no logarithm of a probability")
+        raise ValueError(
+            "rollout_log_probs contains a value that is not the logarithm of a probability"
+        )
     mask = held.jagged(RESPONSE_MASK).values.reshape(-1, 2)[:, 0]
     if not np.isin(mask, (0, 1)).all():
-        raise ValueError(f"{RESPONSE_MASK} has a value that is neither 0 nor 1")
+        raise ValueError(f"{RESPONSE_MASK} contains a value other than 0 and 1")
 
 
 def _trained_columns(held: DataProto) -> dict[str, Column]:
@@ -323,8 +327,8 @@ def _from_runs(runs: Jagged, lengths: np.ndarray, kind: type) -> Jagged:
     """Decode rows of [value, run length] to one value per token."""
     pairs = runs.values.reshape(-1, 2)
     if (pairs[:, 1] < 1).any() or (pairs[:, 1] > lengths.max(initial=0)).any():
-        raise ValueError("a run of tokens is longer than any response, or empty")
+        raise ValueError("a token run is empty, or longer than any response")
     counted = np.add.reduceat(np.append(pairs[:, 1], 0), runs.offsets[:-1]) * (runs.lengths > 0)
     if not np.array_equal(counted, lengths):
-        raise ValueError("the runs of tokens do not add up to the lengths of the responses")
+        raise ValueError("the token runs do not add up to the response lengths")
     return Jagged.from_lengths(np.repeat(pairs[:, 0], pairs[:, 1]).astype(kind), lengths)

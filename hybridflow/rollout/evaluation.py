@@ -33,10 +33,10 @@ SCORING = DataflowStep(
     ("response_text", "scores"),
 )
 
-# ReMax compares with the answer sampled with validation's settings, which must be greedy
+# ReMax's baseline is sampled with the validation settings, which must be greedy
 GREEDY = DataflowStep("greedy answers", ("prompt_ids",), ("greedy_scores",))
 
-# at the end of a prompt: enough for a marker that opens the thinking, spelled out or not
+# tokens at the end of a prompt; enough for a marker that opens the thinking
 _MARKER_TOKENS = 16
 
 
@@ -103,7 +103,7 @@ class Scorer:
         return parts
 
     def _facts(self, batch: DataProto) -> list[dict[str, Any]]:
-        """Return the facts about each row's prompt that the reward needs."""
+        """Return the information about each row's prompt that the reward needs."""
         reads_prompt = self.rewards.reads_prompt
         reads_thinking = self.rewards.reads_thinking
         found: list[dict[str, Any]] = [{} for _ in range(len(batch))]
@@ -170,7 +170,7 @@ def _loop_result(rewards: Sequence[float], weight: float) -> ScoreResult:
     try:
         return result_of({"score": sum(rewards), TURN_REWARDS: rewards}, weight)
     except ValueError as error:
-        return ScoreResult(0.0, failure=f"the agent loop gave {error}")
+        return ScoreResult(0.0, failure=f"the agent loop returned {error}")
 
 
 def _loop_scores(config: RewardConfig) -> bool:
@@ -179,7 +179,7 @@ def _loop_scores(config: RewardConfig) -> bool:
 
 
 def sources_to_score(config: RunConfig, *datasets: Prompts | PreferenceDataset) -> list[str]:
-    """Return the data sources that need a verifier: none if the agent loop gives the rewards."""
+    """Return the data sources that need a verifier; none if the agent loop provides the rewards."""
     if LOOPS.get(config.rollout.agent.loop).gives_rewards and _loop_scores(config.reward):
         return []
     return [source for dataset in datasets for source in dataset.data_sources]
@@ -282,7 +282,8 @@ class Validator:
 
 
 def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
-    """Mark further rows as failed, [B] a text or None. Their score becomes 0."""
+    """Mark more rows as failed. `texts` [B] has the reason for each, or None. Their score becomes
+    0."""
     before = batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
     merged = [old if old is not None else new for old, new in zip(before, texts, strict=True)]
     scores = np.where([text is None for text in texts], batch["scores"], np.float32(0.0))
@@ -290,9 +291,9 @@ def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
 
 
 def without_failed(batch: DataProto, policy: str) -> DataProto:
-    """With `reward.on_failure` = `drop`, exclude failed rows from training: they keep no sampled
-    token, and get the mean score of their group's other rows, which leaves the group's mean
-    unchanged."""
+    """With `reward.on_failure` = `drop`, exclude failed rows from training: their tokens are
+    masked, and their score becomes the mean of their group's other rows, which leaves the group's
+    mean unchanged."""
     if policy != "drop" or "reward_failure" not in batch:
         return batch
     failed = np.array([text is not None for text in batch["reward_failure"]])

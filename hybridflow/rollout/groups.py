@@ -1,18 +1,18 @@
-"""Selection of the groups that a step trains: a buffer between engines that generate continuously
-and a policy that changes.
+"""Selection of the groups that a step trains on: a buffer between continuously generating engines
+and a changing policy.
 
-A group is a prompt with its samples. At the start of a step, prompts for it and for some later
-steps are submitted, and the step takes groups that have finished. An answer may take the time of
-`trainer.max_staleness` steps; a step waits for one that takes longer, so no trained token is older
-than that many versions. With 0 a step waits for everything that it submits.
+A group is a prompt with its samples. At the start of a step, prompts for this and some later steps
+are submitted, and the step trains on groups that have finished. An answer may take up to
+`trainer.max_staleness` steps; a step waits for an answer that takes longer, so no trained token is
+older than that many versions. With 0 a step waits for everything that it submits.
 
 The prefetch depth is `trainer.steps_ahead`. By default it is the mean time, in steps without
-waiting, that the groups trained last took to finish: by Little's law the groups of that many steps
-are in flight when a step starts, so those of one more step have finished. Samples are thus no older
+waiting, that the last trained groups took to finish. By Little's law, that many steps' groups are
+in flight when a step starts, so one more step's groups have finished. Samples are thus no older
 than needed to keep the trainer busy.
 
 With `trainer.tail_batching` (RollPacker, arXiv 2509.21009) a step of a synchronous run submits more
-prompts than it trains, takes the groups that finish first and aborts the others. Once a step's
+prompts than it trains on, uses the groups that finish first and aborts the others. Once a step's
 worth of prompts has been aborted, one step (a long round) generates only these, from their first
 token on, and waits for all of them.
 """
@@ -59,7 +59,7 @@ class _Group:
     steps: float = 0.0
 
     def done(self) -> bool:
-        """Return whether all samples have ended."""
+        """Return True if all samples have ended."""
         return all(one.done() for one in self.samples)
 
 
@@ -98,7 +98,7 @@ class Groups:
     """The groups that have not been trained yet.
 
     Args:
-        keep: moves token columns created by the driver to the store of workers and engines.
+        keep: moves token columns created on the driver to the object store for workers and engines.
         scorer: scores each group as soon as it ends, while engines generate others.
         clock: seconds.
     """
@@ -261,7 +261,7 @@ class Groups:
         }
 
     def _kept(self, made_by: int, versions: list[int], version: int) -> int:
-        """Return the version of a group that was submitted at that of `made_by`; -1 if it could be
+        """Return `made_by`, the version at which a group was submitted, or -1 if the group might be
         trained too late, after all groups of the same age."""
         steps = (sum(one <= made_by for one in versions) - 1) // self.config.data.train_batch_size
         return made_by if version + steps - made_by <= self.config.trainer.max_staleness else -1
@@ -289,7 +289,7 @@ class Groups:
             )
 
     def _taken_up(self, count: int, version: int) -> tuple[list[int], DataProto | None]:
-        """Return the versions of this many prompts being submitted, and the partial answers that an
+        """Return the versions for `count` prompts being submitted, and the partial answers that an
         earlier process recorded for them."""
         if self._begun is None:
             return [version] * count, None
@@ -332,8 +332,8 @@ class Groups:
         """Return the rows of a round with tail batching, where `still` prompts remain to be
         trained.
 
-        These are the aborted ones once they fill a step, else new ones; never more in total than
-        remain to be trained.
+        These are aborted prompts once they fill a step, otherwise new ones; in total never more
+        than remain to be trained.
         """
         size = self.config.data.train_batch_size
         waiting = len(self._cut_off)

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 
 class InProcessRollouts(Requests):
-    """`Rollouts` and `WeightSync` over one engine, which computes in the driver's thread while
-    answers are awaited.
+    """`Rollouts` and `WeightSync` for one engine that computes in the driver's thread while answers
+    are awaited.
 
     Args:
         engine: a started engine.
-        copy_weights: writes the policy's current weights into the given tensors; returns the bytes.
+        copy_weights: writes the policy's current weights into the given tensors; returns the bytes
+            copied.
         stop_ids: tokens that end a response.
     """
 
@@ -70,8 +71,8 @@ class InProcessRollouts(Requests):
     async def _collect(
         self, training: bool, engines: Sequence[int], wait_s: float
     ) -> Sequence[DataProto]:
-        """Run the oldest batch of requests. With tail batching, run as many as the engine handles
-        at a time, so that aborted ones cost nothing."""
+        """Run the oldest batch of requests. With tail batching, run only as many as the engine
+        handles concurrently, so that aborted requests cost nothing."""
         number = next(
             (n for n, (asked_training, _) in enumerate(self._asked) if asked_training == training),
             None,
@@ -96,7 +97,7 @@ class InProcessRollouts(Requests):
         return []  # the engine runs only inside `_collect`, so nothing is in flight
 
     async def _leave_out_lost(self, answers: int) -> None:
-        raise EngineError(f"{answers} answers were interrupted in the engine of this process")
+        raise EngineError(f"{answers} answers were interrupted in this process's engine")
 
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
         wanted = [ticket for part in tickets.values() for ticket in part]

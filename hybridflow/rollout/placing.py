@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 
 
 def shares(tokens: Sequence[int], owed: Mapping[int, int]) -> list[int]:
-    """Return the engine of each piece of work, in order.
+    """Return the engine for each piece of work, in order.
 
-    Engines are filled one after another to the level at which all have equal work, so that
-    consecutive pieces stay together, and equal pieces on idle engines are split as evenly as whole
-    pieces allow.
+    Engines are filled one after another up to an equal load, so that consecutive pieces stay
+    together. Equal pieces on idle engines are split as evenly as whole pieces allow.
 
     Args:
         tokens: maximum tokens of each piece.

@@ -16,7 +16,7 @@ class Sample(Protocol):
     """A prompt's answer in progress."""
 
     def done(self) -> bool:
-        """Return whether it has ended."""
+        """Return True if it has ended."""
 
 
 class Rollouts(Protocol):
@@ -37,12 +37,12 @@ class Rollouts(Protocol):
             training: sample with `rollout.sampling`, and return routed_experts if they are
                 replayed; else with `rollout.val_sampling`, or with the entry of `data.val_sets`
                 named in the column `VAL_SET`.
-            begun: result of `begun` for such samples, possibly from another process, with `row`
-                [b], their row of `prompts`: they continue from there.
+            begun: partial answers to continue, from `begun`, possibly of another process; `row` [b]
+                is their row in `prompts`.
         """
 
     async def advance(self) -> None:
-        """Wait briefly for answers, and send requests that engines have room for."""
+        """Send requests for which engines have room, and wait briefly for answers."""
 
     async def answers(self, samples: Sequence[Any]) -> DataProto:
         """Wait until all samples have ended, and return their `batch`."""
@@ -69,16 +69,17 @@ class Rollouts(Protocol):
         """Release the device memory."""
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate the memory of `weights` or `kv_cache`; weights come with the next sync."""
+        """Reallocate the memory of `weights` or `kv_cache`; weights are empty until the next
+        sync."""
 
     async def close(self) -> None:
-        """Stop the tasks of this process, without telling the engines."""
+        """Stop this process's tasks without notifying the engines."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The result of a sync: seconds, bytes of weights that reached engines, and the reason for each
-    engine that was left out."""
+    """The result of a sync: seconds, bytes of weights received by engines, and the reason for each
+    excluded engine."""
 
     version: int
     seconds: float
@@ -98,11 +99,11 @@ class WeightSync(Protocol):
     """Transfers the policy's weights to the engines."""
 
     async def sync(self, version: int) -> SyncReport:
-        """Transfer the weights. Afterwards every engine that gets requests uses them, and reports
-        their version as weight_version.
+        """Transfer the weights. Afterwards every engine serving requests uses the new weights, and
+        reports their version as weight_version.
 
         Raises:
-            WeightSyncError: no engine could take them.
+            WeightSyncError: no engine could load them.
         """
 
 

@@ -1,4 +1,4 @@
-"""Recorded pairs of answers in place of generated groups: a step reads its batch and generates
+"""Recorded pairs of answers instead of generated groups: a step reads its batch and generates
 nothing."""
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class RecordedPairs:
         )
 
     async def of_prompts(self, prompts: Sequence[Prompt], n: int) -> DataProto:
-        """Raise FlowError: engines answer held-out prompts alone."""
+        """Raise FlowError: engines answer only held-out prompts."""
         raise FlowError("generate(...): the answers are recorded (data.answers=pairs)")
 
     def last_after(self, step: int) -> int | None:
-        """Return None: pairs repeat in each epoch without an end."""
+        """Return None: pairs repeat every epoch without end."""
         return None
 
     def dump(self, folder: Path, step: int, batch: DataProto) -> None:

@@ -1,5 +1,5 @@
-"""Recovery within a step when no engine is left: engines and their workers restart and receive the
-same weights.
+"""Recovery within a step when no engine is left: engines and their workers are restarted and
+receive the same weights.
 
 The policy has not changed since the last sync, so the new engines get the same version, and
 unfinished requests are sent again. While another engine is alive, `EngineGroup` uses that one
@@ -49,8 +49,8 @@ class RestartingSync:
         sync.
 
         Raises:
-            HybridFlowError: the loss, if `max_restarts` are used up; or the error of a restart:
-                engines have `rollout.start_timeout_s` to start.
+            HybridFlowError: the loss, if `max_restarts` is used up, or an error during a restart;
+                engines must start within `rollout.start_timeout_s`.
         """
         if self._version < 0 or (isinstance(error, WorkerError) and self.engines.workers_alive()):
             raise error
@@ -65,7 +65,7 @@ class RestartingSync:
             try:
                 return await self.weights.sync(version)
             except WorkerError as error:
-                if self.engines.workers_alive():  # then a rank of the policy was lost
+                if self.engines.workers_alive():  # a rank of the policy was lost instead
                     raise
                 await self._restart(error)
 

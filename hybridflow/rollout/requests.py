@@ -42,10 +42,10 @@ class Request:
         order: requests of the same round are scheduled in this order, and those of one `group`
             together.
         most: tokens that may still be sampled.
-        prompts, row: the prompt is this row of a batch, which may be in the object store.
+        prompts, row: the batch, possibly in the object store, and its row that is the prompt.
         tokens: the prompt, if it is in this process instead.
-        begun: tokens sampled by lost engines, which are then part of the prompt.
-        answer: the answer is this row of a batch; None until it has ended.
+        begun: tokens sampled by lost engines; they become part of the prompt.
+        answer: the batch and its row that is the answer; None until it has ended.
         is_over: resolved with the answer, if a task of this process awaits it.
     """
 
@@ -64,18 +64,18 @@ class Request:
     is_over: asyncio.Future[None] | None = None
 
     def done(self) -> bool:
-        """Return whether the answer has ended."""
+        """Return True if the answer has ended."""
         return self.answer is not None
 
     def prompt(self) -> DataProto:
-        """The prompt as a batch of one row."""
+        """Return the prompt as a batch of one row."""
         if self.prompts is None:
             return _tokens_of([self])
         return self.prompts.rows(np.array([self.row]))
 
 
 class Requests(ABC):
-    """`Engines` whose samples are single requests; the part shared by all engine services.
+    """`Engines` whose samples are single requests; the base class of all engine services.
 
     Attributes:
         recover: awaited with the error when no engine is left, or workers are lost; raises if there
@@ -189,12 +189,12 @@ class Requests(ABC):
     # ---- rounds
 
     async def advance(self) -> None:
-        """Send requests that engines have room for, and wait briefly for answers. Concurrent
+        """Send requests for which engines have room, and wait briefly for answers. Concurrent
         callers share the round.
 
         Raises:
             EnginesLostError: no engine is left. The requests wait until one has received weights.
-            EngineError: a live engine rejected a request.
+            EngineError: a running engine rejected a request.
         """
         if self._round is None or self._round.done():
             self._round = asyncio.ensure_future(self._advance())
@@ -316,8 +316,8 @@ class Requests(ABC):
         for one in self._under_way.values():
             if one.engine in owed:
                 owed[one.engine] += one.most
-        # A single engine gets everything: no other could be free earlier, and none is sent while
-        # the policy trains.
+        # A single engine gets everything: no other engine could be free earlier, and nothing is
+        # sent while the policy trains.
         sets = _RUNNING_SETS * (1 + self.config.trainer.max_staleness)
         room = sets * self.config.rollout.max_running_requests * len(owed) - len(self._under_way)
         groups: list[list[Request]] = []
@@ -372,7 +372,7 @@ class Requests(ABC):
         for row, (number, reason) in enumerate(zip(numbers, reasons, strict=True)):
             one = self._under_way.pop(number, None)
             if one is None:
-                continue  # it was aborted
+                continue  # aborted
             if one.begun is None and reason != CUT_SHORT:
                 self._end(one, answers, row)
                 continue
@@ -391,8 +391,8 @@ class Requests(ABC):
             one.is_over.set_result(None)
 
     def _goes_on(self, one: Request, begun: DataProto, added: DataProto) -> bool:
-        """Make a request continue from its last token. Returns False if it has ended with that
-        token."""
+        """Make a request continue after its last token. Returns False if that token already ended
+        it."""
         one.most -= int(added.lengths("response_ids")[0])
         # the engine was lost after the last token but before reporting the end
         if one.most < 1:
@@ -404,7 +404,7 @@ class Requests(ABC):
         return True
 
     def _ask_again(self) -> None:
-        """Queue all requests in flight again: their workers are gone."""
+        """Queue all requests in flight again, because their workers are lost."""
         lost = list(self._under_way.values())
         self._under_way = {}
         self._waiting.extendleft([one] for one in reversed(lost))
@@ -428,8 +428,7 @@ class Requests(ABC):
 
     @abstractmethod
     def _serving(self) -> Sequence[int]:
-        """Return the engines that accept requests, at least one. Raises EnginesLostError if there
-        is none."""
+        """Return the engines that accept requests. Raises EnginesLostError if there is none."""
 
     @abstractmethod
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:

@@ -1,8 +1,8 @@
 """Selection of a step's samples: groups with equal scores are replaced, truncated answers are
 excluded.
 
-An excluded sample keeps its row, so that every step has the same number of rows, but no token of
-its `response_mask`: it then enters no loss and no statistic.
+An excluded sample keeps its row, so that every step has the same number of rows, but its
+`response_mask` is cleared, so that it enters no loss and no statistic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybridflow.data.micro_batches import RESPONSE_MASK
 
 
 def sampled_tokens(batch: DataProto) -> np.ndarray:
-    """Return [B] the number of sampled tokens of each response that count."""
+    """Return [B]: the number of unmasked sampled tokens in each response."""
     mask = batch.jagged(RESPONSE_MASK)
     sums = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
     return sums[mask.offsets[1:]] - sums[mask.offsets[:-1]]
@@ -36,7 +36,7 @@ def without_overlong(batch: DataProto) -> DataProto:
 
 
 def groups_that_differ(batch: DataProto) -> np.ndarray:
-    """Return the ids (`uid`) of groups in which two samples that count have different scores, in
+    """Return the ids (`uid`) of groups in which two unmasked samples have different scores, in
     order of appearance.
 
     In any other group all group-relative advantages are 0.
@@ -62,8 +62,8 @@ class DynamicSampling:
     """Collects groups with different scores for a step, over at most `algorithm.dynamic_sampling`
     batches (DAPO, arXiv 2503.14476, section 3.2).
 
-    If these do not suffice, groups with equal scores fill up the step, so that its number of rows
-    is constant. `metrics` has the amounts discarded.
+    If these are not enough, groups with equal scores fill the step, so that its number of rows is
+    constant. `metrics` contains the amounts discarded.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -77,7 +77,7 @@ class DynamicSampling:
         """Return the rows of the step, or None if another batch of prompts must be answered first.
 
         Args:
-            batch: answered and scored; its `uid` count from 0.
+            batch: answered and scored, with `uid` starting at 0.
         """
         if not self.rounds:
             return batch
@@ -110,8 +110,8 @@ class DynamicSampling:
 
 
 def _alike(parts: list[DataProto]) -> list[DataProto]:
-    """Give the batches the same columns: some rewards return extra values, or fail, only in some
-    batches."""
+    """Add missing columns so that all batches have the same: some rewards return extra values, or
+    fail, only in some batches."""
     names = {name for part in parts for name in part.columns}
     found = []
     for part in parts:

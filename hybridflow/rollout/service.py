@@ -1,5 +1,5 @@
-"""The loop's rollout service over the engines' workers: which engines accept requests, and recovery
-when one is lost."""
+"""The loop's rollout service on top of the engines' workers: selection of engines that accept
+requests, and recovery when one is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
-# for calls that do not depend on an engine, except for a probe of one that does not answer
+# for calls that do not wait for an engine, except to probe one that does not respond
 _CALL_S = 120.0
 _COLLECT = {
     Extras(): RolloutWorker.collect,
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 
 
 class EngineGroup(Requests):
-    """`Engines` over the workers of the engines.
+    """`Engines` on top of the engines' workers.
 
     Args:
         group: one worker per engine (`RolloutWorker`).
         stop_ids: tokens that end a response.
-        others: for engines over several nodes, the workers on all nodes but the first
+        others: for multi-node engines, the workers on all nodes except the first
             (`RolloutNodeWorker`).
     """
 
@@ -68,7 +68,7 @@ class EngineGroup(Requests):
             await self.wait_ready()
 
     async def wait_ready(self) -> None:
-        """Wait until all engines serve."""
+        """Wait until all engines serve requests."""
         if self._ready is not None:
             await self._ready
             self._ready = None
@@ -99,8 +99,8 @@ class EngineGroup(Requests):
         Engines that have died are restarted.
 
         Raises:
-            WorkerError: a worker is lost. Without the worker of another node an engine cannot
-                restart, and would wait in vain.
+            WorkerError: a worker is lost. Without its worker on another node an engine could not
+                restart, and would wait forever.
         """
         if self.others is not None:
             await self.others.call(RolloutNodeWorker.is_following, timeout=60)
@@ -110,11 +110,11 @@ class EngineGroup(Requests):
         return states
 
     def quarantine(self, stale: Mapping[int, str]) -> None:
-        """Exclude exactly these engines from requests; `stale` has the reasons."""
+        """Exclude exactly these engines from requests. `stale` contains the reasons."""
         for number in sorted(stale.keys() - self.stale.keys()):
-            _log.warning("engine-%d gets no more requests: %s", number, stale[number])
+            _log.warning("engine-%d is excluded from requests: %s", number, stale[number])
         for number in sorted(self.stale.keys() - stale.keys()):
-            _log.info("engine-%d gets requests again", number)
+            _log.info("engine-%d accepts requests again", number)
         self.stale = dict(stale)
 
     async def sleep(self) -> None:
@@ -140,7 +140,7 @@ class EngineGroup(Requests):
         healthy = [number for number in range(self.group.world_size) if number not in self.stale]
         if not healthy:
             raise EnginesLostError(
-                f"no engine is left that could answer: {'; '.join(self.stale.values())}"
+                f"no engine is left to serve requests: {'; '.join(self.stale.values())}"
             )
         return healthy
 
@@ -167,7 +167,8 @@ class EngineGroup(Requests):
             answers: list[DataProto] = await self.group.call(method, timeout=_CALL_S, only=engines)
         except WorkerError as error:  # the next round will also raise it
             _log.warning(
-                "the partial answers cannot be read from the engines, and are not saved: %s", error
+                "could not read the partial answers from the engines, so they are not saved: %s",
+                error,
             )
             return []
         return answers
@@ -198,7 +199,7 @@ class EngineGroup(Requests):
             )
         except WorkerError:
             if self.workers_alive():
-                raise  # requests at lost workers have ended with them
+                raise  # lost workers have lost their requests too
 
     async def _forget(self, engines: Sequence[int]) -> None:
         await self.group.call(RolloutWorker.forget_requests, timeout=_CALL_S, only=engines)

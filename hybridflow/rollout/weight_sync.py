@@ -1,8 +1,8 @@
 """A weight sync to all engines: selection, retries, and exclusion until the next sync.
 
 Each engine is a separate transaction (`Engine.receive`), driven by its worker while the policy's
-ranks send. An engine whose transaction fails stays paused and gets no requests; the others
-continue. An engine that has died is restarted by its worker and takes a later order.
+ranks send. An engine whose transaction fails stays paused and receives no requests; the others
+continue. An engine that has died is restarted by its worker and receives weights in a later sync.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from hybridflow.sync.transports.base import TRANSPORTS, Endpoint
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.rollout import RolloutWorker
 
-_MOST_SLOTS = 8  # more would not fit into the cache and bring no gain
-_MARGIN_S = 30.0  # added to the deadlines inside a call, whose messages are better
+_MOST_SLOTS = 8  # more would not fit in the cache and would not help
+# added to deadlines inside a call, so that those expire first: their messages are better
+_MARGIN_S = 30.0
 
 
 class SliceSync:
-    """`WeightSync` using a plan that is proven before the first step: each slice goes from a rank
-    that has it to the engine rank that needs it."""
+    """`WeightSync` using a plan that is verified before the first step: each slice is sent from a
+    rank that has it to the engine rank that needs it."""
 
     def __init__(self, policy: WorkerGroup, engines: EngineGroup, config: RunConfig) -> None:
         self.policy = policy
@@ -51,11 +52,11 @@ class SliceSync:
         self._plan: PlanFacts | None = None
 
     async def prepare(self) -> str:
-        """Compute and prove the plan, before the first step and with all engines up. Returns one
-        line about it.
+        """Compute and verify the plan, before the first step and with all engines up. Returns a
+        one-line summary.
 
         Raises:
-            WeightSyncError: there is no proven plan, so no sync is possible.
+            WeightSyncError: the plan could not be verified, so no sync is possible.
         """
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
         platform = Platform(await self.policy.call(PolicyWorker.device_kind))
@@ -80,7 +81,7 @@ class SliceSync:
         await self.prepare()
 
     async def sync(self, version: int) -> SyncReport:
-        """Send this version to every engine that is up. Engines that did not take it are
+        """Send this version to every engine that is up. Engines that did not receive it are
         quarantined."""
         if self._plan is None:
             raise RuntimeError("sync before prepare")
@@ -88,7 +89,7 @@ class SliceSync:
         stale, nbytes = await self._round(version)
         nobody = len(stale) == len(self._sessions)
         if nobody and any(state.state == "starting" for state in await self.engines.states()):
-            # better late than never
+            # a late sync is better than none
             await self.engines.states(wait_s=self.config.rollout.start_timeout_s)
             stale, nbytes = await self._round(version)
         self.engines.quarantine(stale)
@@ -100,7 +101,7 @@ class SliceSync:
 
     async def _round(self, version: int) -> tuple[dict[int, str], int]:
         """Try all engines that are up, with retries. Returns the reasons of engines that did not
-        take the weights, and the bytes received by those that did."""
+        receive the weights, and the bytes received by those that did."""
         states = await self.engines.states()
         stale = {
             number: f"{s.name} is {s.state}: {s.reason}"

@@ -207,12 +207,12 @@ def _teacher_columns(config: DistillationConfig) -> tuple[str, ...]:
 
 
 def corrects(config: ActorConfig) -> bool:
-    """Return whether rollout correction weights or rejects tokens."""
+    """Return True if rollout correction weights or rejects tokens."""
     return config.rollout_correction.weight != "none" or bool(config.rollout_correction.reject)
 
 
 class Noted:
-    """A loss wrapper that records the log-probs and entropies of each micro-batch."""
+    """A loss wrapper that records each micro-batch's log-probs and entropies."""
 
     with_entropy = True
 

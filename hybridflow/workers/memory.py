@@ -127,16 +127,16 @@ class RoleMemory:
         offload = f", set {' '.join(keys)}" if keys else ""
         return MemoryExhaustedError(
             f"out of memory in {name}: peak {_gib(self.platform.peak_memory_bytes())} of "
-            f"{_gib(self.platform.total_memory_bytes())}, of which {held or 'nothing'} of the "
-            f"model. Lower {role}.max_tokens_per_micro_batch{offload}, raise "
-            f"{self.layout}.parallel.tensor, pipeline or expert, or lower "
-            "rollout.mem_fraction_static where engines share the device. "
+            f"{_gib(self.platform.total_memory_bytes())}, of which the model uses "
+            f"{held or 'nothing'}. Reduce {role}.max_tokens_per_micro_batch{offload}, raise "
+            f"{self.layout}.parallel.tensor, pipeline or expert, or reduce "
+            "rollout.mem_fraction_static if engines share the device. "
             f"({str(error).splitlines()[0][:200]})"
         )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` reports that memory ran out.
+    """Return True if `error` reports that memory ran out.
 
     On CPU torch raises a plain RuntimeError for it (c10/core/impl/alloc_cpu.cpp).
     """

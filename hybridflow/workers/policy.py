@@ -123,7 +123,7 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.DP, reads=("uid",), writes=("old_log_probs", "entropys"))
     def take_update_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Return the log-probs and entropies from the step's first update, computed before the
+        """Return the log-probs and entropies of the step's first update, computed before the
         weights changed.
 
         `batch` must have the same rows in the same order. Can be called once per update.

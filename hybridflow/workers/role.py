@@ -131,7 +131,7 @@ class RoleWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def is_saved(self) -> bool:
-        """Return whether this rank has no save in progress.
+        """Return True if this rank has no save in progress.
 
         Raises CheckpointError if the last background save failed.
         """

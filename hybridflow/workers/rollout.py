@@ -114,16 +114,16 @@ def check_node(config: RolloutConfig, platform: Platform, node: str) -> None:
     found = platform.device_count()
     if found < ranks:
         raise ConfigError(
-            f"node {node} shows {found} GPUs to an engine with {ranks} ranks on it; look at "
-            "nvidia-smi there, and at the GPUs that its ray start offers"
+            f"node {node} has {found} visible GPUs, but an engine needs {ranks} there; check "
+            "nvidia-smi and the GPUs passed to ray start on that node"
         )
     if config.quantization == "fp8" and platform.capability() < FP8_CAPABILITY:
         # sglang/srt/layers/quantization/fp8_utils.py:2798
         raise ConfigError(
-            "rollout.quantization=fp8 needs GPUs of compute capability "
-            f"{'.'.join(map(str, FP8_CAPABILITY))} or later, and those of node {node} have "
-            f"{'.'.join(map(str, platform.capability()))}: there the engine rearranges fp8 weights "
-            "for Marlin after each load, and slices would land in the wrong form; set "
+            "rollout.quantization=fp8 requires GPUs of compute capability "
+            f"{'.'.join(map(str, FP8_CAPABILITY))} or later, but those of node {node} have "
+            f"{'.'.join(map(str, platform.capability()))}: the engine would rearrange fp8 weights "
+            "for Marlin after each load, so slices could not be written in place; set "
             "rollout.quantization=null"
         )
 
@@ -293,7 +293,7 @@ class RolloutWorker:
         return self.requests.take(extras)
 
     def _lost(self, start: int) -> bool:
-        """Return whether this start of the engine has exited or lacks complete weights."""
+        """Return True if this start of the engine has exited or lacks complete weights."""
         state = self.supervisor.state()
         return state.state != UP or state.restarts != start or start != self._served_start
 
@@ -410,8 +410,8 @@ class RolloutWorker:
         """Raise WeightSyncError if a restarted engine's weight layout does not match the plan."""
         if self._described is not None and self._describe(engine) != self._described:
             raise WeightSyncError(
-                f"{engine.spec.name} holds its weights otherwise than before its restart; start "
-                "the run again"
+                f"{engine.spec.name} has a different weight layout after its restart; start the "
+                "run again"
             )
 
 
@@ -420,7 +420,7 @@ def response_columns(completions: list[Completion], extras: Extras = NO_EXTRAS) 
     was requested."""
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([c.token_ids for c in completions], np.int64),
-        # tokens sampled by the policy: all of them, since the engine alone uses no tools
+        # all tokens are sampled by the policy, because a single engine request involves no tools
         "response_mask": Jagged.from_rows(
             [np.ones(len(c.token_ids)) for c in completions], np.bool_
         ),

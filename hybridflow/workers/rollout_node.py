@@ -39,7 +39,7 @@ class RolloutNodeWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def is_following(self) -> bool:
-        """Return whether `follow` was called. Also used as a liveness check of this worker."""
+        """Return True if `follow` was called. Also used as a liveness check of this worker."""
         return self._node is not None
 
     @register(Dispatch.ONE_TO_ALL)

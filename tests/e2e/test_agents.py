@@ -114,7 +114,7 @@ def test_a_conversation_that_fills_the_context_of_an_engine_ends_with_its_length
 
     with Run(tmp_path / "refused", "train", *words, *full(prompt + most + 5)) as run:
         assert run.end(60) == 2, run.out + run.err
-        assert "whose last 6 tokens take no prompt" in run.err
+        assert "whose last 6 tokens cannot contain a prompt" in run.err
     with Run(tmp_path / "output", "train", *words, *full(prompt + most + 6)) as run:
         assert run.end(300) == 0, run.out + run.err
     rows = list(read_rollouts(tmp_path / "e2e" / "rollouts" / "step_000001.parquet"))

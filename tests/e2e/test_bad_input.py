@@ -48,15 +48,15 @@ CASES = {
     ),
     "batch": (
         ("data.train_batch_size=6", "actor.ppo_mini_batch_size=4"),
-        r"train_batch_size=6 is no multiple of .*ppo_mini_batch_size=4",
+        r"train_batch_size=6 is not a multiple of .*ppo_mini_batch_size=4",
     ),
     "samples": (
         ("data.train_batch_size=1", "rollout.n=1", "cluster.procs_per_node=8"),
-        r"1 samples an update do not divide over 2",
+        r"1 samples per update cannot be divided evenly over 2",
     ),
     "fp8-on-a-cpu": (
         ("rollout.quantization=fp8", "model.dtype=bfloat16"),
-        r"rollout\.quantization=fp8 needs GPUs .* this is a CPU",
+        r"rollout.quantization=fp8 requires GPUs .* this is a CPU",
     ),
     "no-file": (
         ("data.train_files=[nowhere.parquet]",),

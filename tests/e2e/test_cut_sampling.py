@@ -62,7 +62,7 @@ def test_log_probs_are_over_the_supports_of_real_engines(
         exit_code = run.end(400)
         left = run.left_behind()
     assert exit_code == 0, run.out + run.err
-    assert left == [] and "over what each token was sampled among" in run.out
+    assert left == [] and "over each token's sampling candidates" in run.out
     folder = tmp_path / "e2e"
     assert 0 < json.loads((folder / "summary.json").read_text())["logprob_diff_max"] <= 1e-4
     first = next(one for one in read_jsonl(folder / "metrics.jsonl") if one["phase"] == "train")

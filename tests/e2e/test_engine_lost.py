@@ -109,7 +109,7 @@ def run_and_kill(
     assert exit_code == 0, run.out + run.err
     assert left == []
     lost = len(victims)
-    reasons = re.findall("engines start again: (.*)", run.out)
+    reasons = re.findall("restarting engines: (.*)", run.out)
     assert len(reasons) == lost, run.out
     records = list(read_jsonl(folder / "metrics.jsonl"))
     train = [record for record in records if record["phase"] == "train"]
@@ -137,7 +137,7 @@ def test_a_run_goes_on_when_its_only_engine_dies_while_it_generates(
     tmp_path: Path, settings: list[str]
 ) -> None:
     (reason,) = run_and_kill(tmp_path, settings, ["engine"])
-    assert reason.startswith("no engine is left that could answer: ")
+    assert reason.startswith("no engine is left to serve requests: ")
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_m
         left = run.left_behind()
     assert exit_code == 0, run.err
     assert left == []
-    assert "the worker process died" in run.out and "going on after step 2" in run.out
+    assert "the worker process died" in run.out and "continuing after step 2" in run.out
     records = list(read_jsonl(folder / "metrics.jsonl"))
     train = [record for record in records if record["phase"] == "train"]
     assert [record["step"] for record in train] == list(range(1, STEPS + 1))
@@ -136,7 +136,7 @@ def test_lost_ranks_of_each_role_cost_what_that_role_knows_and_no_more(
         left = run.left_behind()
     assert exit_code == 0, run.err
     assert left == []
-    assert "going on after step 0" in run.out and "going on after step 2" in run.out
+    assert "continuing after step 0" in run.out and "continuing after step 2" in run.out
     assert run.out.count("the ranks of the reference start again") == 1
     train = [
         record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "train"

@@ -37,7 +37,7 @@ SAID = {
     ),
     "manifest_lies": ("Rollouts of step 2", "manifest.json cannot be read (ValueError: layout is"),
     "huge_numbers": ("metrics.jsonl: line 10 is not a complete record", "all as in the manifest"),
-    "twice": ("Rollouts of step 2", "the key 'step' is there twice"),
+    "twice": ("Rollouts of step 2", "duplicate key 'step'"),
     "encodings": ("config.yaml: cannot be read (not UTF-8 (byte 0))", "index.json has"),
     "steering": ("\\x1b]0;owned\\x07", "\\x1b]0;owned\\x07"),
     "bombs": ("config.yaml: cannot be read (it has an alias", "index.json has 60000016 bytes"),
@@ -154,7 +154,7 @@ def test_code_on_the_command_line_needs_no_consent_and_consent_is_enough(
         ("defaults: [grpo]\n", "it has a list of defaults"),
         ("name: ${oc.env:HOME}\n", "it has a reference"),
         ("a: &a [1]\nb: *a\n", "it has an alias"),
-        ("- 1\n", "a list where a mapping belongs"),
+        ("- 1\n", "expected a mapping, got list"),
         ("name: [\n", r"not YAML \(line 2\)"),
     ],
 )

@@ -47,7 +47,7 @@ def _bounded_memory() -> object:
     [
         (lambda path: path.write_text(DEEP), "nested too deeply"),
         (lambda path: path.write_text('{"a":' * 100_000), "nested too deeply"),
-        (lambda path: path.write_text("[]"), "a JSON list where an object belongs"),
+        (lambda path: path.write_text("[]"), "expected a JSON object, got list"),
         (lambda path: path.write_bytes(b"\xff\xfe{}"), "not UTF-8|not JSON"),
         (lambda path: path.write_text('{"a": ' + "9" * 100_000 + "}"), "not JSON|digits"),
         (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),

@@ -49,7 +49,7 @@ REFUSALS = (
     ("report nowhere", 2, "nowhere: no such run folder"),
     ("replay nowhere 1", 2, "nowhere is not the folder of a run"),
     ("slurm logs 12", 1, "pass the job's number"),
-    ("train --config-name no-such-recipe", 2, "no recipe named no-such-recipe"),
+    ("train --config-name no-such-recipe", 2, "recipe no-such-recipe not found"),
 )
 
 

@@ -77,7 +77,7 @@ def test_paths_where_something_else_is_are_refused() -> None:
         ("hicache_storage_backend=file", "older weights"),
         ("tokenizer_mode=slow", "token ids of model.tokenizer"),
         ("disaggregation_mode=prefill", "the job sets the format"),
-        ("tp_size=2", "rollout.tensor says it"),
+        ("tp_size=2", "set rollout.tensor instead"),
         ("trust_remote_code=true", "runs code from files"),
     ],
 )

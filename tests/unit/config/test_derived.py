@@ -42,7 +42,7 @@ TP2 = ("cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.se
             ("actor.ppo_epochs=2", "actor.old_log_probs=engine"),
             "rollout_log_probs",
             False,
-            "of the engine",
+            "from the engine",
         ),
         (
             ("algorithm.kl_coef=0.1", "actor.old_log_probs=engine"),

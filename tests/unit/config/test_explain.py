@@ -51,7 +51,7 @@ def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Pa
     [
         ("actor.kl_loss_coef=0.1", "Reference: one forward pass"),
         ("sft.steps=0", "Warm start: none"),
-        ("trainer.tail_batching=0.25", "trains the 64 that end first"),
+        ("trainer.tail_batching=0.25", "trains on the 64 that finish first"),
         ("trainer.max_staleness=2", "engines are assigned the samples of up to 1 + 2 steps"),
         (
             "trainer.max_staleness=2 trainer.steps_ahead=1",
@@ -59,7 +59,7 @@ def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Pa
         ),
         (
             "rollout.tensor=4",
-            "rollout.tensor x rollout.pipeline = 4 x 1 = 4 an engine, on one node",
+            "rollout.tensor x rollout.pipeline = 4 x 1 = 4 per engine, on one node",
         ),
         ("rollout.sync.staging_bytes=4000", "4000 / (2 x 2) = 1000 bytes"),
     ],
@@ -110,6 +110,6 @@ def test_epochs_are_steps_of_the_rows_that_there_are(
     out = capsys.readouterr().out
     assert "= 15.6 steps; trainer.total_epochs 3 = 46 steps" in lines(out, "Epoch:")
     assert main([*words, *epochs]) == 2
-    assert "trainer.total_steps=125 and trainer.total_epochs=3 both say" in capsys.readouterr().err
+    assert "trainer.total_steps=125 and trainer.total_epochs=3 both set" in capsys.readouterr().err
     assert main([*words, "data.train_batch_size=1024", "actor.ppo_mini_batch_size=64"]) == 0
     assert "error: a batch has more rows than the files" in lines(capsys.readouterr().out, "Epoch:")

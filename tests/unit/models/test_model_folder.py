@@ -136,7 +136,6 @@ def test_a_folder_of_another_family_is_named(
     assert main(["train", "--config-dir", str(tmp_path), "--config-name", "mine", "--explain"]) == 2
     err = capsys.readouterr().err
     assert (
-        f"model.path={folder} has model_type=glm4_moe in its config.json, and model.hf_config "
-        "says qwen3"
+        f"model.path={folder} is not the recipe's model: its config.json has model_type=glm4_moe, but model.hf_config has qwen3"
     ) in err
-    assert "give the folder of it" in err
+    assert "set the recipe's model folder" in err

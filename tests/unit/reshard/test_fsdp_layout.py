@@ -137,7 +137,7 @@ def test_fsdp_refuses_what_is_megatrons(key: str) -> None:
         replace(FSDP, actor=replace(FSDP.actor, parallel=ParallelConfig(**{key: True})))
     )
     assert (
-        f"actor.parallel.{key}=true is Megatron's; with actor.backend=fsdp leave it at false"
+        f"actor.parallel.{key}=true requires Megatron; with actor.backend=fsdp leave it at false"
         in line
     )
 
@@ -151,14 +151,14 @@ def test_fsdp_refuses_what_is_megatrons(key: str) -> None:
 )
 def test_fsdp_refuses_settings_that_it_would_ignore(key: str, value: object) -> None:
     [line] = problems(replace(FSDP, actor=replace(FSDP.actor, **{key: value})))
-    assert f"actor.{key}={value} is not available with actor.backend=fsdp" in line
+    assert f"actor.{key}={value} is not supported with actor.backend=fsdp" in line
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral", "glm4_moe"])
 def test_fsdp_refuses_a_mixture_of_experts(family: str) -> None:
     [line] = family_problems(FSDP, {"model_type": family, "num_experts": 4})
     assert f"model_type={family}" in line
-    assert "trains models without experts" in line
+    assert "does not support models with experts" in line
 
 
 def test_fsdp_refuses_a_critic_in_its_processes() -> None:

@@ -314,7 +314,7 @@ def test_credentials_of_the_job_do_not_reach_rewards_and_values_keep_their_types
         (
             "import no_such_module_here",
             ConfigError,
-            r"reward.py \(reward.path\) cannot be imported: ModuleNotFound",
+            r"reward.py \(reward.path\) could not be imported: ModuleNotFound",
         ),
         (
             "import os; os._exit(4)",

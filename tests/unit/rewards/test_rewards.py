@@ -300,8 +300,11 @@ def test_a_function_cannot_spoil_the_dataset_through_extra_info(tmp_path):
             "def compute_score(data_source, text): pass",
             r"compute_score\(data_source, text\) cannot be called with",
         ),
-        ("import no_such_module_here", r"cannot be imported: ModuleNotFoundError: .* \(line 1\)"),
-        ("x = 1\ndef compute_score(:", r"cannot be imported: SyntaxError: .*\(line 2\)"),
+        (
+            "import no_such_module_here",
+            r"could not be imported: ModuleNotFoundError: .* \(line 1\)",
+        ),
+        ("x = 1\ndef compute_score(:", r"could not be imported: SyntaxError: .*\(line 2\)"),
     ],
 )
 def test_a_function_that_cannot_be_used_is_reported_before_the_first_rollout(tmp_path, code, named):
@@ -339,7 +342,7 @@ def test_a_function_that_ends_the_process_is_reported_as_any_other_error(tmp_pat
 
 
 def test_a_file_that_ends_the_process_is_reported(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot be imported: SystemExit: 1 \(line 2\)"):
+    with pytest.raises(ConfigError, match=r"could not be imported: SystemExit: 1 \(line 2\)"):
         _custom(tmp_path, "import sys\nsys.exit(1)")
 
 

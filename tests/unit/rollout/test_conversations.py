@@ -224,7 +224,7 @@ def own(tmp_path: Path) -> Path:
     ("loop", "failure"),
     [
         ("fails_for_two", "RuntimeError: no such state (line 9)"),
-        ("waits_for_ever_for_two", "nothing happened for 2 s"),
+        ("waits_for_ever_for_two", "no progress for 2 s"),
     ],
 )
 def test_a_loop_that_fails_costs_its_own_conversation(
@@ -242,7 +242,7 @@ def test_a_loop_that_fails_costs_its_own_conversation(
     ]
     with pytest.raises(
         HybridFlowError,
-        match=r"failed in all 2 conversations, the first with: (RuntimeError|nothing)",
+        match=r"failed in all 2 conversations; first error: (RuntimeError|no progress)",
     ):
         answers(service, prompts(tokenizer, "1", "2", "2").rows([1, 1]), training=True)
 
@@ -460,11 +460,11 @@ def test_settings_without_sense_are_refused() -> None:
     def said(**agent: Any) -> str:
         return "\n".join(problems(config(**agent), files=False))
 
-    assert "calls none: set rollout.agent.loop=tools" in said(tools=("calculator",))
-    assert "rollout.agent.loop=tools without rollout.agent.tools" in said(loop="tools")
+    assert "calls no tools; set rollout.agent.loop=tools" in said(tools=("calculator",))
+    assert "rollout.agent.loop=tools requires rollout.agent.tools" in said(loop="tools")
     assert "rollout.agent" not in said(loop="tools", tools=("calculator",))
-    assert "rollout.agent.loop=environment without rollout.agent.environment" in said(
+    assert "rollout.agent.loop=environment requires rollout.agent.environment" in said(
         loop="environment"
     )
-    assert "which has none: set rollout.agent.loop=environment" in said(environment="guess")
+    assert "rollout.agent.environment=guess has no effect" in said(environment="guess")
     assert "rollout.agent" not in said(loop="environment", environment="guess")

@@ -85,7 +85,8 @@ def test_supports_are_read_back_and_a_run_that_samples_otherwise_refuses_them(
         np.testing.assert_array_equal(found.jagged(name).values, column.values)
         np.testing.assert_array_equal(found.jagged(name).offsets, column.offsets)
     with pytest.raises(
-        DataError, match=r"step_000001.*among some tokens.*rollout.sampling says otherwise"
+        DataError,
+        match=r"step_000001.*from a truncated vocabulary.*contradicts this run's rollout.sampling",
     ):
         Dumps(tmp_path, MADE_WITH, 4).batch(1)
     with pytest.raises(DataError, match=r"step_000002.*from all tokens"):
@@ -156,11 +157,13 @@ def test_steps_without_a_gap(tmp_path: Path) -> None:
 def test_other_dumps_are_refused_by_one_message(tmp_path: Path) -> None:
     path = dump_path(tmp_path, 1)
     dump_batch(tmp_path, 1, batch_of(), TOKENIZER, MADE_WITH)
-    with pytest.raises(DataError, match="dump of another model: hidden_size is 64 there and 128"):
+    with pytest.raises(
+        DataError, match="comes from another model: its hidden_size is 64, this run's is 128"
+    ):
         read_batch(path, {**MADE_WITH, "hidden_size": 128})
-    with pytest.raises(DataError, match="dump of another tokenizer"):
+    with pytest.raises(DataError, match="comes from another tokenizer"):
         read_batch(path, {**MADE_WITH, "tokenizer": "other"})
-    with pytest.raises(DataError, match="holds 4 samples, and a step of this run has 8"):
+    with pytest.raises(DataError, match="contains 4 samples, but a step of this run has 8"):
         Dumps(tmp_path, MADE_WITH, 8).batch(1)
     whole = path.read_bytes()
     for cut in (0, 4, len(whole) // 2, len(whole) - 1):
@@ -179,7 +182,7 @@ def test_columns_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     shorter = Jagged.from_lengths(np.zeros(9, np.bool_), [3, 0, 4, 2])
     dump_batch(tmp_path, 1, batch.with_columns(response_mask=shorter), TOKENIZER, MADE_WITH)
     with pytest.raises(
-        DataError, match="damaged, or no dump of rollouts: the runs of tokens do not add up"
+        DataError, match="damaged, or not a rollout dump: the token runs do not add up"
     ):
         read_batch(dump_path(tmp_path, 1), MADE_WITH)
 
@@ -190,11 +193,11 @@ def test_columns_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         (
             "prompt_ids",
             99,
-            "prompt_ids has the token 99, which the model's vocabulary does not have",
+            "prompt_ids contains the token 99, which is not in the model's vocabulary",
         ),
         ("response_ids", -1, "response_ids has the token -1"),
-        ("rollout_log_probs", np.nan, "no logarithm of a probability"),
-        ("rollout_log_probs", 7.0, "no logarithm of a probability"),
+        ("rollout_log_probs", np.nan, "not the logarithm of a probability"),
+        ("rollout_log_probs", 7.0, "not the logarithm of a probability"),
     ],
 )
 def test_a_whole_file_with_tokens_that_no_run_has_is_refused(
@@ -212,7 +215,7 @@ def test_a_whole_file_with_tokens_that_no_run_has_is_refused(
         MADE_WITH,
     )
     with pytest.raises(
-        DataError, match=rf"step_000001\.parquet: damaged, or no dump of rollouts: .*{message}"
+        DataError, match=rf"step_000001\.parquet: damaged, or not a rollout dump: .*{message}"
     ):
         read_batch(dump_path(tmp_path, 1), MADE_WITH)
 
@@ -244,5 +247,5 @@ def test_runs_of_tokens_that_add_up_in_a_strange_way_are_refused(
     dump_rollouts(
         dump_path(tmp_path, 1), {**rows, **texts, "response_versions": [[[0, 3]]]}, MADE_WITH
     )
-    with pytest.raises(DataError, match="damaged, or no dump of rollouts"):
+    with pytest.raises(DataError, match="damaged, or not a rollout dump"):
         read_batch(dump_path(tmp_path, 1), MADE_WITH)

@@ -28,7 +28,7 @@ from hybridflow.workers.rollout import response_columns
 
 PROMPTS = DataProto.from_columns({"prompt_ids": Jagged.from_rows([[1]], np.int64)})
 LOST = EnginesLostError(
-    "no engine is left that could answer: engine-0 is starting: ended with status 137\n  - the "
+    "no engine is left to serve requests: engine-0 is starting: ended with status 137\n  - the "
     "long story"
 )
 DEAD = WorkerError("the worker process died", role="rollout", rank=0)
@@ -105,7 +105,7 @@ def test_a_lost_engine_gets_the_weights_it_had_and_the_prompts_again() -> None:
     assert answered(world)
     assert world.calls == ["sync 7", "poll", "sync 7", "poll"]
     assert world.said == [
-        "no engine is left that could answer: engine-0 is starting: ended with status 137"
+        "no engine is left to serve requests: engine-0 is starting: ended with status 137"
     ]
 
 
