@@ -62,7 +62,10 @@ def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
         except ConfigError as error:
             refused.append(str(error))
     if len(refused) > 1:
-        raise ConfigError("\n  ".join([f"{len(refused)} invalid settings:", *refused]))
+        lines = [f"{len(refused)} invalid settings:", *refused]
+        if any("actor_rollout_ref." in line for line in refused):
+            lines.append("`hybridflow migrate verl FILE` writes a recipe from a script of verl's")
+        raise ConfigError("\n  ".join(lines))
     if refused:
         raise ConfigError(refused[0])
     return accepted

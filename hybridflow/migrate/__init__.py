@@ -1,0 +1,1 @@
+"""Translation of other trainers' launch scripts into recipes."""

@@ -1,0 +1,52 @@
+"""A migrated run as a recipe."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from hybridflow.migrate.verl import Migration
+
+_COLUMNS = 100
+_GROUPS = ("data: files", "model: folder", "rollout: gpu", "cluster: gpu", "sft: none")
+
+
+def recipe(migration: Migration, source: str) -> str:
+    """Return the recipe as YAML. Comments name its source, the differences from it, and the
+    settings that have no equivalent."""
+    import yaml
+
+    lines = [f"# Translated from {source} by `hybridflow migrate verl`."]
+    for text in migration.remarks:
+        lines += _comment(text)
+    if migration.missing:
+        lines += ["#", "# Without an equivalent:"]
+        for name, reason in migration.missing.items():
+            lines += _comment(f"{name}: {reason}", "  ")
+    groups = [*_GROUPS, *(["critic: gpu"] if migration.has_critic else [])]
+    groups += ["reward: builtin"] if "reward.path" not in migration.settings else []
+    lines += ["defaults:", *(f"  - {group}" for group in groups), "  - _self_", ""]
+    tree = _tree({"model.dtype": "bfloat16", **migration.settings})
+    name = {"name": tree.pop("name")}
+    for part in (name, *({section: keys} for section, keys in sorted(tree.items()))):
+        lines.append(yaml.safe_dump(part, sort_keys=False, width=_COLUMNS).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, _COLUMNS, initial_indent=f"# {indent}", subsequent_indent=f"# {indent}  "
+    )
+
+
+def _tree(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {a: {b: value}} for {a.b: value}."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *groups, last = key.split(".")
+        branch = tree
+        for group in groups:
+            branch = branch.setdefault(group, {})
+        branch[last] = value
+    return tree

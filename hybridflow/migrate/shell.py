@@ -1,0 +1,335 @@
+"""Read the command of a shell script without running it. Variables, arrays and simple conditions
+are followed, other commands are skipped."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=")
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda left, right: int(left / right),
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARED: dict[str, Callable[[str, str], bool]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+}
+_MAX_CHARACTERS = 1_000_000
+
+
+@dataclass
+class Script:
+    """The words of a script's command, and the parts of the script that were not followed.
+
+    Attributes:
+        words: of the first command that contains `wanted`; empty if there is none.
+        notes: one line per variable without a value or condition that could not be decided.
+    """
+
+    words: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def command_of(text: str, wanted: str, environment: Mapping[str, str]) -> Script:
+    """Read the first command of a bash script that has a word containing `wanted`.
+
+    Args:
+        environment: variables that the script inherits.
+
+    Raises:
+        ValueError: a quotation mark or bracket is not closed.
+    """
+    if len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"more than {_MAX_CHARACTERS} characters")
+    reader = _Reader(text.replace("\\\n", ""), environment)
+    taken: list[bool] = []  # for each open `if`: whether its present branch is followed
+    decided: list[bool] = []  # and whether one of its branches has been
+    for statement in reader.statements():
+        first = statement[0] if statement else ""
+        if first == "if":
+            condition = all(taken) and reader.holds(statement[1:])
+            taken.append(condition)
+            decided.append(condition)
+        elif first in ("elif", "else") and taken:
+            now = not decided[-1] and (first == "else" or reader.holds(statement[1:]))
+            taken[-1] = now
+            decided[-1] = decided[-1] or now
+        elif first == "fi" and taken:
+            taken.pop()
+            decided.pop()
+        elif all(taken) and not reader.assigned and any(wanted in word for word in statement):
+            return Script(statement, reader.notes)
+        elif all(taken):
+            reader.keep()
+    return Script([], reader.notes)
+
+
+class _Reader:
+    """Splits a script into statements and expands their variables."""
+
+    def __init__(self, text: str, environment: Mapping[str, str]) -> None:
+        self.text = text
+        self.at = 0
+        self.variables: dict[str, str | list[str]] = dict(environment)
+        self.notes: list[str] = []
+        # the present statement's assignment: name, value, and whether it appends
+        self.assigned: tuple[str, str | list[str], bool] | None = None
+
+    def statements(self) -> Iterator[list[str]]:
+        """Yield the words of each statement. `then` and `do` separate statements too."""
+        words: list[str] = []
+        self.assigned = None
+        while self.at < len(self.text):
+            letter = self.text[self.at]
+            if letter in "\n;&|":
+                self.at += 1
+                if words or self.assigned:
+                    yield words
+                words = []
+                self.assigned = None
+            elif letter in " \t\r":
+                self.at += 1
+            elif letter == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            else:
+                found = self._assignment() if not words or words == ["export"] else None
+                if found is not None:
+                    self.assigned = found
+                    words = []
+                    continue
+                words += self._word()
+                if words in (["then"], ["do"]):
+                    words = []
+        if words or self.assigned:
+            yield words
+
+    def keep(self) -> None:
+        """Execute the present statement if it is an assignment."""
+        if self.assigned is None:
+            return
+        name, value, more = self.assigned
+        before = self.variables.get(name)
+        if more and isinstance(before, list) and isinstance(value, list):
+            value = [*before, *value]
+        elif more and isinstance(before, str) and isinstance(value, str):
+            value = before + value
+        self.variables[name] = value
+
+    def holds(self, condition: Sequence[str]) -> bool:
+        """Return True if a test (`[ a = b ]`, `[[ a == b ]]`) is true. Other conditions count as
+        false and are noted."""
+        words = [word for word in condition if word not in ("[", "[[", "]", "]]")]
+        if len(words) == 3 and words[1] in _COMPARED:
+            return _COMPARED[words[1]](words[0], words[2])
+        if len(words) == 2 and words[0] in ("-z", "-n"):
+            return (words[1] == "") == (words[0] == "-z")
+        self.notes.append(f"if {' '.join(condition)}: taken as false")
+        return False
+
+    def _assignment(self) -> tuple[str, str | list[str], bool] | None:
+        found = _ASSIGNED.match(self.text, self.at)
+        if found is None:
+            return None
+        self.at = found.end()
+        name, more = found["name"], found["more"] == "+"
+        if self.text.startswith("(", self.at):
+            return name, self._array(), more
+        letter = self.text[self.at : self.at + 1]
+        if not letter or letter in " \t\r\n;&|":
+            return name, "", more
+        return name, "".join(self._word(splits=False)), more
+
+    def _array(self) -> list[str]:
+        self.at += 1
+        values: list[str] = []
+        while True:
+            if self.at >= len(self.text):
+                raise ValueError("an array's bracket ( is not closed")
+            letter = self.text[self.at]
+            if letter == ")":
+                self.at += 1
+                return values
+            if letter in " \t\r\n":
+                self.at += 1
+            elif letter == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            else:
+                values += self._word(")")
+
+    def _word(self, stops: str = "", splits: bool = True) -> list[str]:
+        """Read one word and return its expansion: several words for an array, and for an unquoted
+        variable with spaces if `splits`."""
+        pieces: list[str] = []
+        whole: list[str] = []  # words before the last one, which an unquoted variable contained
+        expanded: list[str] | None = None
+        ends = " \t\r\n;&|" + stops
+        start = self.at
+        while self.at < len(self.text) and self.text[self.at] not in ends:
+            letter = self.text[self.at]
+            if letter == "'":
+                end = self._closing("'", self.at + 1)
+                pieces.append(self.text[self.at + 1 : end])
+                self.at = end + 1
+            elif letter == '"':
+                self.at += 1
+                while not self.text.startswith('"', self.at):
+                    if self.at >= len(self.text):
+                        raise ValueError('a quotation mark " is not closed')
+                    found = self._piece(pieces)
+                    expanded = expanded if found is None else found
+                self.at += 1
+            else:
+                count = len(pieces)
+                found = self._piece(pieces)
+                expanded = expanded if found is None else found
+                if splits and letter == "$" and len(parts := "".join(pieces[count:]).split()) > 1:
+                    whole += ["".join([*pieces[:count], parts[0]]), *parts[1:-1]]
+                    pieces = [parts[-1]]
+        if self.at == start:  # a lone bracket
+            self.at += 1
+            return [self.text[start]]
+        if expanded is not None and not any(pieces):
+            return expanded
+        return [*whole, "".join(pieces)]
+
+    def _piece(self, pieces: list[str]) -> list[str] | None:
+        """Read one letter or expansion into `pieces`; return an array's words if it is one."""
+        letter = self.text[self.at]
+        if letter == "\\" and self.at + 1 < len(self.text):
+            pieces.append(self.text[self.at + 1])
+            self.at += 2
+            return None
+        if letter == "`":
+            self.at = self._closing("`", self.at + 1) + 1
+            self.notes.append("the output of a command is not known")
+            return None
+        if letter != "$":
+            pieces.append(letter)
+            self.at += 1
+            return None
+        return self._expansion(pieces)
+
+    def _expansion(self, pieces: list[str]) -> list[str] | None:
+        rest = self.at + 1
+        if self.text.startswith("((", rest):
+            end = self._matching(rest, "(", ")")
+            pieces.append(self._computed(self.text[rest + 2 : end - 1]))
+        elif self.text.startswith("(", rest):
+            end = self._matching(rest, "(", ")")
+            self.notes.append(f"the output of {self.text[rest - 1 : end + 1]} is not known")
+        elif self.text.startswith("{", rest):
+            end = self._matching(rest, "{", "}")
+            found = self._parameter(self.text[rest + 1 : end])
+            self.at = end + 1
+            if isinstance(found, list):
+                return found
+            pieces.append(found)
+            return None
+        elif found_name := _NAME.match(self.text, rest):
+            value = self._value(found_name[0])
+            end = found_name.end() - 1
+            pieces.append(value if isinstance(value, str) else (value or [""])[0])
+        elif self.text[rest : rest + 1] in ("@", "*"):
+            self.at = rest + 1
+            return []  # arguments of the script
+        else:
+            pieces.append("$")
+            end = self.at
+        self.at = end + 1
+        return None
+
+    def _parameter(self, inside: str) -> str | list[str]:
+        """Expand the inside of `${...}`."""
+        name = _NAME.match(inside) or re.match(r"\d+", inside)  # a number: the script's argument
+        if name is None:
+            self.notes.append(f"${{{inside}}} is not known")
+            return ""
+        rest = inside[name.end() :]
+        if rest in ("[@]", "[*]"):
+            value = self._value(name[0])
+            return value if isinstance(value, list) else [value]
+        known = self.variables.get(name[0])
+        if rest[:2] in (":-", ":=") or rest[:1] in ("-", "="):
+            if known:
+                return known
+            default = rest.lstrip(":")[1:]
+            return "".join(self._expanded(default))
+        if rest:
+            self.notes.append(f"${{{inside}}} is not known")
+            return ""
+        value = self._value(name[0])
+        return value if isinstance(value, str) else (value or [""])[0]
+
+    def _expanded(self, text: str) -> list[str]:
+        """Expand a default value, which may contain variables and quotation marks."""
+        before = (self.text, self.at)
+        self.text, self.at = text, 0
+        words: list[str] = []
+        try:
+            while self.at < len(self.text):
+                if self.text[self.at] in " \t\r\n;&|":
+                    words.append(self.text[self.at])
+                    self.at += 1
+                else:
+                    words += self._word(splits=False)
+        finally:
+            self.text, self.at = before
+        return words
+
+    def _value(self, name: str) -> str | list[str]:
+        if name not in self.variables:
+            self.notes.append(f"${name} has no value in the script or in the environment")
+            self.variables[name] = ""
+        return self.variables[name]
+
+    def _computed(self, expression: str) -> str:
+        """Compute `$((...))`: whole numbers, variables, + - * / % and brackets."""
+
+        def value(node: ast.expr) -> int:
+            if isinstance(node, ast.Constant) and isinstance(node.value, int):
+                return node.value
+            if isinstance(node, ast.Name):
+                found = self._value(node.id)
+                return int(found) if isinstance(found, str) and found else 0
+            if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+                return -value(node.operand)
+            if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+                return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+            raise ValueError(ast.dump(node))
+
+        plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", expression)
+        try:
+            return str(value(ast.parse(plain.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, OverflowError):
+            self.notes.append(f"$(({expression})) cannot be computed")
+            return ""
+
+    def _closing(self, mark: str, start: int) -> int:
+        end = self.text.find(mark, start)
+        if end < 0:
+            raise ValueError(f"a quotation mark {mark} is not closed")
+        return end
+
+    def _matching(self, start: int, opener: str, closer: str) -> int:
+        """Return the position of the bracket that closes the one at `start`."""
+        depth = 0
+        for position in range(start, len(self.text)):
+            depth += self.text[position] == opener
+            depth -= self.text[position] == closer
+            if depth == 0:
+                return position
+        raise ValueError(f"a bracket {opener} is not closed")

@@ -1,0 +1,600 @@
+"""verl's settings as settings of this project: the same run, in our keys and with verl's defaults.
+
+`config/verl_keys.py` maps names; this module maps values, where several keys of verl make one of
+ours or a value has another form. A rule takes the keys it understands out of `Settings`, so what is
+left at the end is looked up by its name alone.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from hybridflow.config.keys import Kind, all_keys
+from hybridflow.config.schema import RunConfig
+from hybridflow.config.verl_keys import counterpart
+
+# verl's defaults that a run of ours would not have (verl/trainer/config, January 2026)
+DEFAULTS: dict[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "actor.optim.lr": 1e-6,
+    "actor.optim.weight_decay": 0.01,
+    "actor.ppo_mini_batch_size": 256,
+    "actor.use_kl_loss": False,
+    "actor.megatron.sequence_parallel": True,
+    "critic.optim.lr": 1e-5,
+    "critic.optim.weight_decay": 0.01,
+    "algorithm.use_kl_in_reward": False,
+    "rollout.n": 1,
+    "rollout.name": "vllm",
+    "rollout.tensor_model_parallel_size": 2,
+    "rollout.gpu_memory_utilization": 0.5,
+    "rollout.max_num_seqs": 256,
+    "rollout.free_cache_engine": True,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.total_epochs": 30,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.logger": ["console", "wandb"],
+}
+_PREFIX = "actor_rollout_ref."
+_ROWS = (
+    "ppo_micro_batch_size_per_gpu",
+    "ppo_micro_batch_size",
+    "micro_batch_size_per_gpu",
+    "log_prob_micro_batch_size_per_gpu",
+    "log_prob_micro_batch_size",
+    "forward_micro_batch_size_per_gpu",
+)
+_TOKENS = (
+    "ppo_max_token_len_per_gpu",
+    "log_prob_max_token_len_per_gpu",
+    "forward_max_token_len_per_gpu",
+)
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+# losses that verl averages over sequences, whatever loss_agg_mode is
+_OVER_SEQUENCES = ("gspo", "sapo")
+_TRACKERS = ("console", "tensorboard")
+
+
+@dataclass
+class Migration:
+    """A translated run.
+
+    Attributes:
+        settings: {key of ours: value}.
+        renamed: verl's keys whose setting is in `settings`.
+        needless: {key of verl: reason}; here the setting always holds, or has no effect.
+        missing: {key of verl: reason}; the setting cannot be made here.
+        remarks: differences that the user should know.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    renamed: list[str] = field(default_factory=list)
+    needless: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the run has a KL term."""
+        coefficients = ("actor.kl_loss_coef", "algorithm.kl_coef")
+        return any(self.settings.get(key) for key in coefficients)
+
+    @property
+    def has_critic(self) -> bool:
+        """True if the run's estimator needs a critic."""
+        return self.settings.get("algorithm.adv_estimator") == "gae"
+
+
+class Settings:
+    """verl's settings, {key without `actor_rollout_ref.`: value}, from which rules take keys."""
+
+    def __init__(self, given: Mapping[str, Any], out: Migration) -> None:
+        self._given = {name.removeprefix(_PREFIX): value for name, value in given.items()}
+        self._names = {name.removeprefix(_PREFIX): name for name in given}
+        self.out = out
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._given
+
+    def left(self) -> list[str]:
+        """Return the keys that no rule has taken, in the order of the script."""
+        return [name for name in self._given if self._names.get(name) is not None]
+
+    def whole(self, name: str) -> str:
+        """Return a key as the script has it."""
+        return self._names[name]
+
+    def get(self, name: str) -> Any:
+        """Return a value, or verl's default, and leave the key."""
+        return self._given.get(name, DEFAULTS.get(name))
+
+    def take(self, *names: str) -> Any:
+        """Take keys (with `*`: all that match) as translated. Returns the value of the first name,
+        or verl's default."""
+        value = self.get(names[0])
+        for name in names:
+            for known in fnmatch.filter(list(self._names), name) if "*" in name else [name]:
+                if whole := self._names.pop(known, None):
+                    self.out.renamed.append(whole)
+        return value
+
+    def drop(self, reason: str, *names: str, needless: bool = True) -> None:
+        """Take keys that become no setting."""
+        for name in names:
+            if whole := self._names.pop(name, None):
+                (self.out.needless if needless else self.out.missing)[whole] = reason
+
+
+def migrate(given: Mapping[str, Any]) -> Migration:
+    """Translate verl's settings, {key: value}, into ours."""
+    out = Migration()
+    settings = Settings(given, out)
+    for rule in _RULES:
+        out.settings |= rule(settings)
+    for name in settings.left():
+        _by_name(name, settings, out)
+    if not out.has_critic:
+        unused = [key for key in out.settings if key.startswith("critic.")]
+        for key in unused:
+            del out.settings[key]
+        if any(name.startswith("critic.") for name in given):
+            out.remarks.append(
+                f"adv_estimator={out.settings['algorithm.adv_estimator']} has no critic: the "
+                "settings of critic are left out"
+            )
+    return out
+
+
+def _by_name(name: str, settings: Settings, out: Migration) -> None:
+    """Translate a setting whose value keeps its meaning, by the table of names."""
+    value = settings.get(name)
+    key, note = counterpart(settings.whole(name))
+    key = key or ("" if note else name)
+    kind = _kinds().get(key)
+    if kind is not None:
+        settings.take(name)
+        if kind.is_mapping and not isinstance(value, dict):
+            out.settings.setdefault(key, {})[name.rpartition(".")[2]] = value
+        else:
+            out.settings[key] = _converted(key, value)
+        return
+    is_known = bool(note) and not note.startswith("nothing here")
+    reason = note if is_known else "no setting here corresponds to it"
+    is_needless = is_known and any(words in note for words in ("leave", "need no key"))
+    settings.drop(reason, name, needless=is_needless or value in (None, False, "null", [], {}))
+
+
+@functools.cache
+def _kinds() -> Mapping[str, Kind]:
+    return dict(all_keys(RunConfig))
+
+
+def _converted(key: str, value: Any) -> Any:
+    """Return a value in the type of our key, and under our name."""
+    kind = _kinds()[key]
+    if isinstance(value, str):
+        value = dict(kind.aliases).get(value, value)
+    if value is None or isinstance(value, bool):
+        return value
+    if kind.is_list and not isinstance(value, list):
+        return [value]
+    return float(value) if kind.plain is float else value
+
+
+# ---- rules: what several keys make, or a value of another form
+
+
+def _model(given: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {"model.path": given.take("model.path")}
+    given.take("critic.model.path")
+    critic = given.get("critic.model.path")
+    if critic not in (None, found["model.path"]):
+        found["critic.path"] = critic
+    return found
+
+
+def _data(given: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("train_files", "val_files"):
+        value = given.take(f"data.{name}")
+        if value is not None:
+            found[f"data.{name}"] = value if isinstance(value, list) else [value]
+    for name in ("train_batch_size", "max_prompt_length", "max_response_length"):
+        found[f"data.{name}"] = given.take(f"data.{name}")
+    given.take(
+        "rollout.prompt_length",
+        "rollout.response_length",
+        "reward_model.reward_kwargs.max_resp_len",
+    )
+    return found
+
+
+def _algorithm(given: Settings) -> dict[str, Any]:
+    key = "algorithm.adv_estimator"
+    return {key: _converted(key, given.take(key))}
+
+
+def _kl(given: Settings) -> dict[str, Any]:
+    in_loss = given.take("actor.use_kl_loss", "actor.kl_loss_coef")
+    in_reward = given.take("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
+    loss = given.get("actor.kl_loss_coef")
+    reward = given.get("algorithm.kl_ctrl.kl_coef")
+    found: dict[str, Any] = {
+        "actor.kl_loss_coef": float(0.001 if loss is None else loss) if in_loss else 0.0,
+        "algorithm.kl_coef": float(0.001 if reward is None else reward) if in_reward else 0.0,
+    }
+    if given.take("algorithm.kl_ctrl.type") != "adaptive":
+        given.take("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
+    if not in_reward:
+        given.take("algorithm.kl_penalty")
+    return found
+
+
+def _clip(given: Settings) -> dict[str, Any]:
+    both = given.take("actor.clip_ratio")
+    if both is None or "actor.clip_ratio_low" in given:
+        return {}
+    return {"actor.clip_ratio_low": float(both), "actor.clip_ratio_high": float(both)}
+
+
+def _policy_loss(given: Settings) -> dict[str, Any]:
+    loss = given.take("actor.policy_loss.loss_mode")
+    found: dict[str, Any] = {}
+    if loss is not None:
+        found["actor.policy_loss"] = _converted("actor.policy_loss", loss)
+    if loss == "sapo":
+        options = {
+            name: given.take(f"actor.{name}")
+            for name in ("tau_pos", "tau_neg")
+            if f"actor.{name}" in given
+        }
+        found |= {"actor.policy_loss_options": options} if options else {}
+    if loss in _OVER_SEQUENCES:
+        given.take("actor.loss_agg_mode")
+        found["actor.loss_agg_mode"] = "seq-mean-token-mean"
+    return found
+
+
+def _optimizer(given: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for role in ("actor", "critic"):
+        found[f"{role}.optim.lr"] = float(given.take(f"{role}.optim.lr"))
+        found[f"{role}.optim.weight_decay"] = float(given.take(f"{role}.optim.weight_decay"))
+        betas = given.take(f"{role}.optim.betas")
+        if isinstance(betas, list) and len(betas) == 2:
+            found[f"{role}.optim.adam_beta1"] = float(betas[0])
+            found[f"{role}.optim.adam_beta2"] = float(betas[1])
+        steps = given.take(f"{role}.optim.lr_warmup_steps")
+        if steps is not None and int(steps) >= 0:
+            found[f"{role}.optim.lr_warmup_steps"] = int(steps)
+        ratio = given.get(f"{role}.optim.lr_warmup_steps_ratio")
+        if not ratio:
+            given.take(f"{role}.optim.lr_warmup_steps_ratio")
+            continue
+        total = given.get("trainer.total_training_steps")
+        updates = given.get("data.train_batch_size") // given.get("actor.ppo_mini_batch_size")
+        if total:
+            given.take(f"{role}.optim.lr_warmup_steps_ratio")
+            warmup = round(float(ratio) * int(total) * max(updates, 1))
+            found[f"{role}.optim.lr_warmup_steps"] = warmup
+        else:
+            given.drop(
+                f"a share of the run's updates: set {role}.optim.lr_warmup_steps to {ratio} x the "
+                f"steps x {max(updates, 1)} updates a step, when `--explain` has said how many "
+                "steps an epoch has",
+                f"{role}.optim.lr_warmup_steps_ratio",
+                needless=False,
+            )
+    return found
+
+
+def _layout(given: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for role in ("actor", "critic"):
+        tensor = given.get(f"{role}.megatron.tensor_model_parallel_size")
+        sequence = given.take(f"{role}.megatron.sequence_parallel")
+        if role == "actor" and int(tensor or 1) > 1 and sequence is not False:
+            found[f"{role}.parallel.sequence"] = True
+    _same_layout(given, "ref", "reference")
+    _same_layout(given, "critic", "critic")
+    given.take("ref.megatron.*_offload", "ref.fsdp_config.*_offload", "ref.strategy")
+    given.take("ref.ulysses_sequence_parallel_size")
+    given.drop(
+        "actor.offload.optimizer moves the whole optimizer",
+        *_starting(given, "actor.optim.override_optimizer_config.optimizer_offload_fraction"),
+        *_starting(given, "actor.optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d"),
+    )
+    return found
+
+
+def _same_layout(given: Settings, role: str, section: str) -> None:
+    """Take the layout of a role in the actor's processes, which has the actor's layout here."""
+    differs: list[str] = []
+    for name in _SIZES:
+        own = given.take(f"{role}.megatron.{name}")
+        if own is not None and own != given.get(f"actor.megatron.{name}"):
+            differs.append(f"{name}={own}")
+    if differs:
+        given.out.remarks.append(
+            f"{role}.megatron has another layout than the actor ({', '.join(differs)}); in the "
+            f"actor's processes it has the actor's. {section}.placement=own gives it a layout"
+        )
+
+
+def _experts(given: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for role in ("actor", "ref", "critic"):
+        prefix = f"{role}.megatron.override_transformer_config"
+        deepep = given.take(f"{prefix}.moe_enable_deepep")
+        kind = given.take(f"{prefix}.moe_token_dispatcher_type")
+        if role == "ref" or (kind is None and not deepep):
+            continue
+        wanted = "deepep" if deepep else {"flex": "alltoall"}.get(str(kind), kind)
+        found[f"{role}.parallel.moe_dispatcher"] = wanted
+    return found
+
+
+def _recompute(given: Settings) -> dict[str, Any]:
+    prefix = "actor.megatron.override_transformer_config"
+    granularity = given.take(f"{prefix}.recompute_granularity")
+    given.take(f"{prefix}.recompute_method", f"{prefix}.recompute_num_layers")
+    is_megatron = given.get("actor.strategy") in (None, "megatron")
+    for role in ("ref", "critic"):
+        given.take(f"{role}.megatron.override_transformer_config.recompute_*")
+    given.drop(
+        "logits are always computed in chunks (actor.logits_chunk_tokens)",
+        "actor.entropy_from_logits_with_chunking",
+        "ref.entropy_from_logits_with_chunking",
+    )
+    checkpointing = given.take("model.enable_gradient_checkpointing")
+    given.take("critic.model.enable_gradient_checkpointing")
+    if granularity is not None:
+        return {"actor.recompute": granularity}
+    # verl switches recomputation on by default for FSDP; its Megatron backend ignores the key
+    if checkpointing is not False and not is_megatron:
+        return {"actor.recompute": "full"}
+    return {"actor.recompute": "full"} if checkpointing else {}
+
+
+def _micro_batches(given: Settings) -> dict[str, Any]:
+    row = int(given.get("data.max_prompt_length")) + int(given.get("data.max_response_length"))
+    found: dict[str, Any] = {}
+    for role in ("actor", "critic", "ref", "rollout"):
+        tokens = next((one for name in _TOKENS if (one := given.get(f"{role}.{name}"))), None)
+        rows = next((one for name in _ROWS if (one := given.get(f"{role}.{name}"))), None)
+        given.take(*(f"{role}.{name}" for name in (*_TOKENS, *_ROWS)))
+        context = int(
+            given.get(f"{role}.megatron.context_parallel_size")
+            or given.get(f"{role}.ulysses_sequence_parallel_size")
+            or 1
+        )
+        if role == "rollout" or (role == "ref" and not given.out.has_reference):
+            continue  # the actor computes the old log-probabilities
+        section = "reference" if role == "ref" else role
+        is_dynamic = given.get(f"{role}.use_dynamic_bsz") or given.get("actor.use_dynamic_bsz")
+        if tokens and (is_dynamic or not rows):
+            # verl's bound is of a GPU, ours of all context ranks together
+            found[f"{section}.max_tokens_per_micro_batch"] = max(int(tokens) * context, row)
+        else:
+            found[f"{section}.max_tokens_per_micro_batch"] = int(rows or 1) * row
+    return found
+
+
+def _cluster(given: Settings) -> dict[str, Any]:
+    nodes = int(given.take("trainer.nnodes") or 1)
+    gpus = int(given.take("trainer.n_gpus_per_node") or 8)
+    ranks = int(given.take("rollout.tensor_model_parallel_size"))
+    pipeline = int(given.take("rollout.pipeline_model_parallel_size") or 1)
+    attention = int(given.take("rollout.data_parallel_size") or 1)
+    size = ranks * attention * pipeline
+    engine: dict[str, Any] = {
+        "rollout.tensor": ranks * attention,
+        "rollout.num_engines": max(1, nodes * gpus // size),
+        "rollout.pool": "actor",
+        "rollout.sleep_while_training": bool(given.take("rollout.free_cache_engine")),
+        "rollout.mem_fraction_static": float(given.take("rollout.gpu_memory_utilization")),
+        "rollout.max_running_requests": int(given.take("rollout.max_num_seqs")),
+    }
+    given.take("hybrid_engine")
+    engine |= {"rollout.pipeline": pipeline} if pipeline > 1 else {}
+    engine |= {"rollout.data_parallel_attention": attention} if attention > 1 else {}
+    engine |= {"rollout.nodes_per_engine": -(-size // gpus)} if size > gpus else {}
+    return {
+        "cluster.nodes": nodes,
+        "cluster.procs_per_node": gpus,
+        "cluster.devices_per_node": gpus,
+        **engine,
+    }
+
+
+def _engine(given: Settings) -> dict[str, Any]:
+    kind = str(given.take("rollout.name"))
+    found: dict[str, Any] = {"rollout.engine": "sglang", "rollout.n": given.take("rollout.n")}
+    if kind == "vllm":
+        given.out.remarks.append(
+            "rollout.name=vllm is translated to SGLang, the engine that this project is built "
+            "for; rollout.engine=vllm needs rollout.python, an environment with vLLM"
+        )
+    elif kind != "sglang":
+        given.out.remarks.append(f"rollout.name={kind} is translated to SGLang")
+    chunked = given.take("rollout.enable_chunked_prefill")
+    tokens = given.take("rollout.max_num_batched_tokens")
+    if tokens and chunked is not False:
+        found["rollout.extra_args"] = {"chunked_prefill_size": int(tokens)}
+    given.drop(
+        f"arguments of {kind}; put SGLang's own into rollout.extra_args",
+        *(name for name in given.left() if name.startswith("rollout.engine_kwargs.")),
+    )
+    return found
+
+
+def _conversations(given: Settings) -> dict[str, Any]:
+    for name in ("rollout.multi_turn.tool_config_path", "data.tool_config_path"):
+        given.drop(
+            "tools are Python functions here: name them in rollout.agent.tools with "
+            "rollout.agent.loop=tools (docs/agents.md)",
+            name,
+            needless=given.get(name) in (None, ""),
+        )
+    return {}
+
+
+def _backend(given: Settings) -> dict[str, Any]:
+    kinds = {"fsdp2": "fsdp"}
+    strategy = given.take("actor.strategy", "critic.strategy")
+    return {"actor.backend": kinds.get(str(strategy), strategy)} if strategy else {}
+
+
+def _sampling(given: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    sampled = given.take("rollout.val_kwargs.do_sample")
+    temperature = given.take("rollout.val_kwargs.temperature")
+    if sampled:
+        found["rollout.val_sampling.temperature"] = float(temperature or 1.0)
+    else:
+        # without do_sample verl takes the most likely token, whatever the other keys are
+        given.take("rollout.val_kwargs.top_p", "rollout.val_kwargs.top_k")
+    given.take("rollout.do_sample")
+    for name, off in (("top_p", 1.0), ("top_k", -1)):
+        for part in ("rollout", "rollout.val_kwargs"):
+            value = given.get(f"{part}.{name}")
+            if value == off or (name == "top_k" and value == 0):
+                given.take(f"{part}.{name}")
+    return found
+
+
+def _schedule(given: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    epochs = given.take("trainer.total_epochs")
+    steps = given.take("trainer.total_training_steps")
+    if steps:
+        found["trainer.total_steps"] = int(steps)
+    else:
+        found["trainer.total_epochs"] = int(epochs)
+    for name, key in (("save_freq", "save_every_steps"), ("test_freq", "test_every_steps")):
+        found[f"trainer.{key}"] = max(0, int(given.take(f"trainer.{name}")))
+    if given.take("trainer.resume_mode") == "disable":
+        found["trainer.resume"] = "disable"
+    given.take("trainer.max_ckpt_to_keep")
+    for name in ("max_ckpt_to_keep", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
+        kept = given.get(f"trainer.{name}")
+        given.take(f"trainer.{name}")
+        if kept:
+            found["trainer.max_checkpoints_to_keep"] = int(kept)
+    for name in ("rollout_data_dir", "validation_data_dir"):
+        given.drop("rollouts are in the run folder", f"trainer.{name}")
+    return found
+
+
+def _names(given: Settings) -> dict[str, Any]:
+    name = str(given.take("trainer.experiment_name", "trainer.project_name") or "migrated")
+    found: dict[str, Any] = {"name": name.replace("/", "-") or "migrated"}
+    folder = given.take("trainer.default_local_dir")
+    if folder:
+        path = PurePath(str(folder))
+        found["output_dir"] = str(path.parent if path.name == name else path)
+    wanted = given.take("trainer.logger")
+    wanted = wanted if isinstance(wanted, list) else [wanted]
+    known = [one for one in wanted if one in _TRACKERS]
+    found["trainer.loggers"] = [*dict.fromkeys(["console", "jsonl", *known])]
+    if others := [str(one) for one in wanted if one not in _TRACKERS]:
+        given.out.remarks.append(
+            f"trainer.logger: there is no tracker {', '.join(others)}; metrics are in "
+            "metrics.jsonl and the report. trainer.loggers=[path/to/file.py:name] adds your own"
+        )
+    return found
+
+
+def _reward(given: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for prefix in ("", "reward."):
+        path = given.take(f"{prefix}custom_reward_function.path")
+        name = given.take(f"{prefix}custom_reward_function.name")
+        if path:
+            found |= {"reward.path": path, "reward.name": name or "compute_score"}
+    prefix = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    given.drop("the report shows the penalty", f"{prefix}.log")
+    tokens = given.take(f"{prefix}.len")
+    penalty = given.take(f"{prefix}.penalty_factor")
+    if given.take(f"{prefix}.enable") and tokens:
+        found["reward.overlong_tokens"] = int(tokens)
+        found["reward.overlong_penalty"] = float(1.0 if penalty is None else penalty)
+    for name in ("reward_model.reward_manager", "reward_manager.name"):
+        if given.get(name) in ("naive", "dapo", "prime", "batch"):
+            given.take(name)
+    if not given.get("reward_model.enable"):
+        given.drop("reward_model.enable is not set", *_starting(given, "reward_model.model."))
+        given.drop("reward_model.enable is not set", *_starting(given, "reward_model.rollout."))
+    return found
+
+
+def _filter_groups(given: Settings) -> dict[str, Any]:
+    enabled = given.take("algorithm.filter_groups.enable", "data.gen_batch_size")
+    batches = given.take("algorithm.filter_groups.max_num_gen_batches")
+    given.take("algorithm.filter_groups.metric")
+    # verl: 0 is no limit
+    return {"algorithm.dynamic_sampling": int(batches or 10)} if enabled else {}
+
+
+def _router_replay(given: Settings) -> dict[str, Any]:
+    mode = given.take("actor.router_replay.mode")
+    engines = given.take("rollout.enable_rollout_routing_replay")
+    wanted = str(mode or "disabled").lower()
+    if wanted in ("r2", "r3") or engines:
+        return {"actor.router_replay": wanted if wanted in ("r2", "r3") else "r3"}
+    return {}
+
+
+def _mtp(given: Settings) -> dict[str, Any]:
+    names = _starting(given, "model.mtp.")
+    is_on = bool(given.get("model.mtp.enable"))
+    given.drop("multi-token prediction is not supported", *names, needless=not is_on)
+    return {}
+
+
+def _starting(given: Settings, prefix: str) -> list[str]:
+    return [name for name in given.left() if name.startswith(prefix)]
+
+
+Rule = Callable[[Settings], Mapping[str, Any]]
+_RULES: Sequence[Rule] = (
+    _names,
+    _model,
+    _data,
+    _algorithm,
+    _kl,
+    _layout,
+    _experts,
+    _recompute,
+    _optimizer,
+    _micro_batches,
+    _clip,
+    _policy_loss,
+    _router_replay,
+    _mtp,
+    _cluster,
+    _engine,
+    _backend,
+    _conversations,
+    _sampling,
+    _reward,
+    _filter_groups,
+    _schedule,
+)
