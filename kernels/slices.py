@@ -155,7 +155,8 @@ class Slices:
             )
         if self._slices and payload.device != self._slices[0].tensor.device:
             raise ValueError(
-                f"the payload is on {payload.device}, the slices on {self._slices[0].tensor.device}"
+                f"the payload is on {payload.device}, but the slices are on "
+                f"{self._slices[0].tensor.device}"
             )
 
     def _prepare(self) -> None:
@@ -280,7 +281,10 @@ def _check(slices: Sequence[Slice], nbytes: int) -> None:
                 f"{tuple(piece.tensor.shape)}"
             )
         if piece.tensor.device != slices[0].tensor.device:
-            raise ValueError(f"slices are on {piece.tensor.device} and {slices[0].tensor.device}")
+            raise ValueError(
+                f"slices must be on one device, got {piece.tensor.device} and "
+                f"{slices[0].tensor.device}"
+            )
         at = piece.end
     if at != nbytes:
         raise ValueError(f"the slices have {at} bytes, but the message has {nbytes}")

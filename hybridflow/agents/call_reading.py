@@ -30,8 +30,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 def read_calls(
     call_format: str, answer: str, tools: Mapping[str, Schema], *, thinking_open: bool = False
 ) -> list[Call]:
-    """Parse the calls in an answer, in order. Text inside the thinking is never parsed as a call,
-    and a thinking marker inside an argument does not open a thinking.
+    """Parse the calls in an answer, in order. Text inside a thinking block is never parsed as a
+    call, and a thinking marker inside an argument does not open a block.
 
     Args:
         call_format: `rollout.agent.call_format`.

@@ -120,7 +120,7 @@ class CompletionServer:
         app = web.Application(client_max_size=_MOST_BYTES)
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._complete, expect_handler=_go_on),
+                web.post("/v1/chat/completions", self._complete, expect_handler=_send_continue),
                 web.get("/v1/models", self._models),
                 web.get(f"/v1/models/{MODEL}", self._models),
                 web.route("*", "/{rest:.*}", _unknown),
@@ -359,7 +359,8 @@ def _is_last_answer(message: Mapping[str, Any], served: _Served) -> bool:
 
 
 def _containers(text: str) -> int:
-    """Count the lists and objects of a JSON text. Returns 0 if there cannot be too many."""
+    """Count the lists and objects of a JSON text. Returns 0 if it has too few brackets to exceed
+    the limit."""
     if text.count("[") + text.count("{") <= _MOST_CONTAINERS:
         return 0
     data = text.encode("utf-8", "surrogatepass").replace(rb"\\", b"  ").replace(rb"\"", b"  ")
@@ -368,7 +369,7 @@ def _containers(text: str) -> int:
     return int(np.count_nonzero(is_outside & ((bytes_ == ord("[")) | (bytes_ == ord("{")))))
 
 
-async def _go_on(request: web.Request) -> None:
+async def _send_continue(request: web.Request) -> None:
     """Answer `Expect: 100-continue`. aiohttp's own handler fails if the client has disconnected."""
     with suppress(OSError):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

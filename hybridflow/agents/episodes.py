@@ -148,7 +148,7 @@ class _Process:
         self._popen, self._lines = start_process("hybridflow.agents.episode_host", log_path)
         self._lines.socket.setblocking(False)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._lines.socket, self._hear)
+        self._loop.add_reader(self._lines.socket, self._receive)
         self.tell({"environment": absolute_entry(str(config.environment)), "parent": os.getpid()})
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class _Process:
         check again at the deadline."""
         self._timer = None
         if self._left_s() <= 0:
-            self._hear()  # messages that arrived while the event loop was blocked
+            self._receive()  # messages that arrived while the event loop was blocked
         if not self.waiting or self.ended:
             return
         if self._left_s() > 0:
@@ -209,7 +209,7 @@ class _Process:
         else:
             self._loop.remove_writer(self._lines.socket)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         if self.ended:
             return
         messages = self._lines.received()

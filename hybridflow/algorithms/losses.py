@@ -66,7 +66,7 @@ def aggregate(
     elif mode == "seq-mean-token-sum-norm":
         sums = sums / norm
     elif mode != "seq-mean-token-sum":
-        raise ValueError(f"loss_agg_mode {mode!r}")
+        raise ValueError(f"unknown loss_agg_mode {mode!r}")
     return sums.sum(), (lengths_S > 0).sum()
 
 
@@ -96,7 +96,7 @@ def kl_penalty(log_probs_T: torch.Tensor, ref_log_probs_T: torch.Tensor, kind: s
     if kind == "k3":
         clamped = difference.clamp(-20.0, 20.0)
         return ((-clamped).exp() + clamped - 1).clamp(-10.0, 10.0)
-    raise ValueError(f"kl_loss_type {kind!r}")
+    raise ValueError(f"unknown kl_loss_type {kind!r}")
 
 
 def unbiased_kl(

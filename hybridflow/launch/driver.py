@@ -81,7 +81,7 @@ class Driver:
             self._send(signal.SIGUSR1)
         with (self.folder / records.DRIVER_LOG).open("rb") as shown:
             while self.process.poll() is None:
-                self._hurry()
+                self._escalate()
                 self._show(shown.read())
                 time.sleep(_POLL_S)
             self._show(shown.read())
@@ -90,7 +90,7 @@ class Driver:
             return STOPPED
         return status if status >= 0 else 128 - status
 
-    def _hurry(self) -> None:
+    def _escalate(self) -> None:
         """Escalate when time is up, from asking to ending, and from ending to killing. End the
         driver if the job has a later start."""
         now = time.monotonic()

@@ -125,7 +125,7 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
             head = _await_head(folder, options.start_timeout_s) if position else None
             command = ray_command(head, address, ports, temporary, options)
             announce = None if position else partial(_publish_head, folder, address, ports["port"])
-            return _stay(node, folder, command, temporary, asked, announce)
+            return _run_ray(node, folder, command, temporary, asked, announce)
     except ResourceError as error:
         _report(folder, node, str(error), "")
         return 1
@@ -149,7 +149,7 @@ def _private_folder(job_id: int) -> Iterator[Path]:
         watching.wait()
 
 
-def _stay(
+def _run_ray(
     node: str,
     folder: Path,
     command: list[str],

@@ -20,7 +20,7 @@ def listeners_at(host: str, port: int) -> set[int]:
     forms = {address.packed, bytes(len(address.packed)), bytes(16)}
     if address.version == 4:
         forms.add(bytes(10) + b"\xff\xff" + address.packed)
-    wanted = {f"{_kernels(packed)}:{port:04X}" for packed in forms}
+    wanted = {f"{_proc_form(packed)}:{port:04X}" for packed in forms}
     found = set()
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # kernel without IPv6
@@ -31,6 +31,6 @@ def listeners_at(host: str, port: int) -> set[int]:
     return found
 
 
-def _kernels(packed: bytes) -> str:
+def _proc_form(packed: bytes) -> str:
     """Format an address as in /proc/net: words of four bytes, each in reverse byte order."""
     return b"".join(packed[i : i + 4][::-1] for i in range(0, len(packed), 4)).hex().upper()

@@ -56,7 +56,7 @@ class Greeting:
     Args:
         purpose: what the connection is for; must be the same at both ends.
         is_client: True if this end has connected. An answer of one end is never valid for the
-        other.
+            other.
     """
 
     def __init__(self, purpose: str, is_client: bool) -> None:

@@ -163,7 +163,7 @@ class Scoring:
             else f"cannot use ground truth {shown(rows[0][2])}:"
         )
         return [
-            {"failure": f"{self._who(row)} {how} {describe_error(error, Path(file))}"}
+            {"failure": f"{self._subject(row)} {how} {describe_error(error, Path(file))}"}
             for row in rows
         ]
 
@@ -172,13 +172,14 @@ class Scoring:
             found = [found]
         elif not isinstance(found, Sequence) or len(found) != len(rows):
             said = (
-                f"{self._who(rows[0])} returned {shown(found)}; expected a list of {len(rows)} "
+                f"{self._subject(rows[0])} returned {shown(found)}; expected a list of {len(rows)} "
                 "scores"
             )
             return [{"failure": said} for _ in rows]
         weight = self._config.weight
         return [
-            checked(self._who(row), value, weight) for row, value in zip(rows, found, strict=True)
+            checked(self._subject(row), value, weight)
+            for row, value in zip(rows, found, strict=True)
         ]
 
     def _call(self, rows: Sequence[Row]) -> Any:
@@ -196,7 +197,7 @@ class Scoring:
             )
         return self._function(**dict(zip(ARGUMENTS, copies[0], strict=True)), **self._kwargs)
 
-    def _who(self, row: Row) -> str:
+    def _subject(self, row: Row) -> str:
         if self._function is None:
             return f"the verifier of data_source {row[0]!r}"
         return f"reward function {self._config.name} of {self._config.path}"

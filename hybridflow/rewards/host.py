@@ -91,7 +91,7 @@ class Host:
                 if not mask & selectors.EVENT_READ:
                     continue
                 if key.data is not None:
-                    self._hear(key.data)
+                    self._receive(key.data)
                 else:
                     messages = self.driver.received()
                     if messages is None:
@@ -169,7 +169,7 @@ class Host:
         del self.waiting[found]
         return near[found]
 
-    def _hear(self, process: _Process) -> None:
+    def _receive(self, process: _Process) -> None:
         messages = process.lines.received() if process in self.processes else []
         if messages is None:
             status = self._end(process)

@@ -82,11 +82,11 @@ class RewardPool:
         try:
             loaded = self._lines.first()
         except TimeoutError:
-            raise ConfigError(f"{self._what()} did not load within {_START_S:.0f} s") from None
+            raise ConfigError(f"{self._subject()} did not load within {_START_S:.0f} s") from None
         if loaded is None:
             code = self._process.wait(_PATIENCE_S)
             raise ConfigError(
-                f"the process loading {self._what()} exited with code {code}{self._look_at_log()}"
+                f"the process loading {self._subject()} exited with code {code}{self._log_hint()}"
             )
         if "refused" in loaded:
             raise ConfigError(loaded["refused"])
@@ -140,17 +140,17 @@ class RewardPool:
         if not self._restarts.take():
             raise HybridFlowError(
                 f"the reward process exited {_MAX_HOST_RESTARTS + 1} times within an hour, last "
-                f"with code {self._process.returncode}{self._look_at_log()}; -9 often means that "
+                f"with code {self._process.returncode}{self._log_hint()}; -9 often means that "
                 "the machine ran out of memory"
             )
         self._launch()
         self.start()
         self._send(list(self._jobs))
 
-    def _what(self) -> str:
+    def _subject(self) -> str:
         return f"{self.config.path} (reward.path)" if self.config.path else "the verifiers"
 
-    def _look_at_log(self) -> str:
+    def _log_hint(self) -> str:
         return f"; see {self.log_path}" if self.log_path else ""
 
     def close(self) -> None:

@@ -198,8 +198,8 @@ _NO_CAPABILITIES = struct.pack("Ii", 0x20080522, 0), bytes(24)
 # requests to the nursery, and to an init
 _NEW = b"n"
 _END = b"e"
-_END_AND_SAY = b"s"
-_AGAIN = b"."
+_END_AND_REPLY = b"s"
+_RERUN = b"."
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
@@ -213,7 +213,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "
     _check(_libc.mount(*given), f"mount {target}")
 
 
-def _leave_users() -> None:
+def _enter_namespaces() -> None:
     """Enter the namespaces. Root also maps `nobody`, the user of the programs; another user maps
     only itself."""
     uid = os.getuid()
@@ -248,7 +248,7 @@ def _leave_users() -> None:
         os.close(file)
 
 
-def _leave_files() -> None:
+def _enter_root() -> None:
     """Switch to a read-only root with only the interpreter's library, shared libraries and four
     devices."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
@@ -321,7 +321,7 @@ def _limits(order: dict[str, Any]) -> _Limits:
     return [(kind, (value, value)) for kind, value in limits.items()]
 
 
-def _be_program(order: dict[str, Any], limits: _Limits, files: list[int]) -> None:
+def _run_program(order: dict[str, Any], limits: _Limits, files: list[int]) -> None:
     """Run the program in this process. Does not return."""
     # otherwise signals to its process group would reach processes outside the namespace
     os.setsid()
@@ -372,7 +372,7 @@ def _call(names: dict[str, Any]) -> None:
     print("\n" + json.dumps(function(*arguments)))
 
 
-def _be_init(requests: socket.socket) -> None:
+def _run_init(requests: socket.socket) -> None:
     """Run the first process of a PID namespace. When it ends, the kernel kills all others. Does not
     return.
 
@@ -380,7 +380,7 @@ def _be_init(requests: socket.socket) -> None:
     request also has a file with the program before them, and its message contains the limits.
     """
     try:
-        _part_from_parent(requests)
+        _isolate(requests)
         _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
         for number in (signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
@@ -388,7 +388,7 @@ def _be_init(requests: socket.socket) -> None:
         while True:
             message, (*files, status), _, _ = socket.recv_fds(requests, 1 << 12, 5)
             try:
-                if message != _AGAIN:
+                if message != _RERUN:
                     order, limits = _read_order(message, files.pop(0))
                 if left != _state_of_tmp():
                     if left:
@@ -411,7 +411,7 @@ def _be_init(requests: socket.socket) -> None:
         os._exit(0)
 
 
-def _part_from_parent(connection: socket.socket) -> None:
+def _isolate(connection: socket.socket) -> None:
     """End with the parent, and close all descriptors except the standard ones and this one."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     os.closerange(3, connection.fileno())
@@ -447,7 +447,7 @@ def _ended(order: dict[str, Any], limits: _Limits, files: list[int]) -> int:
     """Run the program once and return its exit code. All its processes are killed."""
     program = os.fork()
     if program == 0:
-        _be_program(order, limits, files)
+        _run_program(order, limits, files)
     ended = 0
     code = 0
     while ended != program:
@@ -460,14 +460,14 @@ def _ended(order: dict[str, Any], limits: _Limits, files: list[int]) -> int:
     return os.waitstatus_to_exitcode(code)
 
 
-def _be_nursery(requests: socket.socket) -> None:
+def _run_nursery(requests: socket.socket) -> None:
     """Run the process that creates namespaces ahead of the programs. Does not return.
 
     It never sees a program, so no program can find another's data in its memory. Namespaces end in
     the order of their creation.
     """
     try:
-        _part_from_parent(requests)
+        _isolate(requests)
         inits: list[int] = []
         while True:
             what, files, _, _ = socket.recv_fds(requests, 1, 1)
@@ -476,14 +476,14 @@ def _be_nursery(requests: socket.socket) -> None:
                 init = _check(_libc.syscall(_SYS_CLONE, ctypes.c_ulong(flags), 0, 0, 0, 0), "clone")
                 if init == 0:
                     ctypes.pythonapi.PyOS_AfterFork_Child()
-                    _be_init(socket.socket(fileno=files[0]))
+                    _run_init(socket.socket(fileno=files[0]))
                 inits.append(init)
                 os.close(files[0])
             else:
                 init = inits.pop(0)
                 os.kill(init, signal.SIGKILL)
                 os.waitpid(init, 0)
-                if what == _END_AND_SAY:
+                if what == _END_AND_REPLY:
                     requests.send(what)
     finally:
         os._exit(0)
@@ -510,7 +510,7 @@ class _Space:
         err = os.pipe()
         status = os.pipe()
         theirs = [_file_with(given), out[1], err[1], status[1]]
-        message = _AGAIN
+        message = _RERUN
         if self.order is None:
             self.order = order
             theirs.insert(0, _file_with(order["code"]))
@@ -552,7 +552,7 @@ class _Space:
             waits: wait for the end. Not needed once the end of the program was reported.
         """
         self._requests.close()
-        self._nursery.send(_END_AND_SAY if waits else _END)
+        self._nursery.send(_END_AND_REPLY if waits else _END)
         if waits and not self._nursery.recv(1):
             raise BrokenPipeError("the process that creates namespaces was killed")
 
@@ -605,8 +605,8 @@ def main() -> None:
     try:
         if os.uname().machine != "x86_64":
             raise OSError(f"the system-call filter supports only x86_64, not {os.uname().machine}")
-        _leave_users()
-        _leave_files()
+        _enter_namespaces()
+        _enter_root()
         if as_root:
             os.setgroups([])
         nursery = _nursery()
@@ -628,7 +628,7 @@ def _nursery() -> socket.socket:
     gc.freeze()
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
-        _be_nursery(theirs)
+        _run_nursery(theirs)
     theirs.close()
     return ours
 

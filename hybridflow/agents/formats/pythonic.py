@@ -56,7 +56,7 @@ def _call(node: ast.expr, span: tuple[int, int]) -> Call:
 
 
 def _literal(node: ast.expr) -> object:
-    """Evaluate a literal, with JSON's types. Raises ValueError or TypeError if it is none."""
+    """Evaluate a literal, with JSON's types. Raises ValueError or TypeError if it is not one."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | None):
         return node.value
     return json.loads(json.dumps(ast.literal_eval(node), allow_nan=False))

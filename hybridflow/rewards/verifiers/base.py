@@ -122,7 +122,7 @@ def text_truth(ground_truth: Any) -> str:
     """Return a ground truth that is a string or a number as text: 72 and 72.0 are "72".
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither a string nor a number.
     """
     if isinstance(ground_truth, str):
         return ground_truth

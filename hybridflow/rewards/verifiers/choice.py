@@ -86,7 +86,7 @@ def choice(
 
     The choice is the last of: the letter in the last \boxed{} or <answer>, and the letter after
     "answer" or "choice"; without any, the last option that is not ruled out ("option A is wrong");
-    without that, the letter that ends the response or is all of it. A statement with several
+    without that, the letter that ends the response or is the whole of it. A statement with several
     letters is not a choice; neither are the words "I" and "a".
 
     Args:

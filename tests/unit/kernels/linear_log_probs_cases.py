@@ -254,14 +254,17 @@ def test_a_shard_without_rows_adds_nothing() -> None:
         ({"hidden": torch.zeros(3, 4, dtype=torch.float64)}, "hidden is torch.float64"),
         (
             {"weight": torch.zeros(5, 4, dtype=torch.bfloat16)},
-            "weight is torch.bfloat16; torch.float32",
+            "weight is torch.bfloat16; expected torch.float32",
         ),
         (
             {"weight": torch.zeros(4, 5).t()},
             "weight of shape .5, 4. and strides .1, 5. is not contiguous",
         ),
         ({"weight": torch.zeros(5, 3)}, r"hidden is \(3, 4\) and weight \(5, 3\)"),
-        ({"targets": torch.zeros(2, dtype=torch.int64)}, r"targets are \(2,\) for 3 rows"),
+        (
+            {"targets": torch.zeros(2, dtype=torch.int64)},
+            r"targets have shape \(2,\), but hidden has 3 rows",
+        ),
         ({"targets": torch.zeros(3, dtype=torch.int32)}, "targets is torch.int32"),
         (
             {"weight": torch.zeros(5, 4, device="meta")},

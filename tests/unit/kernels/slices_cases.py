@@ -299,7 +299,7 @@ def test_several_devices_are_refused() -> None:
     here, there = (
         torch.zeros(1, 1, 8, dtype=torch.uint8, device=device) for device in ("cpu", "meta")
     )
-    with pytest.raises(ValueError, match="slices are on meta and cpu"):
+    with pytest.raises(ValueError, match="slices must be on one device, got meta and cpu"):
         Slices(
             [Slice(here, 0, (1, 1, 8), torch.uint8), Slice(there, 8, (1, 1, 8), torch.uint8)], 16
         )
@@ -313,7 +313,7 @@ def test_several_devices_are_refused() -> None:
         (torch.zeros(64, dtype=torch.uint8)[::2], "strides"),
         (
             torch.zeros(32, dtype=torch.uint8, device="meta"),
-            "the payload is on meta, the slices on cpu",
+            "the payload is on meta, but the slices are on cpu",
         ),
     ],
 )

@@ -363,7 +363,7 @@ def test_rows_that_cannot_hang_are_scored_here_and_programs_in_the_pool(tmp_path
 def test_a_sandbox_that_is_killed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
     script = (
         "import os, runpy, signal, sys, types\n"
-        "start = runpy.run_path(sys.argv[1])['_leave_users']\n"
+        "start = runpy.run_path(sys.argv[1])['_enter_namespaces']\n"
         "kill = lambda flags: os.kill(os.getpid(), signal.SIGKILL)\n"
         "start.__globals__['_libc'] = types.SimpleNamespace(unshare=kill)\n"
         "start()\n"
@@ -555,7 +555,7 @@ def test_namespaces_whose_first_processes_are_killed_at_once_are_not_made_for_ev
         assert len(made) < 50
 
     nursery = SimpleNamespace(
-        sendmsg=make, send=lambda _: None, recv=lambda _: sandbox_process._END_AND_SAY
+        sendmsg=make, send=lambda _: None, recv=lambda _: sandbox_process._END_AND_REPLY
     )
     order = json.dumps({"code": "print('a')", "stdin": "", **vars(Limits())}).encode() + b"\n"
     answers = io.BytesIO()
