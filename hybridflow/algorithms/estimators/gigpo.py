@@ -68,8 +68,8 @@ def _discounted(rewards: list[float], rows: list[int], gamma: float) -> list[flo
 
 
 def _states(samples: Samples) -> list[int]:
-    """Return the state number of each turn. Turns of answers to one prompt have the same state if
-    they began after the same tokens."""
+    """Return the number of the state in which each turn began. It is the same for turns of answers
+    to one prompt that began after the same tokens."""
     assert samples.part_ends is not None
     numbers: dict[tuple[object, ...], int] = {}
     found: list[int] = []
