@@ -23,7 +23,7 @@ max_prompt_length=$((1024 * 1))
 max_response_length=$((1024 * 2))
 offload=True
 python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \\
-    data.train_files=BytedTsinghua-SIA/DAPO-Math-17k data.val_files=math-ai/aime24 \\
+    data.train_files=BytedTsinghua-SIA/DAPO-Math-17k data.val_files=BytedTsinghua-SIA/DAPO-Math-17k \\
     data.prompt_key=prompt data.truncation='left' data.filter_overlong_prompts=True \\
     data.max_prompt_length=${max_prompt_length} data.max_response_length=${max_response_length} \\
     data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
