@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from hybridflow.api.given import PARTS, Given
 from hybridflow.api.place import Place, place_for_caller
 from hybridflow.api.settings import text, words
+from hybridflow.config.registry import forget_edited_files
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError, FlowError, HybridFlowError
 from hybridflow.process.extras import KERNELS, naming_packages, require
@@ -75,6 +76,8 @@ class Run:
         own_model, settings = _object("model", model, settings)
         reward, settings = _object("reward", reward, settings)
         data, settings = _object("data", data, settings, parts=PARTS)
+        if _open is None or _open._summary is not None:
+            forget_edited_files()
         self._given = Given()
         with tempfile.TemporaryDirectory() as scratch:
             if data is not None:

@@ -26,6 +26,7 @@ from hybridflow.errors import ConfigError, HybridFlowError
 T = TypeVar("T")
 F = TypeVar("F")
 _import_lock = threading.RLock()
+_imported: dict[str, tuple[Path, object]] = {}  # by module: the user's file, and its state then
 _USER_MODULE = "hybridflow_user_"
 _OFFERED = "__hybridflow_offered__"
 
@@ -205,7 +206,26 @@ def import_file(path: Path, key: str) -> ModuleType:
             raise ConfigError(
                 f"{path} ({key})  could not be imported:  {describe_error(error, path)}{hint}"
             ) from error
+        _imported[name] = path, _state(path)
     return module
+
+
+def forget_edited_files() -> None:
+    """Forget the users' files that were edited since their import: the next run of this process (a
+    notebook's) executes them anew."""
+    with _import_lock:
+        for name, (path, state) in list(_imported.items()):
+            if _state(path) != state:
+                del _imported[name]
+                sys.modules.pop(name, None)
+
+
+def _state(path: Path) -> object:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _module_name(path: Path) -> str:

@@ -19,6 +19,7 @@ from hybridflow.cli.main import main
 from hybridflow.config.registry import import_file
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError, FlowError, ResourceError
+from hybridflow.rewards.verifiers.base import VERIFIERS
 
 ROWS = [
     {
@@ -190,6 +191,23 @@ def test_each_run_has_its_own_function(made: Callable[..., hf.Run]) -> None:
         run._given.offer(run._folder_given)
         module = import_file(Path(str(run.config.reward.path)), "reward.path")
         assert module.given(None, None, None, None) == value
+
+
+def test_an_edited_file_is_executed_anew_by_the_next_run(
+    tmp_path: Path, made: Callable[..., hf.Run]
+) -> None:
+    file = tmp_path / "mine.py"
+    register = "from hybridflow.rewards.verifiers.base import verifier\n"
+    register += "@verifier('own', data_sources=['own'])\n"
+    for value in (1, 22, 333):
+        file.write_text(f"{register}def own(response, ground_truth): return {value}\n")
+        made(reward=f"{file}:own")
+        assert import_file(file, "reward.path").own(None, None) == value
+        assert VERIFIERS.get(f"{file}:own").function(None, None) == value
+    file.unlink()
+    made()
+    with pytest.raises(ConfigError, match="is no file"):
+        import_file(file, "reward.path")
 
 
 def test_a_reward_may_be_a_file(tmp_path: Path, made: Callable[..., hf.Run]) -> None:
