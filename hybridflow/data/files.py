@@ -4,9 +4,10 @@ expected value."""
 from __future__ import annotations
 
 import csv
-import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 from hybridflow.batch import iter_parquet, parquet_rows
+from hybridflow.config.outside_json import parse_outside_json
 from hybridflow.errors import DataError, naming
+
+_MOST_ROW_BYTES = 256 << 20  # the tests of a program may have tens of MB
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,13 @@ def _plain(value: Any) -> Any:
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+        lines = iter(partial(stream.readline, _MOST_ROW_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
+            if len(line) == _MOST_ROW_BYTES:
+                raise DataError(
+                    f"{path}, line {number}: has {_MOST_ROW_BYTES >> 20} MiB or more, which no row "
+                    "has"
+                )
             if line.strip():
                 yield _object(_parsed(line, f"{path}, line {number}"), f"{path}, line {number}")
 
@@ -133,15 +143,22 @@ def _json(path: Path) -> Iterator[dict[str, Any]]:
     if start != b"[":
         yield from _json_lines(path)
         return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if path.stat().st_size > memory // 2:
+        raise DataError(
+            f"{path}: has more bytes than half of this machine's memory; write one object per line "
+            "(jsonl), which is read line by line"
+        )
     for number, item in enumerate(_parsed(path.read_bytes(), str(path))):
         yield _object(item, f"{path}, row {number}")
 
 
 def _parsed(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
-        raise DataError(f"{where}: not valid JSON ({error})") from error
+        return parse_outside_json(text)
+    except ValueError as error:
+        reason = str(error).removeprefix("not JSON: ")
+        raise DataError(f"{where}: not valid JSON ({reason})") from error
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

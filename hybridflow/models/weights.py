@@ -89,6 +89,15 @@ class RandomWeights:
         return values[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
 
 
+def _opened(file: Path) -> Any:
+    """Open a safetensors file. Raises OSError if it is a pipe, which would block, or a device."""
+    from safetensors import safe_open
+
+    if file.exists() and not file.is_file():
+        raise OSError("not a regular file")
+    return safe_open(file, framework="pt")
+
+
 class SafetensorsFolder:
     """A Hugging Face folder: `model.safetensors`, or shards listed in
     `model.safetensors.index.json`.
@@ -110,13 +119,13 @@ class SafetensorsFolder:
         if index.exists():
             self.files = read_weight_map(index)
         elif (self.folder / SINGLE).exists():
-            from safetensors import SafetensorError, safe_open
+            from safetensors import SafetensorError
 
             file = self.folder / SINGLE
             try:
-                with safe_open(file, framework="pt") as handle:
+                with _opened(file) as handle:
                     self.files = dict.fromkeys(handle.keys(), file.name)
-            except SafetensorError as error:
+            except (SafetensorError, OSError, MemoryError) as error:
                 raise ModelError(f"{file} is no whole safetensors file: {error}") from error
         else:
             raise ModelError(
@@ -160,7 +169,7 @@ class SafetensorsFolder:
     @contextmanager
     def _view(self, name: str) -> Iterator[Any]:
         """Yield a slice handle of a tensor in its open file."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         if name not in self.files:
             raise ModelError(
@@ -169,9 +178,9 @@ class SafetensorsFolder:
         file = self.folder / self.files[name]
         try:
             if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt")
+                self._open[file] = _opened(file)
             yield self._open[file].get_slice(name)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError) as error:
             raise ModelError(f"{file}, tensor {name}: {error}") from error
 
     def _region(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:

@@ -213,7 +213,7 @@ class Reader:
         shutil.copytree(self.good, folder)
         HOSTILE[kind](folder)
         words = self._words(folder)
-        return {name: _in_a_fork(words[name]) for name in names}
+        return {name: in_a_fork(words[name]) for name in names}
 
     def _words(self, folder: Path) -> dict[str, list[str]]:
         shutil.rmtree(self.work / "imported", ignore_errors=True)
@@ -222,7 +222,7 @@ class Reader:
         return commands(self.work, folder)
 
 
-def _in_a_fork(words: list[str]) -> tuple[int, int, str, str]:
+def in_a_fork(words: list[str]) -> tuple[int, int, str, str]:
     """(status of the process, exit code, stdout, stderr)."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:

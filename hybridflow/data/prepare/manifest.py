@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import naming
+from hybridflow.errors import DataError, naming
 
 MANIFEST = "manifest.json"
 # increment when the written files change for the same options: older folders are then prepared
 # again
 _FORMAT = 1
+_LARGE = 1 << 30
 
 
 def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[str, int]) -> None:
@@ -61,9 +63,29 @@ def files_are_intact(folder: Path, manifest: Mapping[str, Any]) -> bool:
 
 
 def listed_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 (hex) of each named file of `folder`."""
+    """Return the SHA-256 (hex) of each named file of `folder`.
+
+    Raises:
+        DataError: a file is mostly a hole, whose zeros would be hashed for hours.
+    """
     hashes: dict[str, str] = {}
     for name in names:
         with (folder / name).open("rb") as stream:
+            if _is_hollow(stream.fileno()):
+                raise DataError(
+                    f"{folder / name}: most of its {os.fstat(stream.fileno()).st_size} bytes are "
+                    "not on disk; copy or download it again"
+                )
             hashes[name] = hashlib.file_digest(stream, "sha256").hexdigest()
     return hashes
+
+
+def _is_hollow(file: int) -> bool:
+    """Return True if a large file has a hole and hardly anything on disk. The latter alone may be a
+    file system that counts no blocks."""
+    status = os.fstat(file)
+    if status.st_size < _LARGE or status.st_blocks * 512 > status.st_size >> 10:
+        return False
+    hole = os.lseek(file, 0, os.SEEK_HOLE)
+    os.lseek(file, 0, os.SEEK_SET)
+    return hole < status.st_size

@@ -131,7 +131,7 @@ def test_lies_of_an_index_in_combination_are_messages_or_the_right_weights(
     for _ in range(lies):
         value = json.loads(json.dumps({"chunks": chunks, "hf": hf}))
         for _ in range(drawn.randint(1, 3)):
-            _lie(value, drawn)
+            lie_about(value, drawn)
         (tmp_path / INDEX).write_text(json.dumps(value))
         manifest_of(tmp_path).write(tmp_path)  # with the right hashes
         try:
@@ -147,7 +147,7 @@ def test_lies_of_an_index_in_combination_are_messages_or_the_right_weights(
     assert told > lies * 0.7 and kept > 0
 
 
-def _lie(value: Any, drawn: random.Random) -> None:
+def lie_about(value: Any, drawn: random.Random) -> None:
     kind = drawn.choice(["value", "value", "exchange", "repeat", "leave out", "shift"])
     rows = value[drawn.choice(["chunks", "hf"])]
     if kind == "exchange":
