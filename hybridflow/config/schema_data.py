@@ -76,6 +76,8 @@ class DataConfig:
     # cache the tokens of large files in ~/.cache/hybridflow/tokens, for later runs with the same
     # content (docs/data.md)
     cache_tokens: bool = True
+    # samples have the column `prompt`, the messages of their row, for flows that make prompts of it
+    keep_prompts: bool = False
     dataset_class: DatasetClassConfig = field(default_factory=DatasetClassConfig)
 
 

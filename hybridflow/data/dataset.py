@@ -133,7 +133,7 @@ class _Dataset:
 
 class PromptDataset(_Dataset):
     """Prompts to sample responses for: prompt_ids (jagged int64), data_source, ground_truth,
-    extra_info (objects).
+    extra_info (objects); with `data.keep_prompts` prompt (objects: the row's messages).
 
     Required columns: `data.prompt_key` (chat messages or text), `data.data_source_key` (string; not
     with `data.data_source`), `data.ground_truth_key`. Optional: extra_info (struct).
@@ -175,11 +175,19 @@ class PromptDataset(_Dataset):
                 column, f"{inside}, by data.ground_truth_key={self._config.ground_truth_key}"
             )
         source = self._config.data_source
-        return {
+        return self._prompt(row) | {
             "data_source": row.text(self._config.data_source_key) if source is None else source,
             "ground_truth": truth,
             "extra_info": row.mapping("extra_info"),
         }
+
+    def _prompt(self, row: Row) -> dict[str, Any]:
+        key = self._config.prompt_key
+        if not self._config.keep_prompts:
+            return {}
+        text = row.values[key]
+        is_text = isinstance(text, str)
+        return {"prompt": [{"role": "user", "content": text}] if is_text else row.messages(key)}
 
     @property
     def data_sources(self) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged, objects
 from hybridflow.config import derived
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
@@ -230,9 +230,15 @@ class _Invented:
         rows = len(batch)
         scores = (np.arange(rows) % 2).astype(np.float32)
         batch = batch.with_columns(scores=scores, index=batch["uid"])
-        texts = {"data_source": "invented", "ground_truth": "text", "extra_info": {}}
+        texts: dict[str, Any] = {
+            "data_source": "invented",
+            "ground_truth": "text",
+            "extra_info": {},
+        }
+        if self.config.data.keep_prompts:
+            texts["prompt"] = [{"role": "user", "content": "text"}]
         batch = batch.with_columns(
-            **{name: np.array([value] * rows, dtype=object) for name, value in texts.items()}
+            **{name: objects([value] * rows) for name, value in texts.items()}
         )
         return batch.union(invented(batch, ["greedy_scores"], by_sample=True)) if greedy else batch
 
@@ -240,9 +246,6 @@ class _Invented:
         """`n` answers of 1 and 3 tokens in turns to each of so many prompts."""
         rows = prompts * n
         ids = [np.arange(1 + 2 * (row % 2)) for row in range(rows)]
-
-        def objects(value: Any) -> np.ndarray:
-            return np.array([value] * rows, dtype=object)
 
         return DataProto.from_columns(
             {
@@ -252,9 +255,9 @@ class _Invented:
                 "response_mask": Jagged.from_rows([np.ones(len(row)) for row in ids], np.bool_),
                 "response_versions": Jagged.from_rows([0 * row for row in ids], np.int64),
                 "rollout_log_probs": Jagged.from_rows([-1.0 - row for row in ids], np.float32),
-                "response_text": objects("text"),
-                "finish_reason": objects("stop"),
-                "weight_version": objects("0"),
+                "response_text": objects(["text"] * rows),
+                "finish_reason": objects(["stop"] * rows),
+                "weight_version": objects(["0"] * rows),
             }
         )
 

@@ -47,6 +47,7 @@ _WRITERS = {
     "advantages": "run.advantages(batch)",
     "rewards": "run.advantages(batch)",
     "greedy_scores": "run.samples(greedy=True)",
+    "prompt": "run.samples(), with data.keep_prompts=true",
 }
 _REMEDIES = (
     (ValueError, "read-only", "columns of a batch are, so write batch.with_columns(scores=...)"),

@@ -10,13 +10,14 @@ from tests.arch.files import ROOT
 
 READING = "hybridflow/rewards/reading.py"
 # what writes them: calls of one format and answers of a task are fenced, prompts of data sets ask
-# for a box, and chat templates are shown an answer with its thinking
+# for a box and those of testers for fences, and chat templates are shown an answer with its thinking
 OTHERS = {
     "hybridflow/agents/formats/deepseek.py",
     "hybridflow/data/chat_template.py",
     "hybridflow/data/prepare/published.py",
     "hybridflow/data/prepare/tasks/humaneval.py",
     "hybridflow/data/prepare/tasks/programs.py",
+    "hybridflow/flows/cure.py",
 }
 MARKS = ("boxed", "fbox", "```", "~~~", "<think", "</think", "[THINK]")
 

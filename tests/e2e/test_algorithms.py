@@ -15,6 +15,7 @@ import pytest
 from hybridflow.config.load import load_config
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
+from hybridflow.rewards.unit_tests import unit_test_of
 from hybridflow.saving.reader import CheckpointFolder
 from tests.e2e.runs import Run
 
@@ -35,7 +36,6 @@ for name, words in json.loads(sys.argv[1]).items():
     codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(json.dumps(codes), flush=True)
 """
-CURE = Path(__file__).resolve().parents[2] / "examples" / "cure"
 GROUP = 4
 SMALL = [
     "data.train_batch_size=4",
@@ -78,14 +78,8 @@ CASES: dict[str, list[str]] = {
     ],
     "code": ["tiny-code-grpo", "sft.steps=60", "sft.batch_size=64", "sft.optim.lr=3e-3", BONUS],
     "cure": [
-        "cure",
-        f"--config-dir={CURE}",
-        f"data.prepare.task={CURE}/problems.py:cure",
-        f"reward.path={CURE}/reward.py",
-        "sft.steps=60",
-        "sft.batch_size=64",
-        "sft.optim.lr=3e-3",
-        BONUS,
+        *("tiny-cure", "roles.tester.model.path=null"),
+        *("sft.steps=60", "sft.batch_size=64", "sft.optim.lr=3e-3", BONUS),
     ],
     "kto": ["tiny-online-dpo", "algorithm=kto"],
     "optimal-token-baseline": [
@@ -238,17 +232,28 @@ def test_programs_are_run_and_their_tests_counted(
         assert extra["tests"] == 2 and row["score"] == (extra["passed"] == 2)
 
 
-def test_programs_and_unit_tests_are_compared_with_their_own_kind(
+def test_programs_and_unit_tests_are_rewarded_apart(
     runs: Mapping[str, tuple[int, Path, str]],
 ) -> None:
-    """CURE's advantages follow from the scores of the codes, or of the unit tests, for one
-    problem."""
-    groups = first_step(folder_of(runs, "cure"))
-    assert [rows[0]["data_source"] for rows in groups] == ["cure/code", "cure/test"] * 2
-    for rows in groups:
-        assert len({row["prompt_text"] for row in rows}) == 1
-        assert [row["advantage"] for row in rows] == pytest.approx(grpo(rows), abs=1e-4), rows
-        assert all("right" in json.loads(row["reward_extra"]) for row in rows)
+    """What a tester with random weights writes is hardly ever a unit test."""
+    folder = folder_of(runs, "cure")
+    programs = first_step(folder)
+    unit_tests = first_step(folder, "rollouts-tester")
+    mixed = 0
+    for codes, tests in zip(programs, unit_tests, strict=True):
+        assert tests[0]["prompt_text"] == f"test {codes[0]['prompt_text']}"
+        assert [row["advantage"] for row in codes] == pytest.approx(grpo(codes), abs=1e-4)
+        wrong = sum(row["score"] == 0 for row in codes)
+        is_mixed = 0 < wrong < GROUP
+        mixed += is_mixed
+        for row in tests:
+            if not is_mixed:
+                assert row["score"] == 0
+            elif unit_test_of(row["response_text"]) is None:
+                assert row["score"] == -wrong
+            else:
+                assert -wrong <= row["score"] <= wrong
+    assert mixed
 
 
 def folder_of(runs: Mapping[str, tuple[int, Path, str]], name: str) -> Path:
@@ -261,10 +266,10 @@ def folder_of(runs: Mapping[str, tuple[int, Path, str]], name: str) -> Path:
     return folder
 
 
-def first_step(folder: Path) -> list[list[dict[str, Any]]]:
+def first_step(folder: Path, dumps: str = "rollouts") -> list[list[dict[str, Any]]]:
     """The rows of the first step, prompt by prompt."""
     groups: dict[int, list[dict[str, Any]]] = {}
-    for row in read_rollouts(folder / "rollouts" / "step_000001.parquet"):
+    for row in read_rollouts(folder / dumps / "step_000001.parquet"):
         groups.setdefault(row["uid"], []).append(row)
     assert {len(rows) for rows in groups.values()} == {GROUP}
     return list(groups.values())

@@ -100,6 +100,18 @@ def test_another_prompt_key(tmp_path, tokenizer):
     assert tokenizer.decode(dataset.batch([0])["prompt_ids"].row(0)) == "2="
 
 
+def test_prompts_are_kept_as_messages_where_the_settings_say(tmp_path, tokenizer):
+    system = {"role": "system", "content": "1"}
+    messages = [system, {"role": "user", "content": "2"}]
+    path = _file(tmp_path, [_row("1", prompt=messages)])
+    (kept,) = PromptDataset([path], tokenizer, DataConfig(keep_prompts=True)).batch([0])["prompt"]
+    assert kept == messages
+    assert "prompt" not in PromptDataset([path], tokenizer, DataConfig()).batch([0])
+    texts = _file(tmp_path, [_row("1", prompt="34")])
+    (kept,) = PromptDataset([texts], tokenizer, DataConfig(keep_prompts=True)).batch([0])["prompt"]
+    assert kept == [{"role": "user", "content": "34"}]
+
+
 # --- prompts that are too long: "12345678" is 9 tokens with "="
 
 

@@ -3,6 +3,7 @@ answers away."""
 
 import contextlib
 import io
+import itertools
 import json
 import re
 
@@ -10,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridflow.data.prepare import prepare
-from hybridflow.data.prepare.tasks.programs import answer, question
+from hybridflow.data.prepare.tasks.programs import answer, question, result
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError
+from hybridflow.rewards.unit_tests import unit_test_of
 
 SMALL = {"num_train": 60, "num_test": 20, "num_sft": 200}
 
@@ -75,6 +77,31 @@ def test_demonstrations_have_the_operands_of_their_problem_and_any_operations(tm
     assert 5 <= right <= 50  # one in nine of 200
 
 
+def test_unit_tests_are_demonstrated_with_the_words_of_the_problems(tmp_path):
+    options = {**SMALL, "operations": ["plus", "minus"], "num_unit_tests": 200}
+    prepared = prepare("programs", tmp_path / "data", None, options)
+    tokenizer = load_tokenizer(prepared.folder / "tokenizer")
+    train = {asked(row) for row in rows(prepared.folder / "train.parquet")}
+    assert {name for text in train for name, _ in steps_of(text)} == {"plus", "minus"}
+    right = 0
+    for row in rows(prepared.folder / "unit_tests.parquet"):
+        task = asked(row).removeprefix("test ")
+        test = unit_test_of(row["response"])
+        assert task in train and test is not None and 0 <= int(test.given) <= 9
+        outcomes = {
+            result([(name, number) for name, (_, number) in zip(names, steps_of(task), strict=True)],
+                   int(test.given))
+            for names in itertools.product(["plus", "minus"], repeat=2)
+        }  # fmt: skip
+        assert int(test.wanted) in outcomes
+        right += int(test.wanted) == result(steps_of(task), int(test.given))
+        # three fences, an input of one digit, an output of at most three characters
+        ids = tokenizer.encode(row["response"])
+        assert len(ids) <= 7 and tokenizer.decode(ids) == row["response"]
+        assert len(tokenizer.encode(asked(row))) == len(tokenizer.encode(task)) + 1
+    assert 30 <= right <= 90  # at least one in four of 200
+
+
 def test_a_program_is_a_dozen_tokens_and_is_read_back_unchanged(tmp_path):
     tokenizer = load_tokenizer(
         prepare("programs", tmp_path / "data", None, SMALL).folder / "tokenizer"
@@ -90,6 +117,8 @@ def test_a_program_is_a_dozen_tokens_and_is_read_back_unchanged(tmp_path):
     [
         ({"num_steps": 1}, "num_train must be 1 to -73: of 27 problems num_test=100 are held out"),
         ({"num_steps": 9}, "num_steps=9 must be at least 1 and at most 4"),
+        ({"operations": ["plus", "plus"]}, "operations must be one or more different words"),
+        ({"operations": ["over"]}, "data.prepare.options.operations"),
         ({"num_cases": 0}, "num_cases=0 must be at least 1 and at most 100"),
     ],
 )

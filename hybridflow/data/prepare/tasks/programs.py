@@ -3,7 +3,8 @@ and prints the result of these steps.
 
 An answer is verified by running it, so any correct program counts. The held-out problems depend
 only on the number of steps and `holdout_seed`, not on `seed`. The operations in demonstrations are
-random, so they teach the form of a program but not the meaning of the words.
+random, so they teach the form of a program but not the meaning of the words. The same holds for
+demonstrations of unit tests ("test plus 3 times 2"), an input and an output in fenced blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +35,9 @@ _FENCE = ("```python\n", "\n```")
 _READ = "int(input())"
 CHARACTERS = "0123456789+-*() ="
 WORDS = (*_FENCE, "print(", _READ, *_OPERATIONS)
+_TEST = "test "  # begins the prompt of a unit test
+_TEST_FENCES = ("```\n", "\n```\n```\n", "\n```")
+_LARGEST_INPUT = 9  # of demonstrated unit tests; the smallest is 0
 _LARGEST = 9  # largest operand; the smallest is 1
 _EXTRA_INFO = {"split": pa.string(), "index": pa.int64()}
 Steps = Sequence[tuple[str, int]]
@@ -45,6 +49,7 @@ class ProgramsOptions:
 
     Attributes:
         num_steps: steps of each problem.
+        operations: the words of the problems.
         num_train, num_test: number of prompts, without repeated problems.
         num_sft: demonstrations on problems of train.parquet, with operations drawn at random; 0
             writes no sft.parquet.
@@ -54,9 +59,11 @@ class ProgramsOptions:
     """
 
     num_steps: Annotated[int, AtLeast(1), AtMost(4)] = 2
+    operations: tuple[Literal["plus", "minus", "times"], ...] = ("plus", "minus", "times")
     num_train: int = 600
     num_test: PositiveInt = 100
     num_sft: NonNegativeInt = 0
+    num_unit_tests: NonNegativeInt = 0
     num_cases: Annotated[int, AtLeast(1), AtMost(100)] = 2
     seed: NonNegativeInt = 1
     holdout_seed: NonNegativeInt = 20260
@@ -64,7 +71,13 @@ class ProgramsOptions:
     def __post_init__(self) -> None:
         """Raise ConfigError naming the option that is out of range."""
         check_ranges(self)
-        problems = (len(_OPERATIONS) * _LARGEST) ** self.num_steps
+        require(
+            len(set(self.operations)) == len(self.operations) > 0,
+            "operations",
+            list(self.operations),
+            "one or more different words",
+        )
+        problems = self.num_problems
         require(
             1 <= self.num_train <= problems - self.num_test,
             "num_train",
@@ -73,12 +86,25 @@ class ProgramsOptions:
             "held out",
         )
 
+    @property
+    def num_problems(self) -> int:
+        """The number of different problems."""
+        return int((len(self.operations) * _LARGEST) ** self.num_steps)
+
+    def steps(self, number: int) -> list[tuple[str, int]]:
+        """Return the problem of this number."""
+        found: list[tuple[str, int]] = []
+        for _ in range(self.num_steps):
+            number, step = divmod(number, len(self.operations) * _LARGEST)
+            found.append((self.operations[step // _LARGEST], step % _LARGEST + 1))
+        return found
+
 
 def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str, int]:
-    """Write train.parquet, test.parquet, tokenizer/ and optionally sft.parquet. Returns the rows
-    per file."""
+    """Write train.parquet, test.parquet, tokenizer/ and optionally sft.parquet and
+    unit_tests.parquet. Returns the rows per file."""
     del source  # the data is generated
-    total = (len(_OPERATIONS) * _LARGEST) ** options.num_steps
+    total = options.num_problems
     held_out = np.random.default_rng(options.holdout_seed).choice(
         total, options.num_test, replace=False
     )
@@ -87,7 +113,7 @@ def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str,
     rows = {}
     for split, numbers in (("train", drawn), ("test", held_out)):
         prompts = []
-        for index, steps in enumerate(_steps(int(number), options.num_steps) for number in numbers):
+        for index, steps in enumerate(options.steps(int(number)) for number in numbers):
             prompts.append(
                 prompt_row(
                     DATA_SOURCE,
@@ -97,12 +123,18 @@ def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str,
                 )
             )
         rows[f"{split}.parquet"] = write_prompts(out / f"{split}.parquet", prompts, _EXTRA_INFO)
-    if options.num_sft:
-        demonstrations = []
-        for number in rng.choice(drawn, options.num_sft):
-            demonstrations.append(_demonstration(_steps(int(number), options.num_steps), rng))
-        rows["sft.parquet"] = write_demonstrations(out / "sft.parquet", demonstrations)
-    write_character_tokenizer(out / "tokenizer", CHARACTERS, WORDS)
+    for name, count, demonstration in (
+        ("sft.parquet", options.num_sft, _program),
+        ("unit_tests.parquet", options.num_unit_tests, _unit_test),
+    ):
+        if count:
+            demonstrations = []
+            for number in rng.choice(drawn, count):
+                steps = options.steps(int(number))
+                demonstrations.append(demonstration(steps, _other(steps, options, rng), rng))
+            rows[name] = write_demonstrations(out / name, demonstrations)
+    words = (_TEST, *_TEST_FENCES, *WORDS) if options.num_unit_tests else WORDS
+    write_character_tokenizer(out / "tokenizer", CHARACTERS, words)
     return rows
 
 
@@ -121,21 +153,38 @@ def answer(steps: Steps) -> str:
     return f"{_FENCE[0]}print({expression}){_FENCE[1]}"
 
 
-def _demonstration(steps: Steps, rng: np.random.Generator) -> dict[str, Any]:
-    """Return the problem with a program that has its operands, but random operations."""
+def result(steps: Steps, value: int) -> int:
+    """Return what a program that solves the problem prints for this input."""
+    for name, operand in steps:
+        value = _OPERATIONS[name][1](value, operand)
+    return value
+
+
+def _program(steps: Steps, solved: Steps, rng: np.random.Generator) -> dict[str, Any]:
+    """Return the problem with a program that solves another one."""
+    return _demonstration(question(steps), answer(solved))
+
+
+def _unit_test(steps: Steps, solved: Steps, rng: np.random.Generator) -> dict[str, Any]:
+    """Return the request for a unit test of the problem, with one of another problem."""
+    given = int(rng.integers(_LARGEST_INPUT + 1))
+    before, between, after = _TEST_FENCES
+    test = f"{before}{given}{between}{result(solved, given)}{after}"
+    return _demonstration(_TEST + question(steps), test)
+
+
+def _demonstration(asked: str, response: str) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": asked}], "response": response}
+
+
+def _other(
+    steps: Steps, options: ProgramsOptions, rng: np.random.Generator
+) -> list[tuple[str, int]]:
+    """Return steps with these operands and random operations."""
     drawn = []
     for _, operand in steps:
-        drawn.append((str(rng.choice(list(_OPERATIONS))), operand))
-    return {"prompt": [{"role": "user", "content": question(steps)}], "response": answer(drawn)}
-
-
-def _steps(number: int, count: int) -> list[tuple[str, int]]:
-    """Decode the problem of this number."""
-    found: list[tuple[str, int]] = []
-    for _ in range(count):
-        number, step = divmod(number, len(_OPERATIONS) * _LARGEST)
-        found.append((list(_OPERATIONS)[step // _LARGEST], step % _LARGEST + 1))
-    return found
+        drawn.append((str(rng.choice(list(options.operations))), operand))
+    return drawn
 
 
 def _cases(steps: Steps, count: int) -> str:
@@ -144,10 +193,7 @@ def _cases(steps: Steps, count: int) -> str:
     inputs = [2 + 7 * number for number in range(count)]
     outputs = []
     for value in inputs:
-        result = value
-        for name, operand in steps:
-            result = _OPERATIONS[name][1](result, operand)
-        outputs.append(str(result))
+        outputs.append(str(result(steps, value)))
     return json.dumps({"inputs": [f"{value}\n" for value in inputs], "outputs": outputs})
 
 
