@@ -147,7 +147,8 @@ def _run_recipe(args: argparse.Namespace) -> int:
     further = {}
     for role in config.roles:
         view = derived.policy_view(config, role)
-        further[role] = make_plan(job_of(view, machines, assumed, _sizes(view)))
+        frozen = config.roles[role].frozen
+        further[role] = make_plan(job_of(view, machines, assumed, _sizes(view), frozen))
     transfer = transfer_of(config, hf, args.link_gbps) if args.transfer else None
     name = args.config_name.removesuffix(".yaml")
     change = (

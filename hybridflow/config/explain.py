@@ -79,8 +79,10 @@ def explain(config: RunConfig, origins: Origins) -> str:
     lines = [*given, *(line for part in parts for line in ("", *part(config)))]
     for name in config.roles:
         view = derived.policy_view(config, name)
-        lines += ["", f"roles.{name}: a further policy, {view.cluster.procs_per_node} processes"]
-        for part in (_rollout, _actor, _reference):
+        own = config.roles[name]
+        kind = "a frozen policy" if own.frozen else "a further policy"
+        lines += ["", f"roles.{name}: {kind}, {view.cluster.procs_per_node} processes"]
+        for part in (_rollout,) if own.frozen else (_rollout, _actor, _reference):
             lines += [f"  {line}" for line in part(view)]
     return "\n".join(lines)
 

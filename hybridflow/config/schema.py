@@ -396,6 +396,8 @@ class PolicyConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     procs: PositiveInt | None = None  # training processes in total; null: as many as the first has
+    # it has no gradients and no optimizer: its weights change only by run.NAME.take(policy)
+    frozen: bool = False
     # prompts of its update in a step (x rollout.n samples); null: data.train_batch_size
     train_batch_size: PositiveInt | None = None
 

@@ -102,7 +102,7 @@ class FurtherPolicy(Policy, Protocol):
 
     def take(self, other: Policy) -> Awaitable[None]:
         """The weights of another policy of the same model, in ranks and engines; the optimizer is
-        fresh."""
+        fresh. A policy that is frozen (`roles.NAME.frozen`) changes by this alone."""
 
 
 class Run(Protocol):

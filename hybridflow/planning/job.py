@@ -124,13 +124,18 @@ class Job:
 
 
 def job_of(
-    config: RunConfig, machines: Machines, assumed: Assumed | None = None, hf: Any = None
+    config: RunConfig,
+    machines: Machines,
+    assumed: Assumed | None = None,
+    hf: Any = None,
+    frozen: bool = False,
 ) -> Job:
     """Build the job of a checked configuration.
 
     Args:
         hf: the policy's Hugging Face config, for configurations that leave it open (a vocabulary
             size taken from the tokenizer).
+        frozen: the policy has no optimizer (`roles.NAME.frozen`).
 
     Raises:
         ConfigError, ModelError: the model's folder or sizes are incomplete.
@@ -142,7 +147,10 @@ def job_of(
             "model.hf_config.vocab_size is not set (a run takes it from the tokenizer); set "
             "model.hf_config.vocab_size=N to plan this recipe"
         )
-    roles = [_role(config, machines, name, sizes) for name in derived.models_in_use(config)]
+    roles = []
+    for name in derived.models_in_use(config):
+        trains = ROLES[name].trains and not (frozen and name == "actor")
+        roles.append(_role(config, machines, name, sizes, trains))
     rollout = config.rollout
     data = config.data
     engine = Engine(
@@ -195,13 +203,12 @@ def _placement_problem(config: RunConfig, machines: Machines) -> str | None:
     return None
 
 
-def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RolePlan:
+def _role(config: RunConfig, machines: Machines, name: str, sizes: Any, trains: bool) -> RolePlan:
     section: Any = getattr(config, name)
     path = None if name == "actor" else section.path
     if path is not None:
         sizes = dict(derived.hf_config(type(config.model)(path=path)))
     is_guest = name != "actor" and derived.is_colocated(config, name)
-    trains = ROLES[name].trains
     layout = derived.role_layout(config, name)
     cut = cut_of(layout, derived.role_world_size(config, name))
     precision = Precision.of(config.model.dtype, section.optim if trains else None)

@@ -278,6 +278,7 @@ class _Invented:
         return SimpleNamespace(
             name=name,
             config=config,
+            frozen=self.config.roles[name].frozen,
             policy=_Role(own, "actor"),
             keep=lambda batch: batch,
             advantages=Advantages(config),
@@ -285,6 +286,7 @@ class _Invented:
             left_out=set(),
             tokenizer=None,
             generate=generate,
+            take=_later,
             engines=SimpleNamespace(sync=self.sync),
         )
 

@@ -65,6 +65,7 @@ class Job:
         """`goes_on`: this session has already trained, and returns to its last checkpoint."""
         self.config = self._given = config
         self.name = ""  # of a further policy
+        self.frozen = False
         self.logs = session.folder / "logs"
         self.model_folder = session.folder / "model"
         self.preload = preload
@@ -103,6 +104,7 @@ class Job:
         and folders. Call it after the cluster has started."""
         own = copy.copy(self)
         own.name = name
+        own.frozen = self.config.roles[name].frozen
         config = derived.policy_view(self._given, name)
         own.logs = self.logs / name
         own.logs.mkdir(parents=True, exist_ok=True)
@@ -159,7 +161,7 @@ class Job:
 
     def start_policy(self, cluster: Cluster | None) -> WorkerGroup | InProcessGroup:
         """Start the ranks of a further policy in separate processes."""
-        return self._start_shared(cluster, [self._role_spec("actor", True)])
+        return self._start_shared(cluster, [self._role_spec("actor", not self.frozen)])
 
     def _start_shared(
         self, cluster: Cluster | None, specs: Sequence[RoleSpec], guests: Sequence[Job] = ()
@@ -175,7 +177,7 @@ class Job:
                 **dict.fromkeys([spec.role for spec in specs[1:]], ModelWorker),
                 **dict.fromkeys([guest.name for guest in guests], PolicyWorker),
             )
-            policies = [guest._role_spec("actor", True) for guest in guests]
+            policies = [guest._role_spec("actor", not guest.frozen) for guest in guests]
             args = [(spec,) for spec in (*specs, *policies)]
         if cluster is None:
             with self.progress.stage(f"build the model in this process ({backend})"):

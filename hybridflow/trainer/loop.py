@@ -236,7 +236,8 @@ class RLTrainer:
         for learner in self.learners.values():
             if derived.needs_reference(learner.config):
                 await learner.policy.call(PolicyWorker.freeze_reference)
-            await learner.policy.call(PolicyWorker.set_optimizer, learner.config.actor.optim)
+            if not learner.frozen:
+                await learner.policy.call(PolicyWorker.set_optimizer, learner.config.actor.optim)
         roles = [
             (self.reference, self.config.reference.path),
             (self.critic, self.config.critic.path),

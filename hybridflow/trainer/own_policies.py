@@ -25,6 +25,7 @@ from hybridflow.trainer.flow_calls import (
     Call,
     Noting,
     Pending,
+    Updating,
     checked_batch,
     joined,
     refuse_nonfinite,
@@ -48,6 +49,7 @@ class Learner:
         config: the run's configuration from this policy's view (`derived.policy_view`).
         keep: moves token columns created on the driver to the object store for workers.
         folder: folder for weights copied from another policy.
+        frozen: True if it has no optimizer.
         left_out: engines excluded from the last sync.
     """
 
@@ -58,6 +60,7 @@ class Learner:
     tokenizer: Tokenizer
     keep: Callable[[DataProto], DataProto]
     folder: Path
+    frozen: bool = False
     advantages: Advantages = field(init=False)
     phases: Phases = field(init=False)
     left_out: set[str] = field(default_factory=set)
@@ -116,9 +119,18 @@ class OwnPolicy(TrainedPolicy):
         self.part = part = PolicyPart(run, learner)
         super().__init__(part, learner.policy, learner.name)
 
+    def update(self, batch: DataProto) -> Updating:
+        """Run all updates of the step."""
+        if self.part.learner.frozen:
+            raise FlowError(
+                f"{self.name}.update(batch): roles.{self.name}.frozen=true, so it has no "
+                "optimizer; set it to false"
+            )
+        return super().update(batch)
+
     def take(self, other: TrainedPolicy) -> Awaitable[None]:
         """Copy the current weights of another policy with the same model to the ranks and engines,
-        and reset the optimizer."""
+        and reset the optimizer, if it has one."""
         part = self.part
         name = f"{self.name}.take(...)"
         part.whole.open_step(name)

@@ -51,7 +51,10 @@ class FurtherPolicies:
             folder = job.model_folder / "taken"
             policy = PolicyGroup(group, job.config, address)
             self.learners.append(
-                Learner(job.name, job.config, policy, answering, job.tokenizer, keep, folder)
+                Learner(
+                    *(job.name, job.config, policy, answering, job.tokenizer, keep, folder),
+                    frozen=job.frozen,
+                )
             )
             if self._cluster is not None and isinstance(group, WorkerGroup):
                 self.groups[job.name] = group

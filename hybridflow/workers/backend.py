@@ -152,9 +152,14 @@ class Backend(Model, Protocol):
 
 
 def open_backend(
-    config: RunConfig, hf_config: Mapping[str, Any], platform: Platform, local_rank: int
+    config: RunConfig,
+    hf_config: Mapping[str, Any],
+    platform: Platform,
+    local_rank: int,
+    trains: bool = True,
 ) -> Backend:
-    """Join the world and build the policy with the backend set by `actor.backend`. Collective."""
+    """Join the world and build the policy with the backend set by `actor.backend`. Collective.
+    Without `trains` no optimizer can be set."""
     use_family(config.model.family)
     family = family_of(hf_config)
     source: WeightSource = RandomWeights(
@@ -164,11 +169,11 @@ def open_backend(
         source = SafetensorsFolder(config.model.path)
     if config.actor.backend == "fsdp":
         return _fsdp(config, family, source, platform, local_rank)
-    return _megatron(config, family, source, platform)
+    return _megatron(config, family, source, platform, trains)
 
 
 def _megatron(
-    config: RunConfig, family: Family, source: WeightSource, platform: Platform
+    config: RunConfig, family: Family, source: WeightSource, platform: Platform, trains: bool
 ) -> Backend:
     from hybridflow.mcore import parallel
     from hybridflow.mcore.backend import MegatronPolicy
@@ -189,7 +194,8 @@ def _megatron(
         recompute_modules=actor.recompute_modules,
         logits_chunk_tokens=actor.logits_chunk_tokens,
         on_nonfinite=actor.on_nonfinite,
-        lora=AdapterMap(family, actor.lora, config.seed) if actor.lora.rank else None,
+        lora=AdapterMap(family, actor.lora, config.seed) if actor.lora.rank and trains else None,
+        trains=trains,
     )
 
 

@@ -49,8 +49,12 @@ class PolicyWorker(RoleWorker):
         config = spec.config
         platform = Platform.detect()
         platform.set_device(context.local_rank)
-        self.model: Backend = open_backend(config, spec.hf_config, platform, context.local_rank)
+        self.model: Backend = open_backend(
+            config, spec.hf_config, platform, context.local_rank, spec.trains
+        )
         super().__init__(spec, self.model, spec.hf_config, platform)
+        # a frozen policy is saved too: it may have taken the weights of another one
+        self._saver = self.model.saver(config.trainer.checkpoint_timeout_s)
         self.platform = platform
         self.host = context.master_addr
         self.sync = config.rollout.sync
@@ -135,9 +139,11 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "gradients", "optimizer")
     def fill(self, folder: Path) -> None:
-        """Load the weights of a Hugging Face folder of the same model, with a fresh optimizer."""
+        """Load the weights of a Hugging Face folder of the same model, with a fresh optimizer if
+        the policy trains."""
         self.model.load_from(SafetensorsFolder(folder))
-        self.model.set_optimizer(self.spec.config.actor.optim)
+        if self.spec.trains:
+            self.model.set_optimizer(self.spec.config.actor.optim)
 
     # ---- log-probs
 
@@ -325,7 +331,8 @@ class PolicyWorker(RoleWorker):
 
         `optim` and `with_reference` must match that phase.
         """
-        self.model.set_optimizer(optim)
+        if self.spec.trains:
+            self.model.set_optimizer(optim)
         if with_reference:
             self.model.freeze_reference()
         self.model.load(folder)

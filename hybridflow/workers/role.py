@@ -34,8 +34,8 @@ class RoleSpec:
         hf_config: the Hugging Face config of the role's model.
         path: the Hugging Face folder to load weights from; None: random weights.
         tokenizer: the folder from which an export copies the tokenizer.
-        trains: whether the role ever updates its weights. If False, it has neither gradients nor
-            checkpoints.
+        trains: whether the role ever updates its weights. If False, it has no gradients and, unless
+            it is a policy, no checkpoints.
     """
 
     config: RunConfig

@@ -118,12 +118,19 @@ def test_an_opponent_takes_the_weights_of_the_policy(tmp_path: Path, settings: l
     words = [
         *(*settings, "cluster=in-process", "sft.steps=0", "actor.kl_loss_coef=0"),
         f"algorithm.flow={tmp_path}/played.py:played",
-        *("+roles={opponent: {}}", "trainer.total_steps=4"),
+        "+roles={opponent: {frozen: true}}",
     ]
-    _, folder = train(tmp_path, words, "play")
-    steps = read_jsonl(folder / "metrics.jsonl")
-    assert all("flow/won" in step for step in steps if step["phase"] == "train")
+    train(tmp_path, [*words, "trainer.total_steps=3"], "play")
+    out, folder = train(tmp_path, [*words, "trainer.total_steps=4"], "play")
+    assert "resuming from" in out and "invented rows" not in out
+    steps = [step for step in read_jsonl(folder / "metrics.jsonl") if step["phase"] == "train"]
+    assert len(steps) == 4 and all("flow/won" in step for step in steps)
     assert weights(folder / "export") == weights(folder / "export-opponent")
+    policy, opponent = (
+        sum(file.stat().st_size for file in (folder / "checkpoints/global_step_4" / name).iterdir())
+        for name in ("policy", "opponent")
+    )
+    assert opponent < 0.4 * policy  # in float32, without the two moments
 
 
 @pytest.mark.full

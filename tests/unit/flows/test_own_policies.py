@@ -79,6 +79,23 @@ def test_a_mistake_is_refused_before_the_start(
         checked(tmp_path, BODY.replace(before, after))
 
 
+def freezing(folder: Path, body: str) -> list[str]:
+    """What the check says of the flow with a frozen tester."""
+    folder.mkdir()
+    config = following(config_of(folder / "run"), own(folder, body, ROLES))
+    roles = {"tester": PolicyConfig(config.model, config.actor, config.rollout, frozen=True)}
+    said = list[str]()
+    check_flow(replace(config, roles=roles), said.append)
+    return said
+
+
+def test_a_frozen_policy_takes_weights_and_is_never_updated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"roles.tester.frozen=true, so it has no optimizer"):
+        freezing(tmp_path / "updated", BODY)
+    takes = BODY.replace("tester.update(tests)", "tester.take(run.policy)")
+    assert freezing(tmp_path / "taking", takes) == []
+
+
 def test_a_policy_that_the_flow_does_not_call_is_refused(tmp_path: Path) -> None:
     body = "\n".join(line for line in BODY.splitlines() if "test" not in line)
     with pytest.raises(ConfigError, match=r"never calls run.tester.*roles.tester"):
