@@ -68,6 +68,11 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
                 f"{given} calls run.{role}, but this run has no such policy: define it under roles "
                 f"(roles={{{role}: {{}}}} inherits the settings of the first policy)"
             )
+    if config.reward_model.trains and config.algorithm.flow is None:
+        yield (
+            f"reward_model.trains=true with {given}, which the other settings choose and which "
+            "does not train it: set algorithm.flow=learned_reward, or trains=false"
+        )
     if config.trainer.rollout_only and name != "rollouts":
         yield (
             f"trainer.rollout_only=true is not supported with {given}, which trains; remove "

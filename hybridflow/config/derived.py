@@ -307,6 +307,11 @@ def flow_name(config: RunConfig) -> str:
     return "dpo" if estimator.preferences else "grpo"
 
 
+def trains(config: RunConfig, role: str) -> bool:
+    """Return True if a run of `hybridflow train` updates the weights of this role."""
+    return ROLES[role].trains or (role == "reward_model" and config.reward_model.trains)
+
+
 def has_reward_model(config: RunConfig) -> bool:
     """Return True if a trained model scores responses."""
     return ROLES["reward_model"].is_used(config)
@@ -405,6 +410,8 @@ def role_samples_per_mini_batch(config: RunConfig, role: str) -> int:
 
 def role_updates_per_step(config: RunConfig, role: str) -> int:
     """Return the optimizer updates of a trained role per step."""
+    if role == "reward_model":
+        return 1
     mini_batch = role_samples_per_mini_batch(config, role) // config.rollout.n
     return config.data.train_batch_size // mini_batch * int(getattr(config, role).ppo_epochs)
 

@@ -44,6 +44,8 @@ def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
             found += _top_k(config)
     if job == "train-reward" and config.reward_training.steps:
         found += [*_role(config, "reward_model", with_path=False), *_pairs(config)]
+    if job == "train" and config.reward_model.trains:
+        found += _pair_budget(config)
     return found
 
 
@@ -241,7 +243,7 @@ def _critic_batches(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _pairs(config: RunConfig) -> Iterator[str]:
+def _pair_budget(config: RunConfig) -> Iterator[str]:
     longest = derived.max_sequence_length(config)
     budget = config.reward_model.max_tokens_per_micro_batch
     if budget < 2 * longest:
@@ -250,6 +252,10 @@ def _pairs(config: RunConfig) -> Iterator[str]:
             f"{longest} tokens; both answers of a pair must fit in one micro-batch; raise it to at "
             f"least {2 * longest}"
         )
+
+
+def _pairs(config: RunConfig) -> Iterator[str]:
+    yield from _pair_budget(config)
     dp = derived.role_data_parallel_size(config, "reward_model")
     if dp and config.reward_training.batch_size % dp:
         yield (

@@ -242,6 +242,9 @@ class RewardModelConfig(RoleConfig):
     squash: Literal["none", "sigmoid", "standard"] = "none"
     # standard: clip scores at this many standard deviations; null: no clipping
     clip: Positive | None = 5.0
+    # it is trained in the run, by a flow that calls run.reward_model.update (learned_reward)
+    trains: bool = False
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
 
 MIN_TEMPERATURE = 1e-6

@@ -62,6 +62,10 @@ class RewardModel(Protocol):
     def scores(self, batch: DataProto) -> Awaitable[DataProto]:
         """The batch with rm_scores."""
 
+    def update(self, pairs: DataProto) -> Awaitable[None]:
+        """One update on pairs of answers, prompt_ids, chosen_ids and rejected_ids, in a run with
+        `reward_model.trains`. Over several ranks the last pairs that do not divide are left out."""
+
 
 class Critic(Protocol):
     """The value model."""

@@ -56,7 +56,8 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
         parallel = config.actor.parallel if role == "actor" else derived.role_layout(config, role)
         try:
             check_cut(derived.hf_config(model), parallel)
-            if (ROLES[role].trains or job == "train-reward") and config.actor.backend == "megatron":
+            trains = derived.trains(config, role) or job == "train-reward"
+            if trains and config.actor.backend == "megatron":
                 family = family_of({"vocab_size": 1, **derived.hf_config(model)})
                 check_recompute(family, config.actor.recompute, config.actor.recompute_modules)
         except ModelError as error:

@@ -149,7 +149,7 @@ def job_of(
         )
     roles = []
     for name in derived.models_in_use(config):
-        trains = ROLES[name].trains and not (frozen and name == "actor")
+        trains = derived.trains(config, name) and not (frozen and name == "actor")
         roles.append(_role(config, machines, name, sizes, trains))
     rollout = config.rollout
     data = config.data
@@ -233,7 +233,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any, trains: 
         ),
         micro_tokens=section.max_tokens_per_micro_batch,
         updates=derived.role_updates_per_step(config, name) if trains else 0,
-        passes=section.ppo_epochs if trains else 0,
+        passes=getattr(section, "ppo_epochs", 1) if trains else 0,
         # a colocated reference uses the actor's setting
         offload=config.actor.offload if name == "reference" and is_guest else section.offload,
         is_guest=is_guest,

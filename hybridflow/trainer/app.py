@@ -14,7 +14,6 @@ from typing import Any
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
-from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts, open_training
 from hybridflow.data.dataset import PreferenceDataset
@@ -141,7 +140,7 @@ def _train(job: Job, stops: Stops) -> Steps[dict[str, Any]]:
     dumps = _open_dumps(job, made_with)
     cluster = job.start_cluster()
     roles = derived.roles_in_use(config)
-    trained = [name for name in roles if ROLES[name].trains]
+    trained = [name for name in roles if derived.trains(config, name)]
     further = FurtherPolicies(job, cluster)
     engines, workers = start_both(
         lambda: job.start_engines(cluster),

@@ -156,6 +156,11 @@ def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
             )
         elif role != "actor":
             wanted[f"{role}."] = (rf"\.{role}\b", why)
+    if config.reward_model.trains:
+        wanted["reward_model.update(pairs)"] = (
+            r"reward_model\.update\b",
+            "it would learn nothing; call it, or set reward_model.trains=false",
+        )
     for name in config.roles:
         why = f"this run has a policy {name} (roles.{name}); call it, or leave it out"
         wanted[f"{name}."] = (rf"\.{name}\b", why)

@@ -22,6 +22,7 @@ from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
 
 T = TypeVar("T")
+PAIRS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
 class OpenStep(Noting, Protocol):
@@ -90,6 +91,12 @@ class _Role:
         return Call(self.run, f"{call}(batch)", batch, tasks)
 
 
+class RecordingStep(OpenStep, Protocol):
+    """The run's present step, with metrics that are recorded with it."""
+
+    metrics: dict[str, float]
+
+
 class _Frozen(_Role):
     """A role that only computes, without training."""
 
@@ -117,12 +124,41 @@ class Teacher(_Frozen):
         return self._compute("log_probs", batch)
 
 
-class RewardModel(_Frozen):
+class RewardModel(_Role):
     """`flows.base.RewardModel`."""
+
+    run: RecordingStep
 
     def scores(self, batch: DataProto) -> Call:
         """Add rm_scores [B]."""
         return self._compute("scores", batch)
+
+    def update(self, pairs: DataProto) -> Updating:
+        """One update on pairs of answers."""
+        run = self.run
+        name = "reward_model.update(pairs)"
+        if self.role is None or not run.config.reward_model.trains:
+            raise FlowError(f"{name}: set reward_model.path and reward_model.trains=true")
+        given = checked_batch(pairs, "reward_model.update")
+        missing = [column for column in PAIRS if column not in given]
+        ranks = derived.role_data_parallel_size(run.config, "reward_model")
+        whole = len(given) - len(given) % ranks
+        if missing or not whole:
+            what = f"column {missing[0]!r}" if missing else "pairs"
+            raise FlowError(
+                f"{name}: the batch has no {what}; it needs {', '.join(PAIRS)}, and a pair for "
+                f"each of {ranks} data-parallel ranks"
+            )
+        run.open_step(name)
+        learning = self.role.update(ModelWorker.pair_step, given.rows(slice(0, whole)))
+        learned = run.begin(self.name, "update_reward_model", learning)
+
+        async def finish() -> None:
+            for update in await run.devices.result(learned):
+                found = {**update.means, "grad_norm": update.grad_norm, "lr": update.lr}
+                run.metrics |= {f"reward_model/{key}": value for key, value in found.items()}
+
+        return Updating(run, name, finish)
 
 
 class Critic(_Role):

@@ -20,7 +20,6 @@ from typing import Any, cast
 
 from hybridflow.config import derived
 from hybridflow.config.registry import is_user_entry
-from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import (
     CheckpointError,
@@ -59,7 +58,9 @@ def check_trained_roles(config: RunConfig, checkpoint: Checkpoint | None) -> Non
     if checkpoint is None or checkpoint.phase != "rl":
         return
     trained = [
-        role for role in derived.roles_in_use(config) if role != "actor" and ROLES[role].trains
+        role
+        for role in derived.roles_in_use(config)
+        if role != "actor" and derived.trains(config, role)
     ]
     lacks = [name for name in (*trained, *config.roles) if not (checkpoint.folder / name).is_dir()]
     if lacks:
@@ -166,7 +167,9 @@ class RLTrainer:
             "flow": kept_state(self.state),
             "policies": {name: one.advantages.state() for name, one in self.learners.items()},
         }
-        others: dict[str, Role] = {"critic": self.critic} if self.critic else {}
+        others = {
+            name: role for name, role in self.others.items() if derived.trains(self.config, name)
+        }
         others |= {name: one.policy for name, one in self.learners.items()}
         rollouts = await self.samples.begun()
         return await self.session.store.save(
@@ -180,8 +183,10 @@ class RLTrainer:
             PolicyWorker.load, checkpoint.policy, self.config.actor.optim, swapped
         )
         await self.fill_reference()
-        if self.critic:
-            await self.critic.call(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
+        for name, role in self.others.items():
+            if derived.trains(self.config, name):
+                optim = getattr(self.config, name).optim
+                await role.call(ModelWorker.load, checkpoint.folder / name, optim)
         for name, learner in self.learners.items():
             swapped = derived.needs_reference(learner.config)
             optim = learner.config.actor.optim
@@ -238,6 +243,9 @@ class RLTrainer:
                 await learner.policy.call(PolicyWorker.freeze_reference)
             if not learner.frozen:
                 await learner.policy.call(PolicyWorker.set_optimizer, learner.config.actor.optim)
+        if self.config.reward_model.trains:
+            optim = self.config.reward_model.optim
+            await self.others["reward_model"].call(ModelWorker.set_optimizer, optim)
         roles = [
             (self.reference, self.config.reference.path),
             (self.critic, self.config.critic.path),
