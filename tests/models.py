@@ -274,11 +274,54 @@ FAMILIES: dict[str, HfConfig] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
     },
+    # transformers' padding token is beyond this vocabulary
+    "glm4": {"model_type": "glm4", **FAMILY_SIZES, "head_dim": 16, "pad_token_id": None},
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        **FAMILY_SIZES,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+    },
+    "ministral3": {"model_type": "ministral3", **FAMILY_SIZES, "head_dim": 16},
+    "ernie4_5": {
+        "model_type": "ernie4_5",
+        **FAMILY_SIZES,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        **FAMILY_SIZES,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {"model_type": "olmo2", **FAMILY_SIZES},
+    "olmo3": {"model_type": "olmo3", **FAMILY_SIZES, "sliding_window": 16},
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        **FAMILY_SIZES,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **FAMILY_SIZES,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+    },
 }
 
 # whose weights have not been brought into SGLang in a test yet; SGLang 0.5.23 has no model of
 # Seed-OSS
-NOT_SYNCED = ("glm4_moe_lite", "mistral", "qwen2_moe", "seed_oss")
+NOT_SYNCED = ("glm4_moe_lite", "seed_oss", "gpt_oss")
 SYNCED = {name: hf for name, hf in FAMILIES.items() if name not in NOT_SYNCED}
 
 # ---- engines
@@ -461,6 +504,7 @@ _FIELD_LATENT = {
     },
     **{"n_group": 4, "topk_group": 2},
 }
+_FIELD_KINDS = {"layer_types": ["full_attention", "sliding_attention"]}
 FIELD_MODELS: dict[str, HfConfig] = {
     "llama": _FIELD_SIZES,
     "qwen2": _FIELD_SIZES,
@@ -484,4 +528,143 @@ FIELD_MODELS: dict[str, HfConfig] = {
         "num_experts_per_tok": 2,
         "shared_expert_intermediate_size": 40,
     },
+    "glm4": {**_FIELD_SIZES, "head_dim": 8, "pad_token_id": 0},
+    "minimax_m2": {
+        **_FIELD_SIZES,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "ministral3": {**_FIELD_SIZES, "head_dim": 8},
+    "ernie4_5": {**_FIELD_SIZES, "head_dim": 8},
+    "ernie4_5_moe": {**_FIELD_SIZES, **_FIELD_SPARSE, "moe_num_experts": 4, "moe_k": 2},
+    "olmo2": _FIELD_SIZES,
+    "olmo3": {**_FIELD_SIZES, **_FIELD_KINDS},
+    "gemma3_text": {**_FIELD_SIZES, **_FIELD_KINDS, "head_dim": 8},
+    "gpt_oss": {
+        **_FIELD_SIZES,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
+
+# ---- families against transformers in every layout: three configurations each, of sizes that divide
+# badly
+
+_ODD: tuple[HfConfig, ...] = (
+    SIZES,
+    {
+        **SIZES,
+        "hidden_size": 40,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size": 44,
+        "vocab_size": 53,
+        "rms_norm_eps": 0.01,
+        "rope_theta": 777.5,
+        "tie_word_embeddings": True,
+    },
+    {
+        **SIZES,
+        "num_hidden_layers": 2,
+        "hidden_size": 36,
+        "num_key_value_heads": 1,
+        "head_dim": 20,
+        "intermediate_size": 38,
+        "vocab_size": 67,
+    },
+)
+
+
+def _odd(model_type: str, *changes: HfConfig, **always: Any) -> tuple[HfConfig, ...]:
+    """The odd sizes with what a family needs always, and in each of them."""
+    return tuple(
+        {**sizes, "model_type": model_type, **always, **change}
+        for sizes, change in zip(_ODD, changes, strict=True)
+    )
+
+
+_YARN = {"rope_type": "yarn", "original_max_position_embeddings": 8, "attention_factor": 1.3}
+_YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "truncate": False,
+}
+_GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+ODD_FAMILIES: dict[str, tuple[HfConfig, ...]] = {
+    "glm4": _odd(
+        "glm4",
+        {},
+        {"attention_bias": False, "partial_rotary_factor": 1.0},
+        {"rope_parameters": {"rope_theta": 500.5, "partial_rotary_factor": 0.6}},
+    ),
+    "minimax_m2": _odd(
+        "minimax_m2",
+        {"rotary_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"partial_rotary_factor": 0.5, "num_local_experts": 6, "num_experts_per_tok": 3},
+        {"num_local_experts": 2, "num_experts_per_tok": 2},
+    ),
+    "ministral3": _odd(
+        "ministral3",
+        {"rope_parameters": _GROWING},
+        {"rope_parameters": {**_GROWING, "original_max_position_embeddings": 3, "mscale": 0.5}},
+        {"rope_parameters": {**_GROWING, "llama_4_scaling_beta": 0.7, "factor": 2.0}},
+    ),
+    "ernie4_5": _odd("ernie4_5", {}, {}, {"tie_word_embeddings": True}),
+    "ernie4_5_moe": _odd(
+        "ernie4_5_moe",
+        {"moe_num_experts": 4, "moe_k": 2},
+        {"moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 1, "moe_layer_interval": 2},
+        {"moe_num_experts": 2, "moe_k": 2, "moe_num_shared_experts": 0, "moe_layer_end_index": 0}
+        | {"moe_layer_start_index": 0},
+        moe_intermediate_size=12,
+    ),
+    "olmo2": _odd("olmo2", {}, {}, {}),
+    "olmo3": _odd(
+        "olmo3",
+        {"sliding_window": 5},
+        {"sliding_window": 3, "rope_scaling": {"factor": 4.0, **_YARN}},
+        {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 77.0, "rope_type": "linear", "factor": 2.0},
+                "sliding_attention": {"rope_theta": 555.0, "rope_type": "default"},
+            },
+        },
+    ),
+    "gemma3_text": _odd(
+        "gemma3_text",
+        {"sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 11},
+        {"sliding_window": 3, "hidden_size": 48, "rope_local_base_freq": 55.0}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9},
+    ),
+    "gpt_oss": _odd(
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": _YARN_OF_GPT_OSS},
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_alpha": 0.7},
+        {"num_local_experts": 2, "num_experts_per_tok": 2, "swiglu_limit": 0.5}
+        | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 2},
+        sliding_window=6,
+    ),
+    "mistral": _odd("mistral", {"sliding_window": 5}, {"sliding_window": 1}, {}),
+    "qwen2": _odd(
+        "qwen2",
+        {"max_window_layers": 1},
+        {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]},
+        {"max_window_layers": 0},
+        use_sliding_window=True,
+        sliding_window=7,
+    ),
 }

@@ -79,6 +79,7 @@ def num_experts(sizes: Mapping[str, Any]) -> int:
         sizes.get("num_experts")
         or sizes.get("num_local_experts")
         or sizes.get("n_routed_experts")
+        or sizes.get("moe_num_experts")
         or 0
     )
 
@@ -87,15 +88,22 @@ def shared_expert_size(sizes: Mapping[str, Any]) -> int:
     """Return the total intermediate size of the shared experts; 0 without them."""
     if shared := sizes.get("shared_expert_intermediate_size"):
         return int(shared)
-    return int(sizes.get("n_shared_experts") or 0) * int(sizes.get("moe_intermediate_size") or 0)
+    shared = sizes.get("n_shared_experts") or sizes.get("moe_num_shared_experts") or 0
+    return int(shared) * int(sizes.get("moe_intermediate_size") or 0)
 
 
 def has_dense_mlps(sizes: Mapping[str, Any]) -> bool:
     """Return True if any layer has a dense MLP, according to the model's HF config."""
     if (kinds := sizes.get("mlp_layer_types")) is not None:
         return "dense" in kinds
-    # all families with this field have a dense first layer by default
-    first = sizes.get("first_k_dense_replace", int("n_routed_experts" in sizes))
+    # all families with these fields have a dense first layer by default
+    first = sizes.get(
+        "first_k_dense_replace",
+        sizes.get(
+            "moe_layer_start_index",
+            int("n_routed_experts" in sizes or "moe_num_experts" in sizes),
+        ),
+    )
     return not num_experts(sizes) or bool(first)
 
 

@@ -22,25 +22,41 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), (1, 1 << 20)),
     "vocab_size": (1, 1 << 26),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (1, 1 << 16)),
-    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), (1, 1 << 16)),
-    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace"), (0, 1 << 16)),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (1, 1 << 16)
+    ),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "topk_group"), (1, 1 << 16)),
+    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), (0, 1 << 16)),
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), (0, 1 << 16)),
+    "moe_layer_end_index": (-1, 1 << 16),
+    "moe_layer_interval": (1, 1 << 16),
+    "rotary_dim": (2, 1 << 16),
+    "sliding_window": (0, 1 << 40),
+    "max_window_layers": (0, 1 << 16),
+    "sliding_window_pattern": (1, 1 << 16),
     "num_nextn_predict_layers": (0, 64),
     "max_position_embeddings": (1, 1 << 40),
     "original_max_position_embeddings": (1, 1 << 40),
 }
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MOST_EXPERTS = 1 << 18  # over all layers; Kimi-K2 has 23,000
 _NUMBERS: Mapping[str, tuple[float, float]] = {
     "rms_norm_eps": (0.0, 1.0),
+    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), (0.0, 1e6)),
+    "query_pre_attn_scalar": (1e-6, 1e9),
+    "rope_local_base_freq": (1.1, 1e18),
     "rope_theta": (1.1, 1e18),
     "partial_rotary_factor": (0.01, 1.0),
     "routed_scaling_factor": (0.0, 1e6),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), (0.001, 1e9)),
     **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), (0.001, 1e9)),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), (0.0, 1e9)),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), (0.0, 1e9)),
 }
-_FLAGS = ("tie_word_embeddings", "attention_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob")
+_FLAGS = (
+    *("tie_word_embeddings", "attention_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob"),
+    "use_sliding_window",
+)
+_LISTS = ("mlp_layer_types", "layer_types")
 _ROTARY = ("rope_scaling", "rope_parameters")
 _QUANTISATION = "quantization_config"
 
@@ -89,9 +105,9 @@ def _wrong_groups(values: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{name}.{line}" for line in _wrong_scalars(value))
         elif value:
             yield from _wrong_quantisation(value)
-    kinds = values.get("mlp_layer_types")
-    if kinds is not None and not _is_list_of(str, kinds):
-        yield _line("mlp_layer_types", kinds, "a list of names")
+    for name in _LISTS:
+        if values.get(name) is not None and not _is_list_of(str, values[name]):
+            yield _line(name, values[name], "a list of names")
 
 
 def _wrong_quantisation(values: Mapping[str, Any]) -> Iterator[str]:

@@ -31,6 +31,7 @@ from hybridflow.fsdp.model import build_model, fill, shards
 from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.fsdp.packed import MicroBatch, build_micro_batches
 from hybridflow.models import Family
+from hybridflow.models.check import check_fsdp
 from hybridflow.models.family import num_parameters
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.fsdp_layout import fsdp_layout
@@ -82,6 +83,7 @@ class FsdpPolicy(HoldsReference):
             device: the device of this rank.
             logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
         """
+        check_fsdp(family)
         self.family = family
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self.device = device

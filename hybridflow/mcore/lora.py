@@ -49,6 +49,7 @@ class Adapter(torch.nn.Module):
         self.cut = described.cut
         self.scale = scale
         self.sequence_parallel = config.sequence_parallel
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.A = torch.nn.Parameter(
             torch.empty(described.a.shape, dtype=weight.dtype, device=weight.device)
         )
@@ -78,7 +79,8 @@ class Adapter(torch.nn.Module):
         in]."""
         if self._norm is not None:
             linear, epsilon = self._norm
-            x = F.rms_norm(x, (x.shape[-1],), linear.layer_norm_weight, epsilon)
+            weight = linear.layer_norm_weight
+            x = F.rms_norm(x, (x.shape[-1],), weight + 1 if self.zero_centered else weight, epsilon)
         return F.linear(self._between(F.linear(x, self.A)) * self.scale, self.B)
 
     def _between(self, low: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -28,7 +27,8 @@ from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.device.platform import Platform
 from hybridflow.errors import ModelError
-from hybridflow.mcore import bootstrap, megatron_versions, rotary
+from hybridflow.mcore import bootstrap, megatron_versions, rotary, routing
+from hybridflow.mcore.layers import block_spec
 from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.scalar_output import replace_output_layer
 from hybridflow.models import Family
@@ -137,7 +137,15 @@ def transformer_config(
     settings |= family.megatron_config()
     settings |= device_settings(family, is_cuda, bootstrap.HAVE_TRANSFORMER_ENGINE)
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
-    config = kind(**settings)
+    # Megatron 0.16 allows the first only with sigmoid scores, where `routing` computes it with
+    # softmax scores too, and the second only without expert tensor parallelism, where
+    # `fused_experts` has biases of its own
+    unchecked = {
+        name: settings.pop(name, False)
+        for name in ("moe_router_enable_expert_bias", "add_bias_linear")
+    }
+    config = kind(**{"add_bias_linear": False, **settings})
+    vars(config).update(unchecked)
     rotary.set_attention_factor(config, family.rotary)
     return config
 
@@ -154,14 +162,16 @@ def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> 
     is_swiglu = bool(config.get("gated_linear_unit")) and not config.keys() & OTHER_ACTIVATIONS
     # TE's kernel for packed samples, and `torch_functions.rotate` in its place, ignore the factor
     # of cosines and sines (rope_utils.py:295), and for latent attention the kernel supports only
-    # YaRN (transformer_config.py:2068)
-    fuses_rope = not is_latent and family.rotary.attention_factor == 1.0
+    # YaRN (transformer_config.py:2068); Megatron 0.16 does not tell it of adjacent pairs
+    # (rope_utils.py:302)
+    is_interleaved = bool(config.get("rotary_interleaved"))
+    fuses_rope = not is_latent and not is_interleaved and family.rotary.attention_factor == 1.0
     return {
         "use_cpu_initialization": not is_cuda,
         "persist_layer_norm": is_cuda,
         "deallocate_pipeline_outputs": is_cuda,  # a sent activation is only needed by its graph
         # SwiGLU, and its product with the router weights
-        "bias_activation_fusion": transformer_engine,
+        "bias_activation_fusion": transformer_engine and is_swiglu,
         # activation of the layer spec: our `swiglu`
         "use_te_activation_func": is_swiglu and not transformer_engine,
         "apply_rope_fusion": fuses_rope,
@@ -178,6 +188,7 @@ def build_model(
 ) -> list[GPTModel]:
     """Build this rank's stage with uninitialised weights: one model, or one per virtual stage."""
     rotary.install()
+    routing.install()
     megatron_versions.install()
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
         from hybridflow.mcore import torch_modules
@@ -185,6 +196,7 @@ def build_model(
         torch_modules.install()
     else:
         _check_transformer_engine(dtype)
+        _check_windows(family, parallel)
     if parallel.moe_dispatcher == "deepep" and not bootstrap.HAVE_DEEP_EP:
         raise ModelError(
             "actor.parallel.moe_dispatcher=deepep: the package deep_ep cannot be imported on node "
@@ -217,13 +229,23 @@ def _check_transformer_engine(dtype: str) -> None:
         )
 
 
+def _check_windows(family: Family, parallel: ParallelConfig) -> None:
+    """Raise ModelError where Transformer Engine has no attention with windows."""
+    if parallel.context > 1 and "window_size" in family.megatron_config():
+        # its context parallelism over packed samples ("p2p") has no windows
+        raise ModelError(
+            f"actor.parallel.context={parallel.context}: Transformer Engine has no sliding windows "
+            "over packed samples under context parallelism; set it to 1"
+        )
+
+
 def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> GPTModel:
     stage = at.vpp_rank if at.vpp_size > 1 else None
     # Megatron's router and the modules of `torch_modules` do not specify a device
     with Platform.detect().current_device():
         model = GPTModel(
             config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage),
+            block_spec(family, config, at),
             vocab_size=padded_vocab_size(family.vocab_size, at.tp_size),
             pre_process=at.is_first_stage,
             post_process=at.is_last_stage,
@@ -231,8 +253,16 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
             vp_stage=stage,
             **family.gpt_model_kwargs(),
         )
-    if family.rotary.kind != "default":
+    decoder: Any = getattr(family, "backbone", family)  # of a scalar head
+    if (local := getattr(decoder, "local_rotary", None)) is not None:
+        rotary.use_kinds(model, config, family.rotary, local, decoder.windows)
+    elif family.rotary.kind != "default":
         rotary.use_frequencies(model, config, family.rotary)
+    if family.rotary.query_growth:
+        rotary.grow_queries(model, family.rotary)
+    if at.is_first_stage and (scale := getattr(decoder, "embedding_scale", 1.0)) != 1.0:
+        model.embedding.register_forward_hook(functools.partial(_scaled, scale))
+    routing.shape_biases(model, family.local_tensors(at))
     if family.latent_norm_eps is not None:
         _set_latent_norm_eps(model, family.latent_norm_eps)
     if isinstance(family, ScalarHead):
@@ -242,6 +272,11 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
         # that hooks on its weight run
         model.output_layer.forward = functools.partial(_hidden_states, model.output_layer)
     return model
+
+
+def _scaled(scale: float, embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Multiply embeddings by a factor that is first rounded to their dtype, as in transformers."""
+    return output * torch.tensor(scale, dtype=output.dtype)
 
 
 def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:

@@ -3,7 +3,8 @@
 Megatron's DotProductAttention does not support packed sequences (dot_product_attention.py:59, 154).
 Segments are grouped by length class (powers of two), and each class runs as one padded causal
 batch. Padded keys come after every real query, so the causal mask alone hides them. Under context
-parallelism every rank gathers all keys and values and masks by position.
+parallelism every rank gathers all keys and values and masks by position. A layer with a sliding
+window also masks the keys before it. A layer with sinks computes its softmax here, not by SDPA.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.device.platform import Platform
@@ -150,7 +157,17 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
-        self.scale = softmax_scale
+        self.scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        has_window = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        # tokens that a query attends to, itself included; 0: all before it
+        self.window = config.window_size[0] + 1 if has_window else 0
+        self.softmax_offset = None  # the name in Transformer Engine
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -216,7 +233,6 @@ class PackedAttention(MegatronModule):
             )
             for part in (key, value)
         )
-        gqa = key.shape[1] != query.shape[1]
         outs = []
         for queries, keys, mask in classes.groups:
             parts = (
@@ -224,16 +240,82 @@ class PackedAttention(MegatronModule):
                 key[keys].transpose(1, 2),
                 value[keys].transpose(1, 2),
             )
-            out = F.scaled_dot_product_attention(
-                *parts, attn_mask=mask, scale=self.scale, enable_gqa=gqa
-            )
+            out = self._masked(*parts, self._in_window(mask))
             outs.append(out.transpose(1, 2).flatten(0, 1))
         packed = torch.cat(outs).index_select(0, classes.places)
         return packed.reshape(packed.shape[0], -1)
 
     def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query, key [b, (kv) heads, s, d], value [b, kv heads, s, v] -> [b, heads, s, v]."""
-        gqa = key.shape[1] != query.shape[1]
+        length = query.shape[2]
+        if self.window and length > self.window:
+            steps = torch.arange(length, device=query.device)
+            mask = self._in_window(steps <= steps[:, None])
+            return self._masked(query, key, value, mask)
+        return self._masked(query, key, value)
+
+    def _in_window(self, causal: torch.Tensor) -> torch.Tensor:
+        """Mask the keys before this layer's window.
+
+        In `causal` [..., queries, keys], a query may attend to all keys up to its own.
+        """
+        if not self.window:
+            return causal
+        own = causal.sum(-1, keepdim=True) - 1
+        return causal & (torch.arange(causal.shape[-1], device=causal.device) > own - self.window)
+
+    def _masked(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend where `mask` is True; without one, causally. Shapes are as for `_causal`."""
+        if self.softmax_offset is not None:
+            return self._with_sinks(query, key, value, mask, self.softmax_offset)
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=gqa
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=key.shape[1] != query.shape[1],
         )
+
+    def _with_sinks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        offsets: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend as `_masked`, with each head's sink as one more logit, which has no value."""
+        many = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(many, dim=1) for part in (key, value))
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        logits = query @ key.transpose(-1, -2) * scale
+        if mask is None:
+            mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+        sinks = offsets.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits.masked_fill(~mask, -torch.inf), sinks], dim=-1)
+        shares = logits.softmax(-1, dtype=torch.float32)[..., :-1]
+        return shares.to(value.dtype) @ value
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint layout of the sinks, if there are any."""
+        if self.softmax_offset is None:
+            return {}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            {"softmax_offset": self.softmax_offset},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return found

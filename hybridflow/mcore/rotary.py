@@ -1,18 +1,22 @@
 """Rotary embeddings with a family's own frequencies, for types that Megatron's settings cannot
-express."""
+express, and queries scaled by their position."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 
 from hybridflow.device.platform import Platform
-from hybridflow.mcore.torch_functions import rotate_unfused
+from hybridflow.mcore.torch_functions import positions_of, rotate_unfused
 from hybridflow.models.rotary import Rotary
 
 
@@ -27,7 +31,11 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
     def __init__(self, rotary: Rotary, config: TransformerConfig) -> None:
         is_on_cpu = bool(config.use_cpu_initialization)
         super().__init__(
-            rotary.dim, 1.0, rotary_base=rotary.theta, use_cpu_initialization=is_on_cpu
+            rotary.dim,
+            1.0,
+            rotary_interleaved=config.rotary_interleaved,
+            rotary_base=rotary.theta,
+            use_cpu_initialization=is_on_cpu,
         )
         platform = Platform("cpu") if is_on_cpu else Platform.detect()
         self.inv_freq = rotary.frequencies().to(platform.current_device())
@@ -60,12 +68,13 @@ def set_attention_factor(config: TransformerConfig, rotary: Rotary) -> None:
     Megatron computes 0.1 * mscale * ln(scaling factor) + 1 from these attributes; with a scaling
     factor of e this equals the attention factor.
     """
-    if rotary.attention_factor != 1.0:
-        vars(config).update(
-            yarn_rotary_scaling_factor=math.e,
-            yarn_mscale=10.0 * (rotary.attention_factor - 1.0),
-            yarn_mscale_all_dim=0.0,
-        )
+    names = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
+    for name, value in zip(
+        names, (math.e, 10.0 * (rotary.attention_factor - 1.0), 0.0), strict=True
+    ):
+        vars(config).pop(name, None)
+        if rotary.attention_factor != 1.0:
+            vars(config)[name] = value
 
 
 def use_frequencies(model: torch.nn.Module, config: TransformerConfig, rotary: Rotary) -> None:
@@ -73,3 +82,69 @@ def use_frequencies(model: torch.nn.Module, config: TransformerConfig, rotary: R
     for module in list(model.modules()):
         if isinstance(getattr(module, "rotary_pos_emb", None), RotaryEmbedding):
             module.rotary_pos_emb = ScaledRotaryEmbedding(rotary, config)
+
+
+class RotaryEmbeddingsByKind(ScaledRotaryEmbedding):
+    """The angles of full layers and of layers with a window, stacked: [2, s, 1, 1, dim].
+
+    One tensor, so that Megatron passes it through recomputation. Each attention takes its part
+    (`use_kinds`).
+    """
+
+    def __init__(self, full: Rotary, local: Rotary, config: TransformerConfig) -> None:
+        super().__init__(full, config)
+        self.local = ScaledRotaryEmbedding(local, config)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the angles of positions 0 to s - 1."""
+        return torch.stack([super().forward(*args, **kwargs), self.local(*args, **kwargs)])
+
+
+def use_kinds(
+    model: torch.nn.Module,
+    config: TransformerConfig,
+    full: Rotary,
+    local: Rotary,
+    windows: Sequence[int],
+) -> None:
+    """Give each attention the rotary embedding of its kind of layer. `windows` is
+    `Decoder.windows`."""
+
+    def choose(number: int) -> Callable[..., Any]:
+        def hook(attention: Any, inputs: Any, named: dict[str, Any]) -> Any:
+            stacked = named["rotary_pos_emb"]
+            parts = getattr(stacked, "parts", None)
+            if parts is None:  # one object for all layers: `rotate` keeps the cosines by it
+                parts = stacked.parts = stacked.unbind(0)
+            return inputs, {**named, "rotary_pos_emb": parts[number]}
+
+        return hook
+
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "rotary_pos_emb", None), RotaryEmbedding):
+            module.rotary_pos_emb = RotaryEmbeddingsByKind(full, local, config)
+        if isinstance(module, SelfAttention):
+            has_window = bool(windows and windows[module.layer_number - 1])
+            module.register_forward_pre_hook(choose(int(has_window)), with_kwargs=True)
+            if has_window:
+                module.config = copy.copy(config)
+                set_attention_factor(module.config, local)
+
+
+def grow_queries(model: torch.nn.Module, rotary: Rotary) -> None:
+    """Scale the queries of every core attention by their position (`Rotary.query_growth`)."""
+
+    def grow(attention: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        query, *others = inputs
+        packed = named["packed_seq_params"]
+        factors = getattr(packed, "query_factors", None)
+        if factors is None:
+            group = parallel_state.get_context_parallel_group()
+            positions = positions_of(packed.cu_seqlens_q, len(query), group.size(), group.rank())
+            turns = torch.log1p((positions // rotary.original).float())
+            factors = packed.query_factors = 1 + rotary.query_growth * turns[:, None, None]
+        return (query * factors.to(query.dtype), *others), named
+
+    for module in list(model.modules()):
+        if isinstance(module, SelfAttention):
+            module.core_attention.register_forward_pre_hook(grow, with_kwargs=True)

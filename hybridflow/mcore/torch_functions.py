@@ -44,7 +44,7 @@ def rotate(
     # all layers of a micro-batch, for queries and keys, use the same angles
     known = getattr(cu_seqlens, "rotation", None)
     if known is None or known[0] is not freqs or known[1].dtype != t.dtype:
-        angles = freqs[_positions(cu_seqlens, len(t), cp_size, cp_rank), 0]
+        angles = freqs[positions_of(cu_seqlens, len(t), cp_size, cp_rank), 0]
         known = freqs, angles.cos().to(t.dtype), angles.sin().to(t.dtype)
         cu_seqlens.rotation = known  # type: ignore[attr-defined]
     rotated: torch.Tensor = _Rotation.apply(t, known[1], known[2])
@@ -71,14 +71,14 @@ def rotate_unfused(
     """
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-    angles = freqs[_positions(cu_seqlens, len(t), cp_group.size(), cp_group.rank())]
+    angles = freqs[positions_of(cu_seqlens, len(t), cp_group.size(), cp_group.rank())]
     rotated: torch.Tensor = _apply_rotary_pos_emb_bshd(
         t.unsqueeze(1), angles, *settings, **named
     ).squeeze(1)
     return rotated
 
 
-def _positions(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+def positions_of(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     """Return the position [t] of each of this rank's `tokens`.
 
     The rank holds two of the 2 cp_size equal pieces of a sequence.

@@ -53,10 +53,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden]."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, gain(self.weight, self.zero_centered), self.eps)
+
+
+def gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    """Return a norm's factors: its weights, or 1 more where they are centered at zero."""
+    return weight + 1 if zero_centered else weight
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -68,13 +74,15 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.eps = config.layernorm_epsilon
         self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """x [s, b, hidden].
 
         The norm runs on this rank's share of the sequence, before sequence parallelism gathers it.
         """
-        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+        weight = gain(self.layer_norm_weight, self.zero_centered)
+        return super().forward(rms_norm(x, weight, self.eps), *args, **kwargs)
 
 
 class DuplicatedLinear(nn.Module):

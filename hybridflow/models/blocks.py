@@ -42,12 +42,35 @@ class Block(Protocol):
 
 
 @dataclass(frozen=True)
+class Norms:
+    """Names of a block's norms in a checkpoint: before it, and after it on its output. Empty: the
+    block has no such norm."""
+
+    before: str
+    after: str = ""
+
+    def tensors(self, source: str, hidden: int) -> Shapes:
+        """Return the norms below the layer's prefix."""
+        return {f"{source}{name}.weight": (hidden,) for name in (self.before, self.after) if name}
+
+    def local(self, before: str, after: str, source: str, hidden: int) -> list[LocalTensor]:
+        """Return the norms under Megatron's names `before` and `after`."""
+        pairs = ((before, self.before), (after, self.after))
+        return [
+            whole(target, f"{source}{name}.weight", (hidden,)) for target, name in pairs if name
+        ]
+
+
+@dataclass(frozen=True)
 class GroupedAttention:
-    """Grouped-query attention, including the preceding `input_layernorm`.
+    """Grouped-query attention, including its norms.
 
     `linear_qkv` interleaves by KV group: [query heads of the group, key, value] for each group, and
     ranks take equal shares of these rows. With fewer groups than ranks the split goes through a
-    group, as in Megatron (`get_query_key_value_tensors`).
+    group, as in Megatron (`get_query_key_value_tensors`). `qk_norm` normalises each query and key
+    head; with `wide_norm` one norm goes over all query heads and one over all key heads, and every
+    rank has their whole weights (`mcore.layers`). `sinks` are logits, one for each head, that take
+    their share of every softmax.
     """
 
     hidden: int
@@ -56,6 +79,10 @@ class GroupedAttention:
     head_dim: int
     qkv_bias: bool = False
     qk_norm: bool = False
+    wide_norm: bool = False
+    out_bias: bool = False
+    sinks: bool = False
+    norms: Norms = Norms("input_layernorm")
 
     def tensors(self, source: str) -> Shapes:
         """Return the norm and the four projections, plus biases and head norms if the family has
@@ -63,17 +90,27 @@ class GroupedAttention:
         q = self.heads * self.head_dim
         kv = self.groups * self.head_dim
         attention = f"{source}self_attn."
-        shapes: Shapes = {f"{source}input_layernorm.weight": (self.hidden,)}
+        shapes = self.norms.tensors(source, self.hidden)
         for name, rows in (("q", q), ("k", kv), ("v", kv)):
             shapes[f"{attention}{name}_proj.weight"] = (rows, self.hidden)
             if self.qkv_bias:
                 shapes[f"{attention}{name}_proj.bias"] = (rows,)
         shapes[f"{attention}o_proj.weight"] = (self.hidden, q)
-        if self.qk_norm:
-            shapes[f"{attention}q_norm.weight"] = shapes[f"{attention}k_norm.weight"] = (
-                self.head_dim,
-            )
+        if self.out_bias:
+            shapes[f"{attention}o_proj.bias"] = (self.hidden,)
+        if self.sinks:
+            shapes[f"{attention}sinks"] = (self.heads,)
+        for name, width in self.norm_widths().items():
+            shapes[f"{attention}{name}_norm.weight"] = (width,)
         return shapes
+
+    def norm_widths(self) -> dict[str, int]:
+        """Return {"q": width of the norm of queries, "k": that of keys}, empty if there are
+        none."""
+        if not self.qk_norm:
+            return {}
+        heads = (self.heads, self.groups) if self.wide_norm else (1, 1)
+        return dict(zip("qk", (count * self.head_dim for count in heads), strict=True))
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
         """Return the fused QKV projection, split by rows, and the output projection, split by
@@ -82,10 +119,11 @@ class GroupedAttention:
         mine = f"{target}self_attention."
         out = self.heads * self.head_dim
         tensors = [
-            whole(
+            *self.norms.local(
                 f"{mine}linear_qkv.layer_norm_weight",
-                f"{source}input_layernorm.weight",
-                (self.hidden,),
+                f"{target}post_self_attn_layernorm.weight",
+                source,
+                self.hidden,
             ),
             stacked_rows(
                 f"{mine}linear_qkv.weight",
@@ -105,12 +143,9 @@ class GroupedAttention:
                     at.tp_size,
                 )
             )
-        if self.qk_norm:
+        for name, width in self.norm_widths().items():
             tensors.append(
-                whole(f"{mine}q_layernorm.weight", f"{hf}q_norm.weight", (self.head_dim,))
-            )
-            tensors.append(
-                whole(f"{mine}k_layernorm.weight", f"{hf}k_norm.weight", (self.head_dim,))
+                whole(f"{mine}{name}_layernorm.weight", f"{hf}{name}_norm.weight", (width,))
             )
         tensors.append(
             split(
@@ -122,6 +157,11 @@ class GroupedAttention:
                 at.tp_size,
             )
         )
+        if self.out_bias:
+            tensors.append(whole(f"{mine}linear_proj.bias", f"{hf}o_proj.bias", (self.hidden,)))
+        if self.sinks:
+            name = f"{mine}core_attention.softmax_offset"
+            tensors.append(split(name, f"{hf}sinks", (self.heads,), 0, at.tp_rank, at.tp_size))
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
@@ -150,18 +190,28 @@ class GroupedAttention:
 
 @dataclass(frozen=True)
 class MlpNames:
-    """Names of the three matrices of a gated MLP in a checkpoint."""
+    """Names of the three matrices of a gated MLP in a checkpoint. With equal names, gate and up are
+    one tensor, gate first."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
 
+    def rows(self, source: str, ffn: int, first: int, rows: int) -> list[tuple[str, int, int]]:
+        """Return the rows `first` to `first + rows` of gate and of up, as parts of `stacked`."""
+        up = first + ffn if self.up == self.gate else first
+        return [
+            (f"{source}{self.gate}.weight", first, rows),
+            (f"{source}{self.up}.weight", up, rows),
+        ]
+
 
 def gated_tensors(source: str, hidden: int, ffn: int, names: MlpNames) -> Shapes:
     """Return the HF tensors of a gated MLP below `source`."""
+    rows = 2 * ffn if names.up == names.gate else ffn
     return {
-        f"{source}{names.gate}.weight": (ffn, hidden),
-        f"{source}{names.up}.weight": (ffn, hidden),
+        f"{source}{names.gate}.weight": (rows, hidden),
+        f"{source}{names.up}.weight": (rows, hidden),
         f"{source}{names.down}.weight": (hidden, ffn),
     }
 
@@ -172,39 +222,39 @@ def gated_local(
     """Return a rank's `fc1` (its rows of gate stacked on its rows of up) and `fc2` (its columns of
     down)."""
     rows = ffn // size
-    parts = []
-    for name in (names.gate, names.up):
-        parts.append((f"{source}{name}.weight", rank * rows, rows))
     return [
-        stacked(fc1, parts, (hidden,)),
+        stacked(fc1, names.rows(source, ffn, rank * rows, rows), (hidden,)),
         split(fc2, f"{source}{names.down}.weight", (hidden, ffn), 1, rank, size),
     ]
 
 
 @dataclass(frozen=True)
 class DenseMlp:
-    """A gated MLP, including the preceding `post_attention_layernorm`."""
+    """A gated MLP, including its norms."""
 
     hidden: int
     ffn: int
     prefix: str = "mlp."
     names: MlpNames = MlpNames()
+    norms: Norms = Norms("post_attention_layernorm")
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norm and the three matrices."""
-        norm = {f"{source}post_attention_layernorm.weight": (self.hidden,)}
-        return norm | gated_tensors(f"{source}{self.prefix}", self.hidden, self.ffn, self.names)
+        """Return the norms and the three matrices."""
+        norms = self.norms.tensors(source, self.hidden)
+        return norms | gated_tensors(f"{source}{self.prefix}", self.hidden, self.ffn, self.names)
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
         """Return gate stacked on up, split by rows, and down, split by columns."""
         fc1 = f"{target}mlp.linear_fc1."
         fc2 = f"{target}mlp.linear_fc2.weight"
         hf = f"{source}{self.prefix}"
-        norm = whole(
-            f"{fc1}layer_norm_weight", f"{source}post_attention_layernorm.weight", (self.hidden,)
-        )
         return [
-            norm,
+            *self.norms.local(
+                f"{fc1}layer_norm_weight",
+                f"{target}post_mlp_layernorm.weight",
+                source,
+                self.hidden,
+            ),
             *gated_local(
                 f"{fc1}weight", fc2, hf, self.hidden, self.ffn, self.names, at.tp_rank, at.tp_size
             ),
@@ -225,8 +275,9 @@ class Experts:
     buffer in Megatron. `grouped` selects Megatron's names: grouped GEMM
     (`experts.linear_fc1.weight3`) or one module per expert (`experts.local_experts.3`). `shared` is
     the checkpoint's name of the shared experts; with `shared_gate` their output is scaled by the
-    sigmoid of a projection of the hidden state. `keys` are the family's config keys for `ffn` and
-    `num_experts`, used in messages.
+    sigmoid of a projection of the hidden state. `bias` is the checkpoint's name of `expert_bias`,
+    and `bias_shape` its shape if that is not [experts]. `keys` are the family's config keys for
+    `ffn` and `num_experts`, used in messages.
     """
 
     hidden: int
@@ -236,6 +287,8 @@ class Experts:
     shared: str = "shared_experts"
     shared_gate: bool = False
     expert_bias: bool = False
+    bias: str = "gate.e_score_correction_bias"
+    bias_shape: tuple[int, ...] = ()
     prefix: str = "mlp."
     names: MlpNames = MlpNames()
     grouped: bool = True
@@ -249,7 +302,7 @@ class Experts:
             f"{hf}gate.weight": (self.num_experts, self.hidden),
         }
         if self.expert_bias:
-            shapes[f"{hf}gate.e_score_correction_bias"] = (self.num_experts,)
+            shapes[f"{hf}{self.bias}"] = self.bias_shape or (self.num_experts,)
         for expert in range(self.num_experts):
             shapes |= gated_tensors(f"{hf}experts.{expert}.", self.hidden, self.ffn, self.names)
         if self.shared_ffn:
@@ -271,9 +324,8 @@ class Experts:
             whole(f"{mlp}router.weight", f"{hf}gate.weight", (self.num_experts, self.hidden)),
         ]
         if self.expert_bias:
-            bias = whole(
-                f"{mlp}router.expert_bias", f"{hf}gate.e_score_correction_bias", (self.num_experts,)
-            )
+            shape = self.bias_shape or (self.num_experts,)
+            bias = whole(f"{mlp}router.expert_bias", f"{hf}{self.bias}", shape)
             tensors.append(replace(bias, dtype="float32", is_buffer=True))
         share = self.num_experts // at.ep_size
         for local in range(share):

@@ -11,7 +11,7 @@ from hybridflow.config import derived
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models.family import family_of, use_family
+from hybridflow.models.family import Family, family_of, use_family
 from hybridflow.models.layout import ParallelShape
 from hybridflow.models.model_folder import check_weights
 from hybridflow.models.recompute import check_recompute
@@ -56,6 +56,8 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
         parallel = config.actor.parallel if role == "actor" else derived.role_layout(config, role)
         try:
             check_cut(derived.hf_config(model), parallel)
+            if role == "actor" and config.actor.backend == "fsdp":
+                check_fsdp(family_of({"vocab_size": 1, **derived.hf_config(model)}))
             trains = derived.trains(config, role) or job == "train-reward"
             if trains and config.actor.backend == "megatron":
                 family = family_of({"vocab_size": 1, **derived.hf_config(model)})
@@ -63,6 +65,17 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
         except ModelError as error:
             section = "actor" if role == "actor" else derived.layout_section(config, role)
             yield str(error).replace("actor.parallel", f"{section}.parallel")
+
+
+def check_fsdp(family: Family) -> None:
+    """Raise ModelError if the FSDP backend cannot train a model.
+
+    Its mask of packed rows takes the place of transformers' own, which knows the windows.
+    """
+    if any(getattr(family, "windows", ())):
+        raise ModelError(
+            "sliding_window is not supported by actor.backend=fsdp; set actor.backend=megatron"
+        )
 
 
 def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
@@ -75,8 +88,7 @@ def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
 
 
 def _models(config: RunConfig, job: str) -> Iterator[tuple[str, ModelConfig]]:
-    if config.actor.backend == "megatron":
-        yield "actor", config.model
+    yield "actor", config.model
     for role in derived.models_in_use(config, job):
         if role != "actor":
             path = None if job == "train-reward" else getattr(config, role).path

@@ -13,6 +13,7 @@ from hybridflow.models.blocks import TENSOR, Block, DenseMlp, Division, GroupedA
 from hybridflow.models.fields import Fields
 from hybridflow.models.layout import Coordinates, LocalTensor, split, vocabulary, whole
 from hybridflow.models.rotary import Rotary
+from hybridflow.models.windows import megatron_windows
 
 PIPELINE = "actor.parallel.pipeline"
 
@@ -38,6 +39,10 @@ class Decoder:
         latent_norm_eps: eps of the norms of latent attention, if it differs from rms_norm_eps.
         qkv_bias, qk_norm: whether queries, keys and values have biases, and whether query and key
             heads have norms.
+        windows: how many tokens each layer attends to, 0 for all; empty: no layer has a window.
+        embedding_scale: factor of the embeddings of tokens.
+        adjacent_pairs: whether rotary embedding rotates adjacent elements of a head in pairs, not
+            the halves of the rotated part.
         router: keyword arguments of Megatron's TransformerConfig for the experts; empty if there
             are none.
     """
@@ -50,6 +55,9 @@ class Decoder:
     latent_norm_eps: float | None = None
     qkv_bias = False
     qk_norm = False
+    adjacent_pairs = False
+    windows: tuple[int, ...] = ()
+    embedding_scale = 1.0
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         self.hf = hf
@@ -74,11 +82,20 @@ class Decoder:
                 f"num_key_value_heads={self.groups} (transformers' default for {hf['model_type']} "
                 "where config.json has none); set num_key_value_heads"
             )
-        self.rotary = Rotary.of(
-            hf, self.rotary_width, theta=self.theta, positions=self.positions, partial=self.partial
-        )
+        self.rotary, self.local_rotary = self.rotaries()
 
     # ---- overridden by families
+
+    def rotaries(self) -> tuple[Rotary, Rotary | None]:
+        """Return the rotary embedding, and that of layers with a window if it is another one."""
+        found = Rotary.of(
+            self.hf,
+            self.rotary_width,
+            theta=self.theta,
+            positions=self.positions,
+            partial=self.partial,
+        )
+        return found, None
 
     @property
     def rotary_width(self) -> int:
@@ -114,7 +131,9 @@ class Decoder:
             "add_bias_linear": False,
             "add_qkv_bias": self.qkv_bias,
             "qk_layernorm": self.qk_norm,
+            "rotary_interleaved": self.adjacent_pairs,
             **({"mtp_num_layers": self.num_mtp} if self.num_mtp else {}),
+            **megatron_windows(self.windows),
             **self.router,
         }
 

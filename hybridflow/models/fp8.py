@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import ModelError
+from hybridflow.models.mxfp4 import METHOD
 
 if TYPE_CHECKING:
     import torch  # imported lazily: planning does not need torch
@@ -63,13 +64,16 @@ class BlockQuantisation:
 
     @classmethod
     def of_checkpoint(cls, hf_config: Mapping[str, Any]) -> BlockQuantisation | None:
-        """Return the weight format of a Hugging Face folder; None if it is not quantised.
+        """Return the weight format of a Hugging Face folder; None if it is not quantised, or in
+        MXFP4 (`models.mxfp4`).
 
         Raises:
             ModelError: the folder uses a quantisation other than block-wise fp8.
         """
         said: Mapping[str, Any] = hf_config.get("quantization_config") or {}
-        if not said:
+        if not said or (
+            said.get("quant_method") == METHOD and hf_config.get("model_type") == "gpt_oss"
+        ):
             return None
         _refuse_others({"quant_method": "none", **said}, _BLOCK_WISE, "weights cannot be read from")
         if not said.get("weight_block_size"):

@@ -21,8 +21,11 @@ _WIDTHS: Mapping[str, int] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
     "head_dim": _HEAD,
+    "rotary_dim": _HEAD // 2,
+    "sliding_window": 8,
 }
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k")
 # these refer to other sizes, to code, or to parts that the copy does not have
 _DROPPED = ("auto_map", "quantization_config", "num_nextn_predict_layers", "num_mtp_layers")
 
@@ -50,6 +53,8 @@ def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"num_hidden_layers": count}
     if "first_k_dense_replace" in hf:
         found["first_k_dense_replace"] = dense
+    if "moe_layer_end_index" in hf:
+        found["moe_layer_end_index"] = -1
     for key in ("layer_types", "mlp_layer_types"):
         if isinstance(hf.get(key), list):
             found[key] = hf[key][:count]
@@ -82,8 +87,8 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = _EXPERTS
     if not found:
         return {}
-    chosen = min(4, int(hf.get("num_experts_per_tok") or 2))
+    chosen = min(4, int(next((hf[key] for key in _CHOSEN if hf.get(key)), 2)))
     if int(hf.get("n_group") or 1) > 1:  # published models select twice as many experts as groups
         found |= {"n_group": 4, "topk_group": 2}
         chosen = 4
-    return found | ({"num_experts_per_tok": chosen} if "num_experts_per_tok" in hf else {})
+    return found | {key: chosen for key in _CHOSEN if key in hf}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybridflow.config.outside_json import parse_outside_json, read_outside_json
 from hybridflow.errors import ModelError
+from hybridflow.models.mxfp4 import packed_names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -45,6 +46,7 @@ def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
             )
         held[name] = present if name == SINGLE else held[name]
     known = set().union(*held.values())
+    known |= packed_names(known)
     if absent := set(tensors) - known:
         where = folder / (INDEX if (folder / INDEX).exists() else SINGLE)
         raise ModelError(

@@ -37,6 +37,8 @@ class Rotary:
         share: rotated share of each head.
         original: number of positions in pre-training; YaRN and Llama 3.1 scale relative to it.
         settings: the settings of `kind` in config.json.
+        query_growth: queries are multiplied by 1 + query_growth * ln(1 + floor(position /
+            original)); 0: they are not.
     """
 
     dim: int
@@ -45,6 +47,7 @@ class Rotary:
     share: float = 1.0
     original: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
+    query_growth: float = 0.0
 
     @classmethod
     def of(
@@ -165,6 +168,42 @@ class Rotary:
         scaled = torch.where(wavelengths > self.original / slow, plain / factor, plain)
         between = (wavelengths >= self.original / fast) & (wavelengths <= self.original / slow)
         return torch.where(between, (1 - mixed) * scaled / factor + mixed * scaled, scaled)
+
+
+def rotaries_by_kind(
+    hf: Mapping[str, Any], head_dim: int, *, theta: float, local_theta: float, positions: int
+) -> tuple[Rotary, Rotary]:
+    """Return the embeddings of full layers and of layers with a window.
+
+    `rope_parameters` has settings for each kind of layer. Without them, `rope_scaling` and
+    `rope_theta` are those of full layers only.
+
+    Args:
+        hf: the contents of config.json.
+        head_dim: number of elements of a head.
+        theta, local_theta: the family's defaults of rope_theta for the two kinds.
+        positions: the family's default of max_position_embeddings.
+
+    Raises:
+        ModelError: as `Rotary.of`, or `rope_parameters` has settings outside of these kinds.
+    """
+    given = hf.get("rope_parameters") or {}
+    if not all(isinstance(settings, Mapping | None) for settings in given.values()):
+        raise ModelError(
+            f"the config of model_type {hf.get('model_type')} has one set of rope_parameters, "
+            "which is not supported; give one each for full_attention and sliding_attention"
+        )
+    rest = {name: hf[name] for name in hf if name not in ("rope_parameters", "rope_scaling")}
+    full = {**(given.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
+    local = dict(given.get("sliding_attention") or {})
+    found = []
+    for settings, base in (
+        (full, hf.get("rope_theta") or theta),
+        (local, local_theta),
+    ):
+        one = {**rest, "rope_parameters": {"rope_theta": base, **settings}}
+        found.append(Rotary.of(one, head_dim, theta=base, positions=positions))
+    return found[0], found[1]
 
 
 _BETAS = (("beta_fast", 32.0), ("beta_slow", 1.0))

@@ -9,12 +9,18 @@ from hybridflow.errors import ModelError
 
 
 def softmax_router_config(
-    num_experts: int, topk: int, ffn: int, *, renormalised: bool
+    num_experts: int,
+    topk: int,
+    ffn: int,
+    *,
+    renormalised: bool,
+    key: str = "num_experts_per_tok",
 ) -> dict[str, Any]:
     """Return the router's keyword arguments of TransformerConfig.
 
     With `renormalised` the probabilities of the selected experts are normalised to sum to 1. This
-    equals a softmax over the selected logits alone.
+    equals a softmax over the selected logits alone. `key` is the family's field of top-k, used in
+    messages.
 
     Raises:
         ModelError: top-k exceeds the number of experts, or is 1 with renormalisation, a combination
@@ -26,7 +32,7 @@ def softmax_router_config(
             if topk > num_experts
             else "at least 2 where probabilities are renormalised"
         )
-        raise ModelError(f"num_experts_per_tok={topk} is not supported; it must be {wanted}")
+        raise ModelError(f"{key}={topk} is not supported; it must be {wanted}")
     return {
         "num_moe_experts": num_experts,
         "moe_router_topk": topk,

@@ -15,6 +15,7 @@ from hybridflow.config.model_config import read_model_config
 from hybridflow.errors import ModelError
 from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
 from hybridflow.models.model_folder import INDEX, SINGLE, read_weight_map
+from hybridflow.models.mxfp4 import BLOCKS, SCALES, packed_names, read_packed
 
 # files copied along with weights: tokenizers, templates, generation settings, remote code, licences
 _COMPANIONS = (
@@ -102,7 +103,7 @@ class SafetensorsFolder:
     """A Hugging Face folder: `model.safetensors`, or shards listed in
     `model.safetensors.index.json`.
 
-    Block-wise fp8 weights are dequantised with their scales on read.
+    Block-wise fp8 weights and MXFP4 experts are dequantised with their scales on read.
 
     Raises:
         ModelError: the folder has no weights, or its config.json specifies an unsupported
@@ -132,17 +133,21 @@ class SafetensorsFolder:
                 f"{self.folder} holds no model.safetensors and no model.safetensors.index.json; "
                 "model.path must be a Hugging Face folder with weights"
             )
+        self.packed = packed_names(self.files)  # tensors in MXFP4
 
     def names(self) -> set[str]:
         """Return the tensors that can be read, without the scales of quantised weights."""
         scales = {f"{name}{SCALE_SUFFIX}" for name in self.files}
-        return self.files.keys() - scales
+        parts = {f"{name}{part}" for name in self.packed for part in (BLOCKS, SCALES)}
+        return (self.files.keys() | self.packed) - scales - parts
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Read only this region from disk.
 
         For an fp8 weight, also reads the scales of the region's blocks and returns fp32.
         """
+        if name in self.packed:
+            return read_packed(self._region, name, start, shape)
         values = self._region(name, start, shape)
         if values.element_size() > 1:
             return values
@@ -162,7 +167,10 @@ class SafetensorsFolder:
             return view[...]
 
     def form(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return (shape, dtype as named by safetensors) of a tensor."""
+        """Return (shape, dtype as named by safetensors) of a tensor as `read` returns it."""
+        if name in self.packed:
+            (experts, columns, groups, half), _ = self.form(f"{name}{BLOCKS}")
+            return (experts, 2 * groups * half, columns), "BF16"
         with self._view(name) as view:
             return tuple(view.get_shape()), view.get_dtype()
 

@@ -17,6 +17,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models import family_of
 from hybridflow.models.blocks import Block, DenseMlp, Experts, GroupedAttention
 from hybridflow.models.decoder import Decoder
+from hybridflow.models.fused_experts import FusedExperts
 from hybridflow.models.layout import Coordinates, LocalTensor
 from hybridflow.models.mla import LatentAttention
 
@@ -160,6 +161,8 @@ def products(block: Block, topk: int) -> tuple[Product, ...]:
     `topk` of the routed experts."""
     found: list[Product] = []
     for name, shape in block.tensors("").items():
+        if len(shape) == 3:  # all experts of a layer
+            found.append(Product(*shape[1:], topk, True))
         if len(shape) != 2:
             continue
         if ".experts.0." in f".{name}":
@@ -228,7 +231,7 @@ def layer_shape(attention: Block, mlp: Block, hidden: int, topk: int) -> LayerSh
         routed = 0
         ffn = mlp.ffn
         expert_ffn = 0
-    elif isinstance(mlp, Experts):
+    elif isinstance(mlp, Experts | FusedExperts):
         experts = mlp.num_experts
         routed = topk
         ffn = mlp.shared_ffn

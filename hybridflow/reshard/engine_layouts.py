@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.models.blocks import DenseMlp, Experts, GroupedAttention, MlpNames
+from hybridflow.models.blocks import DenseMlp, Experts, GroupedAttention, MlpNames, Norms
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.fp8 import FP8, SCALE_SUFFIX, BlockQuantisation
+from hybridflow.models.fused_experts import FusedExperts
 from hybridflow.models.layout import (
+    Coordinates,
     LocalTensor,
     Piece,
     padded_vocab_size,
@@ -82,7 +84,7 @@ class EngineShape:
             )
         for layer in (0, decoder.num_layers - 1):
             mlp = decoder.mlp(layer)
-            if isinstance(mlp, Experts):
+            if isinstance(mlp, Experts | FusedExperts):
                 rules += [
                     ("num_experts", mlp.num_experts, "the engine's expert size", self.expert),
                     (
@@ -226,6 +228,11 @@ def _whole(name: str, shape: Sequence[int]) -> LocalTensor:
     return whole(name, name, shape)
 
 
+def _norms(norms: Norms, prefix: str, hidden: int) -> list[LocalTensor]:
+    """Return a block's norms, which every rank has whole."""
+    return [_whole(name, shape) for name, shape in norms.tensors(prefix, hidden).items()]
+
+
 def _split(name: str, shape: Sequence[int], dim: int, rank: int, size: int) -> LocalTensor:
     """Return a buffer with the name and an even shard of the HF tensor."""
     return split(name, name, shape, dim, rank, size)
@@ -293,11 +300,12 @@ class EngineRank:
 
     def _attention(self, prefix: str, layer: int) -> list[LocalTensor]:
         block = self.decoder.attention(layer)
-        norm = _whole(f"{prefix}input_layernorm.weight", (block.hidden,))  # type: ignore[attr-defined]
         if isinstance(block, LatentAttention):
+            norm = _whole(f"{prefix}input_layernorm.weight", (block.hidden,))
             return [norm, *self._latent(block, f"{prefix}self_attn.", block.tensors(prefix))]
         if isinstance(block, GroupedAttention):
-            return [norm, *self._grouped(block, f"{prefix}self_attn.")]
+            norms = _norms(block.norms, prefix, block.hidden)
+            return [*norms, *self._grouped(block, f"{prefix}self_attn.")]
         raise WeightSyncError(
             f"no engine layout is written for attention of kind {type(block).__name__}"
         )
@@ -330,8 +338,14 @@ class EngineRank:
                 f"{hf}o_proj.weight", (block.hidden, block.heads * block.head_dim), 1, rank, size
             )
         )
-        norms = ("q_norm", "k_norm") if block.qk_norm else ()
-        return tensors + [_whole(f"{hf}{name}.weight", (block.head_dim,)) for name in norms]
+        if block.out_bias:
+            tensors.append(_whole(f"{hf}o_proj.bias", (block.hidden,)))
+        if block.sinks:
+            tensors.append(_split(f"{hf}sinks", (block.heads,), 0, rank, size))
+        return tensors + [
+            _whole(f"{hf}{name}_norm.weight", (width,))
+            for name, width in block.norm_widths().items()
+        ]
 
     def _latent(
         self, block: LatentAttention, hf: str, shapes: dict[str, tuple[int, ...]]
@@ -357,14 +371,28 @@ class EngineRank:
 
     def _mlp(self, prefix: str, layer: int) -> list[LocalTensor]:
         block = self.decoder.mlp(layer)
-        norm = _whole(f"{prefix}post_attention_layernorm.weight", (self.decoder.hidden,))
         if isinstance(block, DenseMlp):
             return [
-                norm,
+                *_norms(block.norms, prefix, block.hidden),
                 *self._gated(f"{prefix}{block.prefix}", block.hidden, block.ffn, block.names),
             ]
         if isinstance(block, Experts):
+            norm = _whole(f"{prefix}post_attention_layernorm.weight", (block.hidden,))
             return [norm, *self._experts(block, f"{prefix}{block.prefix}")]
+        if isinstance(block, FusedExperts):
+            hf = f"{prefix}{block.prefix}experts."
+            at = Coordinates(
+                ep_rank=self.expert_group,
+                ep_size=self.shape.expert,
+                etp_rank=self.expert_rank,
+                etp_size=self.expert_size,
+            )
+            rest = [
+                _whole(name, shape)
+                for name, shape in block.tensors(prefix).items()
+                if not name.startswith(hf)
+            ]
+            return rest + block.shares(hf, hf, at)
         raise WeightSyncError(
             f"no engine layout is written for an MLP of kind {type(block).__name__}"
         )
@@ -373,9 +401,7 @@ class EngineRank:
         size = self.shape.dense or self.shape.tensor
         rows = ffn // size
         rank = self.rank % size
-        parts = []
-        for name in (names.gate, names.up):
-            parts.append((f"{hf}{name}.weight", rank * rows, rows))
+        parts = names.rows(hf, ffn, rank * rows, rows)
         down = _split(f"{hf}{names.down}.weight", (hidden, ffn), 1, rank, size)
         return [stacked(f"{hf}gate_up_proj.weight", parts, (hidden,)), down]
 
@@ -409,7 +435,7 @@ class EngineRank:
             )
         tensors = [_whole(f"{hf}gate.weight", (block.num_experts, hidden))]
         if block.expert_bias:
-            bias = _whole(f"{hf}gate.e_score_correction_bias", (block.num_experts,))
+            bias = _whole(f"{hf}{block.bias}", block.bias_shape or (block.num_experts,))
             tensors.append(replace(bias, dtype="float32"))
         tensors.append(
             LocalTensor(f"{hf}experts.w13_weight", (share, 2 * cols, hidden), tuple(w13))

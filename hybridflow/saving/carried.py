@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.errors import ModelError
 from hybridflow.models.family import Family, family_of
 from hybridflow.models.fp8 import FP8, SCALE_SUFFIX
+from hybridflow.models.mxfp4 import BLOCKS, SCALES
 from hybridflow.models.scalar_head import ScalarHead
 from hybridflow.models.weights import SafetensorsFolder
 from hybridflow.saving.safetensors_file import Entry, dtype_of
@@ -61,7 +62,9 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
     names = [
         name
         for name in source.files
-        if name not in mapped and name.removesuffix(SCALE_SUFFIX) not in mapped
+        if name not in mapped
+        and name.removesuffix(SCALE_SUFFIX) not in mapped
+        and name.removesuffix(BLOCKS).removesuffix(SCALES) not in source.packed
     ]
     lines = []
     # a copy would have the values from before training

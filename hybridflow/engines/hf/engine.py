@@ -325,13 +325,14 @@ def checkpoint_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         *model.named_parameters(),
         *((name, one) for name, one in model.named_buffers() if name in saved),
     ]
-    mixtral = model.config.model_type == "mixtral"
+    mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, tensor in named:
         live = tensor.detach()
         found = _EXPERTS.match(name)
-        if found is None:
-            yield name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name, live
+        if found is None or model.config.model_type == "gpt_oss":
+            saved_name = name.replace(".gate.moe_statics.", ".moe_statics.")  # ERNIE
+            yield saved_name.replace(".mlp.", ".block_sparse_moe.") if mixtral else saved_name, live
             continue
         experts = f"{found['layer']}{'block_sparse_moe' if mixtral else 'mlp'}.experts"
         for number, one in enumerate(live):

@@ -1,14 +1,14 @@
-"""Mistral (7B v0.2 and v0.3, NeMo, Small): Llama's decoder without a sliding window."""
+"""Mistral: Llama's decoder, with one sliding window for all layers (7B v0.1) or without."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.errors import ModelError
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import REQUIRED, Fields
+from hybridflow.models.windows import layer_windows
 
 
 class Mistral(Decoder):
@@ -17,19 +17,18 @@ class Mistral(Decoder):
     architecture = "MistralForCausalLM"
     positions = 131072
     fields = Fields(
-        used={"intermediate_size": REQUIRED, "head_dim": None, "num_key_value_heads": 8},
-        fixed={"sliding_window": ()},
-        nullable=frozenset({"num_key_value_heads"}),
+        used={
+            "intermediate_size": REQUIRED,
+            "head_dim": None,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+        nullable=frozenset({"num_key_value_heads", "sliding_window"}),
     )
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
-        if "sliding_window" not in hf:
-            raise ModelError(
-                "the config of model_type mistral lacks sliding_window, which transformers then "
-                "takes as 4096, and windows are not supported; set sliding_window to null if the "
-                "model was trained without one"
-            )
+        self.windows = layer_windows(self.values["sliding_window"], self.num_layers)
 
 
 FAMILIES.register("mistral", Mistral)

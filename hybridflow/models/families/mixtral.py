@@ -10,6 +10,7 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import REQUIRED, Fields
 from hybridflow.models.softmax_router import softmax_router_config
+from hybridflow.models.windows import layer_windows
 
 
 class Mixtral(Decoder):
@@ -27,8 +28,9 @@ class Mixtral(Decoder):
             "head_dim": None,
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
+            "sliding_window": None,
         },
-        fixed={"sliding_window": (), "router_jitter_noise": (0.0,)},
+        fixed={"router_jitter_noise": (0.0,)},
         unused=frozenset({"output_router_logits", "router_aux_loss_coef"}),
         nullable=frozenset({"num_key_value_heads"}),
         aliases={"num_experts": "num_local_experts"},
@@ -36,6 +38,7 @@ class Mixtral(Decoder):
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
+        self.windows = layer_windows(self.values["sliding_window"], self.num_layers)
         names = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
         self.num_experts, topk, self.ffn = (int(self.values[name]) for name in names)
         self.router = softmax_router_config(self.num_experts, topk, self.ffn, renormalised=True)

@@ -8,9 +8,11 @@ from typing import Any
 
 from hybridflow.models.blocks import Block, Experts
 from hybridflow.models.decoder import Decoder
+from hybridflow.models.families.qwen2 import WINDOWS
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import REQUIRED, Fields
 from hybridflow.models.softmax_router import softmax_router_config
+from hybridflow.models.windows import layer_windows
 
 
 class Qwen2Moe(Decoder):
@@ -28,25 +30,29 @@ class Qwen2Moe(Decoder):
             "head_dim": None,
             "num_key_value_heads": 16,
             "qkv_bias": True,
+            **WINDOWS,
         },
         fixed={
-            "use_sliding_window": (False,),
-            "layer_types": ("full_attention",),
             "decoder_sparse_step": (1,),
             "mlp_only_layers": (),
         },
         unused=frozenset(
             {
-                *("sliding_window", "max_window_layers", "intermediate_size"),
-                *("output_router_logits", "router_aux_loss_coef"),
+                *("intermediate_size", "output_router_logits", "router_aux_loss_coef"),
             }
         ),
-        nullable=frozenset({"num_key_value_heads"}),
+        nullable=frozenset({"num_key_value_heads", "sliding_window"}),
     )
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
         values = self.values
+        self.windows = layer_windows(
+            values["sliding_window"] if values["use_sliding_window"] else None,
+            self.num_layers,
+            values["layer_types"],
+            lambda layer: layer % 2 == 0 and layer < values["max_window_layers"],
+        )
         self.qkv_bias = bool(values["qkv_bias"])
         self.ffn = int(values["moe_intermediate_size"])
         self.shared_ffn = int(values["shared_expert_intermediate_size"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from hybridflow.models.decoder import Decoder
+from hybridflow.models.families.qwen2 import WINDOWS, qwen_windows
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import REQUIRED, Fields
 
@@ -14,15 +18,23 @@ class Qwen3(Decoder):
     positions = 32768
     qk_norm = True
     fields = Fields(
-        used={"intermediate_size": REQUIRED, "head_dim": 128, "num_key_value_heads": 32},
-        fixed={
-            "use_sliding_window": (False,),
-            "layer_types": ("full_attention",),
-            "attention_bias": (False,),
+        used={
+            "intermediate_size": REQUIRED,
+            "head_dim": 128,
+            "num_key_value_heads": 32,
+            **WINDOWS,
         },
-        unused=frozenset({"sliding_window", "max_window_layers"}),
-        nullable=frozenset({"num_key_value_heads"}),
+        fixed={"attention_bias": (False,)},
+        nullable=frozenset({"num_key_value_heads", "sliding_window"}),
     )
+
+    def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
+        super().__init__(hf, mtp)
+        self.windows = self.layer_windows()
+
+    def layer_windows(self) -> tuple[int, ...]:
+        """Return how many tokens each layer attends to; 0: all."""
+        return qwen_windows(self.values)
 
 
 FAMILIES.register("qwen3", Qwen3)

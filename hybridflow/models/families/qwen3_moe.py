@@ -10,6 +10,7 @@ from hybridflow.models.families.qwen3 import Qwen3
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import REQUIRED, Fields
 from hybridflow.models.softmax_router import softmax_router_config
+from hybridflow.models.windows import layer_windows
 
 
 class Qwen3Moe(Qwen3):
@@ -24,16 +25,16 @@ class Qwen3Moe(Qwen3):
             "norm_topk_prob": False,
             "head_dim": None,
             "num_key_value_heads": 4,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
         },
         fixed={
-            "use_sliding_window": (False,),
             "attention_bias": (False,),
             "decoder_sparse_step": (1,),
             "mlp_only_layers": (),
         },
-        unused=frozenset(
-            {"sliding_window", "intermediate_size", "output_router_logits", "router_aux_loss_coef"}
-        ),
+        unused=frozenset({"intermediate_size", "output_router_logits", "router_aux_loss_coef"}),
+        nullable=frozenset({"sliding_window"}),
         aliases={"num_local_experts": "num_experts"},
     )
 
@@ -44,6 +45,11 @@ class Qwen3Moe(Qwen3):
         self.router = softmax_router_config(
             experts, topk, self.ffn, renormalised=bool(self.values["norm_topk_prob"])
         )
+
+    def layer_windows(self) -> tuple[int, ...]:
+        """One window for all layers, or none."""
+        window = self.values["sliding_window"] if self.values["use_sliding_window"] else None
+        return layer_windows(window, self.num_layers)
 
     def mlp(self, layer: int) -> Block:
         """Return an experts block for every layer."""

@@ -62,7 +62,25 @@ OTHER: dict[str, Any] = _OTHER_DEPTH | {
     "residual_dropout": 0.5,
     "shared_expert_intermediate_size": 24,
     "qkv_bias": False,
+    "use_bias": True,
+    "moe_k": (1, 3),
+    "moe_num_experts": 8,
+    "moe_num_shared_experts": (0, 1),
+    "moe_layer_start_index": (0, 2),
+    "moe_layer_end_index": 0,
+    "moe_layer_interval": 2,
+    "moe_norm_min": 0.5,
+    "swiglu_alpha": 1.0,
+    "swiglu_limit": 0.25,
+    "query_pre_attn_scalar": 11,
+    "hidden_activation": "gelu",
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 5.0,
+    "use_bidirectional_attention": True,
 }
+# families whose layers have a window by default, or by `sliding_window` alone
+WINDOWED = ("mistral", "mixtral", "ministral3", "olmo3", "gemma3_text", "gpt_oss")
+BY_KIND = ("olmo3", "gemma3_text")  # rotary settings for each kind of layer
 # fields whose values change no log-prob: all of them at once
 WITHOUT_INFLUENCE: dict[str, Any] = {
     "architectures": ["Another"],
@@ -128,13 +146,13 @@ def changes_of(family: str, fields: set[str]) -> Iterator[tuple[str, dict[str, A
     settings."""
     base = {"model_type": family, **FIELD_MODELS[family]}
     yield "as it is", base
-    supported_nowhere = {"sliding_window"} if family in ("mixtral", "mistral") else set()
+    of_influence = {"sliding_window"} if family in WINDOWED else set()
     yield (
         "without influence",
         base
         | {
             name: WITHOUT_INFLUENCE[name]
-            for name in fields & WITHOUT_INFLUENCE.keys() - supported_nowhere
+            for name in fields & WITHOUT_INFLUENCE.keys() - of_influence
         },
     )
     extra = {"head_dim", "partial_rotary_factor", "rope_theta", "original_max_position_embeddings"}
@@ -142,12 +160,27 @@ def changes_of(family: str, fields: set[str]) -> Iterator[tuple[str, dict[str, A
         values = OTHER[name] if isinstance(OTHER[name], tuple) else (OTHER[name],)
         for value in values:
             yield f"{name}={value}", {**base, name: value}
-    for name in sorted(supported_nowhere):
+    for name in sorted(of_influence):
         yield f"{name}={WITHOUT_INFLUENCE[name]}", {**base, name: WITHOUT_INFLUENCE[name]}
-    for name in FIELD_MODELS[family]:
+    # GLM-4's own padding token is beyond these vocabularies, which transformers refuses
+    for name in FIELD_MODELS[family].keys() - {"pad_token_id"}:
         yield f"no {name}", {key: value for key, value in base.items() if key != name}
     for name, settings in ROTARY.items():
-        yield name, {**base, **settings}
+        yield name, {**base, **_rotary_of(family, settings)}
+
+
+def _rotary_of(family: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The rotary settings in the form of the family."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if family == "ministral3" and isinstance(value, dict):
+            growing = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
+            found[name] = {**growing, **value}
+        elif family in BY_KIND and name == "rope_parameters":
+            found[name] = {"full_attention": value}
+        else:
+            found[name] = value
+    return found
 
 
 def batch() -> DataProto:

@@ -91,17 +91,17 @@ def _measure(cut: Cut, path: Path) -> dict[str, float]:
     batch = batch_with_columns(policy)
     batch = batch.reorder(np.arange(ROWS)[::-1]) if cut.is_reversed else batch
     found = {
-        name: _gradient(policy, share_of(batch), config, cut.max_tokens)
+        name: reduced_gradient(policy, share_of(batch), config, cut.max_tokens)
         for name, config in LOSSES.items()
     }
     if cut.name in MASKED_CUTS:
         masked = share_of(with_mask(batch))
         plain = share_of(with_mask(batch, share=0.0))
         found |= {
-            name: _gradient(policy, masked, config, cut.max_tokens)
+            name: reduced_gradient(policy, masked, config, cut.max_tokens)
             for name, config in MASKED.items()
         }
-        again = _gradient(policy, plain, LOSSES["token-mean"], cut.max_tokens)
+        again = reduced_gradient(policy, plain, LOSSES["token-mean"], cut.max_tokens)
         assert all(torch.equal(found["token-mean"][name], tensor) for name, tensor in again.items())
     found[INTO_MAIN_GRAD] = _gradient_into_main_grad(policy, share_of(batch), cut.max_tokens)
     if cut is CUTS[0]:
@@ -130,7 +130,7 @@ def _gradient_into_main_grad(
     kept = vocab_parallel.uses_triton
     vocab_parallel.uses_triton = lambda tensor: True
     try:
-        found = _gradient(policy, batch, LOSSES["token-mean"], max_tokens)
+        found = reduced_gradient(policy, batch, LOSSES["token-mean"], max_tokens)
     finally:
         vocab_parallel.uses_triton = kept
     weights = policy.weights()
@@ -209,7 +209,7 @@ def _check_by_hand(
         return loss(log_probs[chosen], entropy[chosen], micro)
 
     picked.columns, picked.with_entropy = loss.columns[1:], True  # type: ignore[attr-defined]
-    expected = _gradient(policy, masked.drop(["response_mask"]), picked, 4096)
+    expected = reduced_gradient(policy, masked.drop(["response_mask"]), picked, 4096)
     scale = max(float(tensor.abs().max()) for tensor in expected.values())
     assert (
         max(
@@ -220,8 +220,8 @@ def _check_by_hand(
     )
 
 
-def _gradient(
-    policy: Any, batch: DataProto, config: Any, max_tokens: int
+def reduced_gradient(
+    policy: Any, batch: DataProto, config: Any, max_tokens: int, temperature: float = 0.8
 ) -> dict[str, torch.Tensor]:
     """The reduced gradient of one mini-batch as HF tensors, on each stage's leader. `config` makes
     a policy loss, is a loss with its columns, or None: the supervised one."""
@@ -240,12 +240,16 @@ def _gradient(
         policy.chunks,
         micro_batches,
         loss,
-        policy._scoring(0.8, with_entropy),
+        policy._scoring(temperature, with_entropy),
         Watch(len(micro_batches)),
     )
     ranks = all_coordinates()
     found = {}
-    local = {name: parameter.main_grad for name, parameter in policy.weights().items()}
+    local = {
+        # expert biases are buffers
+        name: getattr(parameter, "main_grad", torch.zeros_like(parameter))
+        for name, parameter in policy.weights().items()
+    }
     for plan in plan_stages(policy.family, ranks, 1 << 20, 4):
         if plan.stage == ranks[dist.get_rank()].pp_rank:
             for tensors in gather_stage(plan, local, torch.float32):

@@ -33,6 +33,8 @@ def weights_of(family: Any, std: float = 0.2) -> Any:
     """Random weights that do not depend on the layout."""
     from hybridflow.models.weights import RandomWeights
 
+    is_zero_centered = family.megatron_config().get("layernorm_zero_centered_gamma")
+
     class Shaken(RandomWeights):
         """Norms and biases differ from one and zero, so that a dropped or swapped one shows."""
 
@@ -42,6 +44,7 @@ def weights_of(family: Any, std: float = 0.2) -> Any:
                 return values
             digest = sum(map(ord, name))
             full = torch.randn(self.tensors[name], generator=torch.Generator().manual_seed(digest))
+            values = values - 1 if "norm" in name and is_zero_centered else values
             return values + 0.1 * full[start[0] : start[0] + shape[0]]
 
     return Shaken(family.tensors(), seed=5, std=std)

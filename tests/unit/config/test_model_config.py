@@ -40,6 +40,8 @@ def test_a_models_config_has_no_wrong_field(name: str) -> None:
 @pytest.mark.parametrize("name", USED)
 @pytest.mark.parametrize("value", [{"a": 1}, [[1]], math.nan, -1, 1 << 80, "\x1b[2J"], ids=str)
 def test_each_field_that_a_family_uses_is_checked(name: str, value: Any) -> None:
+    if (name, value) == ("moe_layer_end_index", -1):
+        pytest.skip("the last layer")
     (line,) = wrong_fields({name: value})
     assert line.startswith(f"{name}=") and " belongs" in line and line.isprintable()
 

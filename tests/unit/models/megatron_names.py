@@ -12,8 +12,17 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
 
 from hybridflow.config.schema import ParallelConfig
-from hybridflow.mcore import bootstrap, megatron_versions, model, parallel, torch_modules
+from hybridflow.mcore import (
+    bootstrap,
+    layers,
+    megatron_versions,
+    model,
+    parallel,
+    routing,
+    torch_modules,
+)
 from hybridflow.models.decoder import Decoder
+from hybridflow.models.layout import Coordinates
 from tests.models import FAMILIES
 from tests.unit.reshard import reshard_cases as cases
 
@@ -22,12 +31,11 @@ def shapes_of(decoder: Decoder) -> dict[str, list[int]]:
     """Parameters and persistent buffers of the model that Megatron's own specification builds."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
         get_gpt_mtp_block_spec,
     )
 
     config = model.transformer_config(decoder, ParallelConfig(), "float32")
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    spec = layers.block_spec(decoder, config, Coordinates())
     mtp = (
         get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True)
         if decoder.num_mtp
@@ -35,6 +43,7 @@ def shapes_of(decoder: Decoder) -> dict[str, list[int]]:
     )
     kwargs = decoder.gpt_model_kwargs()
     built = GPTModel(config, spec, vocab_size=decoder.vocab_size, mtp_block_spec=mtp, **kwargs)
+    routing.shape_biases(built, decoder.local_tensors(Coordinates()))
     named = dict(built.named_parameters()) | {
         n: b for n, b in built.named_buffers() if n in built.state_dict()
     }

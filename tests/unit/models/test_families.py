@@ -48,6 +48,8 @@ BILLIONS = {
         "qwen3-32b": 32.8,
     },
     **{"qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1},
+    **{"gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "minimax-m2": 228.7, "gemma-3-1b": 1.0},
+    **{"glm-4-9b": 9.4, "glm-4-32b": 32.6, "olmo-3-7b": 7.3, "ernie-4.5-21b-a3b": 21.8},
 }
 
 
@@ -189,7 +191,7 @@ def test_settings_of_the_others() -> None:
     [
         (
             {"model_type": "gpt2"},
-            "'gpt2' has no parameter map; supported: deepseek_v3, glm4_moe, glm4_moe_lite, ki",
+            "'gpt2' has no parameter map; supported: deepseek_v3, ernie4_5, ernie4_5_moe, ",
         ),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_size": None}, "lacks hidden_size"),
@@ -205,15 +207,23 @@ def test_settings_of_the_others() -> None:
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads=3"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4},
+            "sliding_window is not set or not in use",
+        ),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"] * 3}, "each of the 4 layers"),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "llama_4_scaling_beta",
+        ),
         (
             {
                 "model_type": "mixtral",
                 "num_local_experts": 4,
                 "num_experts_per_tok": 2,
-                "sliding_window": 64,
+                "router_jitter_noise": 0.5,
             },
-            "sliding_window",
+            "router_jitter_noise",
         ),
     ],
 )

@@ -291,20 +291,26 @@ def _mlp(
     at: Coordinates,
 ) -> Buffers:
     kind, linear, number = found
-    mixtral = hf["model_type"] == "mixtral"
+    mixtral = hf["model_type"] in ("mixtral", "minimax_m2")
     kind = (
         kind.replace("shared_experts", "shared_expert") if hf["model_type"] == "qwen2_moe" else kind
     )
     place = f"{prefix}{'block_sparse_moe' if mixtral else 'mlp'}.{kind}"
     if number:
         experts = int(
-            hf.get("num_experts") or hf.get("num_local_experts") or hf["n_routed_experts"]
+            hf.get("num_experts")
+            or hf.get("num_local_experts")
+            or hf.get("moe_num_experts")
+            or hf["n_routed_experts"]
         )
         place += f"{at.ep_rank * (experts // at.ep_size) + int(number)}."
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     if linear == "2":
         return {f"{place}{down}.weight": np.concatenate(shards, axis=1)}
     halves = [np.split(shard, 2) for shard in shards]
+    if hf["model_type"] == "glm4":
+        whole = np.concatenate([half[i] for i in range(2) for half in halves])
+        return {f"{place}gate_up_proj.weight": whole}
     return {
         f"{place}{part}.weight": np.concatenate([half[i] for half in halves])
         for i, part in enumerate((gate, up))

@@ -1,0 +1,113 @@
+"""The experts of gpt-oss in Megatron's mixture layer, with and without Transformer Engine.
+
+They take the place of `TEGroupedMLP`, which has no such biases under expert tensor parallelism and
+no alternating columns of gate and up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_pg_rank, get_pg_size
+from torch import nn
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+
+# parameter: dimension that expert tensor parallelism splits
+_SPLIT: dict[str, int | None] = {
+    "gate_up_proj": 2,
+    "gate_up_proj_bias": 1,
+    "down_proj": 1,
+    "down_proj_bias": None,
+}
+
+
+class FusedExpertsMlp(MegatronModule):
+    """This rank's experts. Their parameters have the layout of the checkpoint."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        alpha: float,
+        limit: float,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        """`alpha` and `limit` are those of `models.fused_experts.FusedExperts`."""
+        super().__init__(config=config)
+        self.alpha = alpha
+        self.limit = limit
+        self.groups = pg_collection
+        self.cuts = get_pg_size(pg_collection.expt_tp)
+        ffn = int(config.moe_ffn_hidden_size) // self.cuts
+        shapes = {
+            "gate_up_proj": (num_local_experts, config.hidden_size, 2 * ffn),
+            "gate_up_proj_bias": (num_local_experts, 2 * ffn),
+            "down_proj": (num_local_experts, ffn, config.hidden_size),
+            "down_proj_bias": (num_local_experts, config.hidden_size),
+        }
+        for name, shape in shapes.items():
+            parameter = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype))
+            # of a replicated bias, the gradient norm counts the first rank's
+            is_counted = _SPLIT[name] is not None or get_pg_rank(pg_collection.expt_tp) == 0
+            set_tensor_model_parallel_attributes(parameter, is_counted, _SPLIT[name] or 0, 1)
+            setattr(self, name, parameter)
+
+    def forward(
+        self, x: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Apply expert i to the i-th run of rows of x [rows, hidden], weighted by probs [rows].
+
+        Returns ([rows, hidden], None for the bias).
+        """
+        counts = getattr(tokens_per_expert, "counts", tokens_per_expert).tolist()
+        # added once by each of the ranks that share an expert, with the whole gradient
+        bias = self.down_proj_bias
+        bias = bias if self.cuts == 1 else bias - bias.detach() * (1 - 1 / self.cuts)
+        outs = []
+        for expert, (run, share) in enumerate(
+            zip(x.split(counts), probs.to(x.dtype).split(counts), strict=True)
+        ):
+            wide = torch.addmm(self.gate_up_proj_bias[expert], run, self.gate_up_proj[expert])
+            out = torch.addmm(bias[expert], self._gated(wide), self.down_proj[expert])
+            outs.append(out * share[:, None])
+        return torch.cat(outs), None
+
+    def _gated(self, wide: torch.Tensor) -> torch.Tensor:
+        """Map alternating columns of gate and up [rows, 2 f] to [rows, f]."""
+        gate = wide[:, ::2].clamp(max=self.limit)
+        up = wide[:, 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+    def backward_dw(self) -> None:
+        """Megatron's hook for delayed weight gradients; a no-op here."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint layout: experts over expert parallelism, and the split dimension of
+        each over expert tensor parallelism."""
+        lead = len(sharded_offsets)
+        experts = (lead, get_pg_rank(self.groups.ep), get_pg_size(self.groups.ep))
+        cut = get_pg_rank(self.groups.expt_tp)
+        copy = get_pg_rank(self.groups.expt_dp)
+        found = {}
+        for name, dim in _SPLIT.items():
+            offsets = [*sharded_offsets, experts]
+            if dim is not None:
+                offsets.append((lead + dim, cut, self.cuts))
+            found[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                getattr(self, name),
+                *offsets,
+                replica_id=(0, cut if dim is None else 0, copy),
+                prepend_axis_num=lead,
+            )
+        return found

@@ -1,0 +1,169 @@
+"""Layers that Megatron's own specification cannot express, built from a family's blocks.
+
+They have norms after attention and MLP, none before, or norms over all query or key heads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import megatron.core.models.gpt.gpt_layer_specs as layer_specs
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.mcore.fused_experts import FusedExpertsMlp
+from hybridflow.models import Family
+from hybridflow.models.blocks import Block, DenseMlp, GroupedAttention
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.fused_experts import FusedExperts
+from hybridflow.models.layout import Coordinates
+
+
+def block_spec(family: Family, config: TransformerConfig, at: Coordinates) -> Any:
+    """Return Megatron's specification of the (virtual) stage at `at`, adapted to the blocks of its
+    layers."""
+    stage = at.vpp_rank if at.vpp_size > 1 else None
+    spec = layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=True, vp_stage=stage
+    )
+    decoder = getattr(family, "backbone", family)  # of a scalar head
+    if isinstance(decoder, Decoder):
+        layers = at.layers(decoder.num_layers)
+        spec.layer_specs = [
+            _adapted(one, decoder.attention(layer), decoder.mlp(layer))
+            for one, layer in zip(spec.layer_specs, layers, strict=True)
+        ]
+    return spec
+
+
+def _adapted(spec: ModuleSpec, attention: Block, mlp: Block) -> ModuleSpec:
+    """Return the specification of a layer of these blocks; `spec` itself if it already is."""
+    # Megatron's specification is shared by all layers
+    layer = copy.deepcopy(spec)
+    parts = layer.submodules
+    after = [False, False]
+    is_changed = False
+    if isinstance(attention, GroupedAttention):
+        inner = parts.self_attention.submodules
+        after[0] = bool(attention.norms.after)
+        if not attention.norms.before:
+            inner.linear_qkv = layer_specs.TESpecProvider().column_parallel_linear()
+            is_changed = True
+        if attention.qk_norm and attention.wide_norm:
+            inner.q_layernorm, inner.k_layernorm = WideQueryNorm, WideKeyNorm
+            is_changed = True
+    if isinstance(mlp, DenseMlp):
+        after[1] = bool(mlp.norms.after)
+        if not mlp.norms.before:
+            linear = layer_specs.TESpecProvider().column_parallel_linear()
+            parts.mlp.submodules.linear_fc1 = linear
+            is_changed = True
+    if isinstance(mlp, FusedExperts):
+        parts.mlp.submodules.experts = ModuleSpec(
+            FusedExpertsMlp, params={"alpha": mlp.alpha, "limit": mlp.limit}
+        )
+        is_changed = True
+    if any(after):
+        layer.module = LayerWithNormsAfter
+        layer.params = {**layer.params, "after": tuple(after)}
+        is_changed = True
+    return layer if is_changed else spec
+
+
+class LayerWithNormsAfter(TransformerLayer):
+    """Megatron's layer with a norm on the output of attention, of the MLP, or of both, before the
+    residual is added.
+
+    The norms are named `post_self_attn_layernorm` and `post_mlp_layernorm`.
+    """
+
+    def __init__(self, *args: Any, after: tuple[bool, bool], **kwargs: Any) -> None:
+        """`after`: whether there is a norm after attention, and after the MLP."""
+        super().__init__(*args, **kwargs)
+        names = (("post_self_attn_layernorm", "self_attn_bda"), ("post_mlp_layernorm", "mlp_bda"))
+        for (name, add), is_there in zip(names, after, strict=True):
+            if is_there:
+                norm = layer_specs.TESpecProvider().layer_norm()(
+                    config=self.config,
+                    hidden_size=self.config.hidden_size,
+                    eps=self.config.layernorm_epsilon,
+                )
+                setattr(self, name, norm)
+                setattr(self, add, _normed(norm, getattr(self, add)))
+
+
+def _normed(norm: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's `get_bias_dropout_add`: normalise the block's output before it is added."""
+
+    def get_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        add = original(training, fused)
+
+        def normed_add(
+            output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, share: float
+        ) -> torch.Tensor:
+            x, bias = output
+            summed: torch.Tensor = add(
+                (norm(x if bias is None else x + bias), None), residual, share
+            )
+            return summed
+
+        return normed_add
+
+    return get_add
+
+
+class WideNorm(nn.Module):
+    """RMS norm over all heads of a token, which are divided over the tensor-parallel ranks.
+
+    Every rank holds the whole weight and uses the part of its heads. Megatron sums the gradients of
+    `q_layernorm` and `k_layernorm` over these ranks (finalize_model_grads.py).
+    """
+
+    heads = ""  # the field of Megatron's config with the number of heads
+
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, **_: Any) -> None:
+        """`hidden_size` is that of a head."""
+        super().__init__()
+        self.eps = eps
+        self.width = hidden_size * int(getattr(config, self.heads))
+        self.weight = nn.Parameter(torch.ones(self.width, dtype=config.params_dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [s, b, this rank's heads, head size]."""
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        flat = x.flatten(-2).float()
+        # with fewer key heads than ranks, several ranks have the same head
+        copies = flat.shape[-1] * size // self.width
+        first = parallel_state.get_tensor_model_parallel_rank() // copies * flat.shape[-1]
+        squares = flat.square().sum(-1, keepdim=True)
+        if size > 1:
+            # every rank's output depends on every rank's sum
+            squares = copy_to_tensor_model_parallel_region(
+                reduce_from_tensor_model_parallel_region(squares)
+            )
+        scale = (squares / (copies * self.width) + self.eps).rsqrt()
+        weight = self.weight[first : first + flat.shape[-1]]
+        return ((flat * scale).to(x.dtype) * weight).view(x.shape)
+
+
+class WideQueryNorm(WideNorm):
+    """The norm over all query heads."""
+
+    heads = "num_attention_heads"
+
+
+class WideKeyNorm(WideNorm):
+    """The norm over all key heads."""
+
+    heads = "num_query_groups"

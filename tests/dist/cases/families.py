@@ -1,0 +1,164 @@
+"""Families against transformers on the same weights, in many layouts in one set of processes.
+
+Log-probs, and the gradient of an update.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridflow.batch import DataProto, Jagged
+from tests.dist.harness.policies import policy_of, share_of, weights_of
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "TP2": {"tensor": 2, "sequence": True},
+    "PP2": {"pipeline": 2},
+    "CP2": {"context": 2},
+    "EP2": {"expert": 2},
+}
+TEMPERATURE = 0.8
+
+
+def run_cases(cases: list[list[Any]], folder: str, lengths: list[int]) -> list[dict[str, Any]]:
+    """On each rank: every case [name, config, layout, whether with a gradient] in order; what was
+    measured, on the rank that collects."""
+    from tests.dist.harness.worlds import Worlds
+
+    worlds = Worlds()
+    found = []
+    for number, (name, hf, layout, with_gradient) in enumerate(cases):
+        ranks = list(range(1 if layout == "one process" else 2))
+        if worlds.mine(ranks):
+            with worlds.world(ranks):
+                result = _measure(
+                    hf, LAYOUTS[layout], Path(folder, str(number)), lengths, with_gradient
+                )
+            found.append({"name": f"{name}, {layout}", **result})
+    worlds.finish()
+    return found
+
+
+def batch_of_lengths(lengths: list[int], vocab: int) -> DataProto:
+    """A row of each length, the first half of it (rounded up) its prompt."""
+    rng = np.random.default_rng(7)
+    rows = [rng.integers(2, vocab, length + 1) for length in lengths]
+    prompts = [row[: (len(row) + 1) // 2] for row in rows]
+    responses = [row[(len(row) + 1) // 2 :] for row in rows]
+    return DataProto.from_columns(
+        {
+            "prompt_ids": Jagged.from_rows(prompts, np.int64),
+            "response_ids": Jagged.from_rows(responses, np.int64),
+        }
+    )
+
+
+def _measure(
+    hf: dict[str, Any],
+    parallel: dict[str, Any],
+    folder: Path,
+    lengths: list[int],
+    with_gradient: bool,
+) -> dict[str, Any]:
+    """The largest differences of log-probs, and of the gradient in units of the largest one."""
+    from hybridflow.mcore.parallel import data_parallel_position
+
+    policy = policy_of({**parallel, "distributed_optimizer": False}, hf)
+    batch = batch_of_lengths(lengths, hf["vocab_size"])
+    found = policy.log_probs(
+        share_of(batch), max_tokens=4096, temperature=TEMPERATURE, with_entropy=False
+    )
+    rank, size, collects = data_parallel_position()
+    ours = torch.zeros(len(batch["response_ids"].values), dtype=torch.float64)
+    if collects:
+        # of the rows, data-parallel ranks have consecutive ones
+        counts = [len(part["response_ids"].values) for part in batch.chunk(size)]
+        start = sum(counts[:rank])
+        ours[start : start + counts[rank]] = torch.from_numpy(found[0].values.copy())
+    dist.all_reduce(ours)
+    if dist.get_rank() == 0:
+        _write(policy.family, hf, folder)
+    dist.barrier()
+    expected, model = _oracle(folder, batch)
+    result = {"log_probs": float((ours - expected.detach()).abs().max())}
+    if with_gradient:
+        (-expected.mean()).backward()
+        result["gradient"] = _gradient_difference(policy, batch, model)
+    return result
+
+
+def _write(family: Any, hf: dict[str, Any], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    source = weights_of(family)
+    tensors = {
+        name: source.read(name, (0,) * len(shape), shape)
+        for name, shape in family.tensors().items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf))
+
+
+def _oracle(folder: Path, batch: DataProto) -> tuple[torch.Tensor, Any]:
+    """Response log-probs by transformers in float64, one sequence at a time, and its model."""
+    from transformers import AutoModelForCausalLM
+
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    assert not loaded["missing_keys"] and not loaded["unexpected_keys"], loaded
+    found = []
+    for i in range(len(batch)):
+        prompt, response = batch["prompt_ids"].row(i), batch["response_ids"].row(i)
+        ids = torch.from_numpy(np.concatenate([prompt, response]))
+        logits = model.eval()(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        distribution = (logits.double() / TEMPERATURE).log_softmax(-1)
+        found.append(distribution.gather(-1, torch.tensor(response)[:, None])[:, 0])
+    return torch.cat(found), model
+
+
+def _gradient_difference(policy: Any, batch: DataProto, model: Any) -> float:
+    from hybridflow.engines.hf.engine import checkpoint_tensors
+    from tests.dist.cases.gradient import reduced_gradient
+
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.data = parameter.grad
+    expected = dict(checkpoint_tensors(model))
+    ours = reduced_gradient(policy, share_of(batch), None, 4096, TEMPERATURE)
+    frozen = {
+        piece.source
+        for local in policy.family.local_tensors(_alone())
+        if local.is_buffer
+        for piece in local.pieces
+    }
+    scale = max(float(tensor.abs().max()) for tensor in expected.values())
+    worst = torch.tensor(
+        max(
+            (
+                float((tensor.double() - expected[name]).abs().max())
+                for name, tensor in ours.items()
+                if name not in frozen
+            ),
+            default=0.0,
+        )
+    )
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst) / scale
+
+
+def _alone() -> Any:
+    from hybridflow.models.layout import Coordinates
+
+    return Coordinates()
