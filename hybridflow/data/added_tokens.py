@@ -1,5 +1,5 @@
-"""Search for a tokenizer's added tokens (special tokens and other additions to its vocabulary) in
-text."""
+"""Search text for a tokenizer's added tokens: special tokens and other additions to its
+vocabulary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Found:
 
 
 class AddedTokens:
-    """Finds added tokens like the tokenizer: the leftmost match, and the longest at that position.
+    """Finds added tokens as the tokenizer does: the leftmost match, and the longest one there.
 
     Args:
         decoder: the tokenizer's `added_tokens_decoder`, {id: token}.
@@ -37,7 +37,7 @@ class AddedTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def find(self, text: str, begin: int = 0) -> Iterator[Found]:
-        """Yield the added tokens of the text from `begin` on, in order."""
+        """Yield the added tokens of the text from offset `begin` on, in order."""
         position = begin
         while match := self._pattern.search(text, position):
             token = self._tokens[match[0]]

@@ -1,8 +1,8 @@
 """Load balancing: the cost of sequences, and their distribution over ranks. Pure numpy.
 
-A greedy start (longest processing time first) is improved by swaps between an expensive and a cheap
-rank. A swap is applied only if it lowers the cost of the more expensive rank, so the bounds of the
-greedy start still hold.
+A greedy solution (longest processing time first) is improved by swaps between an expensive and a
+cheap rank. A swap is applied only if it lowers the cost of the more expensive rank, so the greedy
+solution's bounds still hold.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class SequenceCost:
 
     @classmethod
     def of_model(cls, hf_config: Mapping[str, Any]) -> SequenceCost:
-        """Count multiplications, from the shape in a Hugging Face config: matrices per token, and
-        attention scores and values per causal pair.
+        """Count multiplications for the model shape in a Hugging Face config: matrices per token,
+        and attention scores and values per causal pair.
 
-        Missing fields default to those of a plain dense model. A config without a shape costs by
-        tokens only.
+        Missing fields default to a plain dense model. Without hidden_size or num_hidden_layers,
+        only tokens count.
         """
         hidden = int(hf_config.get("hidden_size", 0))
         layers = int(hf_config.get("num_hidden_layers", 0))
@@ -57,8 +57,8 @@ class SequenceCost:
         )
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the cost of each sequence [B] f64, in tokens of a short sequence: `lengths` plus
-        the quadratic part."""
+        """Return the cost of each sequence [B] f64, in units of one token of a short sequence:
+        `lengths` plus the quadratic part."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return tokens + (self.per_pair / self.per_token) * tokens * tokens
 
@@ -81,20 +81,20 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
     Args:
         costs: cost of each item [B], finite and not negative; any unit.
         num_ranks: number of groups, at least 1.
-        equal_counts: give every rank the same number of items, which must be divisible.
+        equal_counts: give every rank the same number of items; B must be divisible by num_ranks.
 
     Returns:
         One ascending int64 index array per rank, with every index once. Arrays are empty only if
         there are fewer items than ranks.
 
     Raises:
-        ValueError: num_ranks is not positive, a cost is negative or not finite, or the items are
-            not divisible.
+        ValueError: num_ranks is not positive, a cost is negative or not finite, or B is not
+            divisible by num_ranks.
     """
     weights = checked_costs(costs)
     if num_ranks < 1 or (equal_counts and len(weights) % num_ranks):
         raise ValueError(
-            "num_ranks must be positive, and divide the number of items for equal counts, got "
+            "num_ranks must be positive, and for equal counts divide the number of items; got "
             f"{len(weights)} items, {num_ranks} ranks"
         )
     # Work on the costs in descending order, so that the result does not depend on the order of the
@@ -113,8 +113,8 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
 
 
 def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the rank of each item [B]: the next item (in descending order) goes to the cheapest
-    rank. Ties go to the rank with fewer items, then to the lower rank."""
+    """Return the rank of each item [B]. In descending order, each item goes to the cheapest rank;
+    ties go to the rank with fewer items, then to the lower rank."""
     owner = []
     heap = [(0.0, 0, rank) for rank in range(num_ranks)]
     for cost in weights.tolist():
@@ -125,8 +125,8 @@ def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the rank of each item [B], with equal counts: of each `num_ranks` items (in descending
-    order), the most expensive goes to the cheapest rank."""
+    """Return the rank of each item [B], with equal counts. In descending order, `num_ranks` items
+    at a time are dealt out, the most expensive to the cheapest rank."""
     loads = np.zeros(num_ranks)
     rows = []
     for costs in weights.reshape(-1, num_ranks):
@@ -147,7 +147,7 @@ def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: 
             return
         ranks = np.argsort(-loads, kind="stable")
         pairs = min(too_costly, num_ranks // 2)
-        # Shifted in each round, so that a pair without a useful swap gets other partners.
+        # Shift each round, so that a rank without a useful swap gets another partner.
         partners = ranks[::-1][: min(2 * pairs, num_ranks - pairs)]
         done = _trade(weights, owner, loads, ranks[:pairs], np.roll(partners, turn)[:pairs], moves)
         fruitless = 0 if done else fruitless + 1
@@ -161,8 +161,8 @@ def _trade(
     low: np.ndarray,
     moves: bool,
 ) -> int:
-    """For each pair i, apply the best swap of one item of `high[i]` for one of `low[i]` (or, with
-    `moves`, for none). Returns the number applied."""
+    """For each pair i, apply the best swap of an item of `high[i]` for one of `low[i]` (or, with
+    `moves`, for nothing). Returns the number of swaps applied."""
     pair_of = np.full(len(loads), -1)
     pair_of[high] = pair_of[low] = np.arange(len(high))
     is_low = np.isin(owner, low)
@@ -171,7 +171,7 @@ def _trade(
     take = np.flatnonzero(is_low)
     costs = weights[take]
     pairs = mine[take]
-    if moves:  # moving an item without a return is a swap with a dummy item of cost 0
+    if moves:  # a one-way move is a swap with a dummy item of cost 0
         costs = np.concatenate([np.zeros(len(low)), costs])
         pairs = np.concatenate([np.arange(len(low)), pairs])
         take = np.concatenate([np.full(len(low), -1), take])
@@ -184,8 +184,8 @@ def _trade(
 def _nearest(
     pairs: np.ndarray, costs: np.ndarray, wanted_pairs: np.ndarray, wanted: np.ndarray, step: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each wanted cost, return the item of its pair with the nearest cost, and the distance
-    (inf if there is none).
+    """For each wanted cost, return the item of its pair with the nearest cost, and the distance to
+    it (inf if the pair has no items).
 
     `step` exceeds every difference of two costs.
     """
@@ -212,7 +212,7 @@ def _apply(
     found: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> int:
     """Apply each pair's best swap if it makes the more expensive rank cheaper. An index of -1 in
-    `take` means no item. Returns the number applied."""
+    `take` means no item. Returns the number of swaps applied."""
     high, low = ranks
     give, take, missed = found
     order = np.lexsort((give, missed))

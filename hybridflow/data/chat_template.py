@@ -45,7 +45,7 @@ class Piece:
     """A part of a prompt.
 
     Attributes:
-        is_literal: the text comes from outside. Special tokens spelled out in it stay text.
+        is_literal: the text is untrusted; special tokens spelled out in it stay text.
     """
 
     text: str
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownCall:
-    """A call of an answer, as referred to by the messages of its results."""
+    """A tool call in an answer, with the name and id that its result message refers to."""
 
     name: str
     id: str
@@ -65,8 +65,8 @@ class Exchange:
     """An answer and the messages that follow it.
 
     Attributes:
-        messages: role and content; results also have `tool_call_id` and `name` if known.
-        calls: the calls of the answer.
+        messages: role and content; tool results also have `tool_call_id` and `name` if known.
+        calls: the answer's tool calls.
     """
 
     messages: Sequence[Message]
@@ -75,7 +75,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ObservationForm:
-    """How a template writes a message of one role after an answer.
+    """The form in which a template writes a message of one role after an answer.
 
     Attributes:
         before, after: the text around the content; `before` includes the end of the answer.
@@ -90,18 +90,18 @@ class ObservationForm:
 
 @dataclass(frozen=True)
 class TemplateReport:
-    """How a chat template renders turns.
+    """A description of how a chat template renders turns.
 
     Attributes:
         closes_answer: the text after an answer that is the last message; empty if the answer is
             closed by the header of the next role.
-        ends_answer: the token in it that ends an answer; None if there is none.
-        stop_tokens: tokens at which generation stops.
+        ends_answer: the token in `closes_answer` that ends an answer; None if there is none.
+        stop_tokens: tokens that stop generation.
         roles: roles that the template accepts.
-        observations: how messages of the roles `tool` and `user` follow an answer. A role is absent
-            if it cannot follow exactly; `problems` has the reason.
-        problems: by role, why its messages cannot follow an answer.
-        needs_calls: `tool` messages are accepted only after an answer with calls.
+        observations: by role (`tool`, `user`), the form of a message after an answer. A role whose
+            messages cannot follow an answer exactly is absent and listed in `problems`.
+        problems: by role, the reason its messages cannot follow an answer.
+        needs_calls: `tool` messages are accepted only after an answer with tool calls.
         opens_thinking: the generation prompt ends inside a thinking block.
         drops_thinking: roles whose messages make the template drop the thinking of earlier answers.
         example_call: an answer that calls the tool `lookup` with {"key": "value"}; empty if the
@@ -121,8 +121,7 @@ class TemplateReport:
 
 
 class _NoEndError(DataError):
-    """The template renders the calls of an answer, but no token at which generation stops after
-    them."""
+    """The template renders an answer's tool calls, but no stop token after them."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +147,12 @@ class _Frame:
 
 @dataclass(frozen=True)
 class _Form:
-    """A way to pass an answer's calls to a template.
+    """A way to pass an answer's tool calls to a template.
 
     Attributes:
-        most_calls: maximum calls per answer; None: all.
+        most_calls: maximum calls per answer; None for all.
         as_text: arguments are JSON text rather than an object.
-        invents: add calls to answers without any if results follow them.
+        invents: add calls to an answer that has none if tool results follow it.
     """
 
     most_calls: int | None
@@ -166,9 +165,9 @@ class ChatTemplate:
 
     Args:
         name: name of the tokenizer, for errors.
-        render: renders messages with the template and the tools of the run.
-        added: the added tokens of the tokenizer.
-        stops: tokens at which generation stops.
+        render: renders messages with the template and the run's tools.
+        added: the tokenizer's added tokens.
+        stops: tokens that stop generation.
     """
 
     def __init__(self, name: str, render: Render, added: AddedTokens, stops: Sequence[str]) -> None:
@@ -181,11 +180,10 @@ class ChatTemplate:
         """Return the text between the last answer and the next one.
 
         Args:
-            exchanges: all exchanges after the first user message. Only the messages of the last one
-                are written; of the others, only roles, calls and ids matter.
-            last: the stop token that ended the answer, as text; None if something else ended it.
-                The template's own end token is omitted if it is this one, since it has been
-                sampled.
+            exchanges: all exchanges after the first user message. Only the last one's messages are
+                rendered; in the others only roles, tool calls and ids matter.
+            last: text of the stop token that ended the answer; None if something else ended it. The
+                template's own end token is omitted if it is this one, since it was already sampled.
 
         Raises:
             DataError: the template rejects the messages, or does not show them and the answer
@@ -214,7 +212,7 @@ class ChatTemplate:
         """Reject a template that cannot continue a conversation with messages of `role`.
 
         Args:
-            with_calls: the answers have calls.
+            with_calls: the answers have tool calls.
 
         Raises:
             DataError: the messages are rejected or not shown exactly once, or earlier messages are
@@ -235,19 +233,19 @@ class ChatTemplate:
             )
 
     def stops_in(self, text: str, begin: int = 0) -> Iterator[Found]:
-        """Yield the tokens of the text, from `begin` on, at which generation stops."""
+        """Yield the stop tokens of the text from offset `begin` on."""
         return (found for found in self._added.find(text, begin) if found.token in self._stops)
 
     @cached_property
     def closes_answer(self) -> str:
-        """The text after an answer that is the last message; empty if the template rejects such
-        messages."""
+        """The text after an answer that is the last message; empty if the template rejects such a
+        conversation."""
         return self._behind_answer()
 
     @cached_property
     def closing_token(self) -> str | None:
-        """The added token directly after an answer that is followed by a message: the end of the
-        answer, or the header of the next role. None if there is none."""
+        """The added token directly after an answer that is followed by a message: the answer's end
+        token, or the next role's header. None if there is none."""
         found = next(self._added.find(self._behind_answer(_OPENING)), None)
         return found.token if found is not None and found.begin == 0 else None
 
@@ -262,8 +260,8 @@ class ChatTemplate:
 
     @property
     def ends_answer(self) -> str | None:
-        """The token that ends an answer: the first after it at which generation stops, else the
-        last one that the template writes. None if there is none."""
+        """The token that ends an answer: the first stop token after it, else the last added token
+        that the template writes. None if there is none."""
         found = [one.token for one in self._added.find(self.closes_answer)]
         return next(
             (token for token in found if token in self._stops), found[-1] if found else None
@@ -302,7 +300,7 @@ class ChatTemplate:
         return ""
 
     def report(self) -> TemplateReport:
-        """Return a report on the template for the user."""
+        """Return a report on the template to show to the user."""
         observations = dict[str, ObservationForm]()
         problems = dict[str, str]()
         needs_calls = False
@@ -333,8 +331,8 @@ class ChatTemplate:
     # ---- continuation
 
     def _frame(self, exchanges: Sequence[Exchange]) -> _Frame:
-        """Render the conversation with placeholders, in the first form of calls that the template
-        accepts."""
+        """Render the conversation with placeholders, using the first form of tool calls that the
+        template accepts."""
         problem: DataError | None = None
         for form in _forms(exchanges):
             names: dict[str, str] = {}
@@ -354,8 +352,8 @@ class ChatTemplate:
         raise problem
 
     def _end_of_answer(self, text: str, count: int) -> tuple[int, int]:
-        """Return the position after the first placeholder of the last answer, and the end of that
-        answer: after its content, or at the stop token after its calls."""
+        """Return the position after the first placeholder of the last answer, and that answer's
+        end: after its content, or at the stop token after its tool calls."""
         marks = [(found[1], int(found[2]), found) for found in _MARK.finditer(text)]
         said = [found for kind, _, found in marks if kind == "A"]
         called = [found for kind, _, found in marks if kind == "V"]
@@ -375,13 +373,13 @@ class ChatTemplate:
         if stop is None or stop >= first:
             raise _NoEndError(
                 f"{self._name}: the chat template writes no stop token after an answer that calls "
-                f"a tool (generation stops at {', '.join(self._stops)}); add the token that it "
-                "writes to eos_token_id in generation_config.json"
+                f"a tool (generation stops at {', '.join(self._stops)}); add the token that the "
+                "template writes there to eos_token_id in generation_config.json"
             )
         return seen, stop
 
     def _sampled(self, between: str, last: str | None) -> int:
-        """Return the length of the prefix of `between` that was sampled already, as the end of the
+        """Return the length of the prefix of `between` that was already sampled as the end of the
         answer."""
         if last is None:
             return 0
@@ -396,8 +394,8 @@ class ChatTemplate:
         return len(last) if between.startswith(last) else 0
 
     def _shown(self, frame: _Frame) -> dict[str, str] | None:
-        """Return each content as the template writes it, by placeholder. None if a content changes
-        the text around it."""
+        """Return {placeholder: content as the template writes it}, or None if a content changes the
+        text around it."""
         shown: dict[str, str] = {}
         for number, content in enumerate(frame.contents):
             before, mark, after = frame.text[frame.answer :].partition(_mark("T", number))
@@ -411,16 +409,17 @@ class ChatTemplate:
         return shown
 
     def _whole(self, frame: _Frame) -> str:
-        """Return the text after the answer, rendered with the contents.
+        """Return the text after the answer, rendered with the real contents.
 
         Raises:
-            DataError: a content contains a special token, which would count as the template's own.
+            DataError: a content contains a special token, which would be taken for the template's.
         """
         values = [*frame.contents, *frame.names.values()]
         if any(next(self._added.find(value), None) or _MARK.search(value) for value in values):
             raise DataError(
-                f"{self._name}: the chat template renders these messages unlike others, so special "
-                f"tokens in them would count as its own: {str(frame.contents)[:200]}"
+                f"{self._name}: the chat template's output depends on the contents of these "
+                "messages, so special tokens in them would be taken for its own: "
+                f"{str(frame.contents)[:200]}"
             )
         text = self._render(_with_contents(frame, dict(enumerate(frame.contents))), True)
         begin = _first_seen(text) + frame.begin - frame.answer
@@ -481,7 +480,7 @@ def _first_seen(text: str) -> int:
 
 
 def _with_contents(frame: _Frame, contents: Mapping[int, str]) -> list[Message]:
-    """Return the messages with real contents in place of placeholders after the last answer."""
+    """Return the messages with the placeholders after the last answer replaced by real contents."""
     first = len(frame.messages) - len(frame.contents)
     texts = {first + number: content for number, content in contents.items()}
     messages: list[Message] = []
@@ -514,8 +513,9 @@ def _forms(exchanges: Sequence[Exchange]) -> Iterator[_Form]:
 
 
 def _marked(exchange: Exchange, form: _Form, names: dict[str, str], earlier: int) -> list[Message]:
-    """Return an answer and its following messages with placeholders, and add those of names and ids
-    to `names`. `earlier` is the number of later exchanges; earlier ones get other placeholders."""
+    """Return an answer and the messages after it with placeholders, and add the placeholders of
+    names and ids to `names`. `earlier` is the number of exchanges that follow; exchanges before the
+    last one use other placeholders."""
     results = [one for one in exchange.messages if one["role"] == "tool"]
     calls = exchange.calls or (
         [ShownCall("tool", f"call{n:05d}") for n in range(len(results))] if form.invents else []
@@ -545,7 +545,7 @@ def _marked(exchange: Exchange, form: _Form, names: dict[str, str], earlier: int
 
 
 def _mark_of(kind: str, value: str, names: dict[str, str]) -> str:
-    """Return the placeholder of a name or an id. Equal values share one."""
+    """Return the placeholder for a name or id. Equal values share one."""
     marks = [mark for mark in names if mark.startswith(_mark(kind)[:5])]
     mark = next((mark for mark in marks if names[mark] == value), _mark(kind, len(marks)))
     names[mark] = value

@@ -1,9 +1,9 @@
-"""A trial of a tokenizer and its chat template before use, since both are programs by the model's
+"""A trial run of a tokenizer and its chat template, since both are programs written by the model's
 author.
 
 transformers renders templates in jinja's sandbox, which protects Python, files and the network, but
-does not stop endless loops or strings that fill the memory. The normalizers and patterns of a
-tokenizer.json can do the same. A short conversation is therefore rendered, and short texts are
+does not stop endless loops or strings that exhaust memory. The normalizers and patterns of a
+tokenizer.json can have the same faults. Short conversations are therefore rendered, and short texts
 encoded, in a process limited to a few seconds and a gigabyte.
 """
 
@@ -23,7 +23,7 @@ _CALL = {
     "type": "function",
     "function": {"name": "add", "arguments": {"a": 1, "b": 1}},
 }
-# prose, code and other scripts; and runs of each character with a different last one, on which
+# prose, code and other scripts; then runs of each character with a different last one, which make
 # patterns backtrack
 TEXTS = (
     (
@@ -51,8 +51,8 @@ _FAILED = 4
 
 
 def trial(calls: Sequence[Callable[[], object]]) -> str:
-    """Run the calls in a child process with limits. Returns the problem as the rest of a sentence,
-    or "" if all calls return."""
+    """Run the calls in a child process with resource limits. Returns the problem as a predicate
+    ("takes more than 5 s"), or "" if all calls return."""
     child = os.fork()
     if child == 0:
         _run(calls)
@@ -96,7 +96,7 @@ def _run(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def _limit(kind: int, soft: int, hard: int) -> None:
-    """Set a resource limit, no higher than the one that this process already has."""
+    """Set a resource limit, no higher than the process's current hard limit."""
     present = resource.getrlimit(kind)[1]
     if present != resource.RLIM_INFINITY:
         soft, hard = min(soft, present), min(hard, present)

@@ -1,8 +1,8 @@
-"""Whole conversations as training rows: their tokens, and a mask of those that the assistant wrote.
+"""Whole conversations as training rows: their tokens, and a mask of the assistant's tokens.
 
 An answer is learned after the tokens of its generation prompt and including its end token, as in
 generation. A template may render an answer differently once messages follow it (without its
-thinking, or with another end). Such an answer is learned in a separate row, which ends with it.
+thinking, or with another end token). Such an answer is learned in a separate row that ends with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Turn:
     Attributes:
         text: the rendered conversation.
         begin, end: span of the answer, including the token that closes it.
-        is_closed: there is such a token; otherwise the header of the next message may be it.
+        is_closed: there is such a token; if not, the header of the next message may close it.
     """
 
     text: str
@@ -65,8 +65,8 @@ def learned_rows(
     Args:
         tokenizer: its chat template renders the conversation.
         messages: as `read_messages` returns them.
-        wanted: for each assistant message, whether it is learned; None: all.
-        tools: declarations for the template; None: those of the run.
+        wanted: for each assistant message, True to learn it; None learns all.
+        tools: tool declarations for the template; None uses the run's.
 
     Raises:
         DataError: no turn is learned, or the template rejects the messages or renders an answer
@@ -78,7 +78,8 @@ def learned_rows(
             places.append(place)
     if wanted is not None and len(wanted) != len(places):
         raise DataError(
-            f"{len(wanted)} marks for {len(places)} assistant messages; give one for each"
+            f"expected one boolean for each of the {len(places)} assistant messages, got "
+            f"{len(wanted)}"
         )
     learned = []
     for place, is_wanted in zip(places, wanted or [True] * len(places), strict=True):
@@ -87,7 +88,7 @@ def learned_rows(
     if not learned:
         raise DataError("there is no assistant message to learn; remove the row")
     problem: DataError | None = None
-    # some templates require the arguments of calls as objects, others as text
+    # some templates require call arguments as objects, others as text
     for form in (
         (json.loads, json.dumps) if any("tool_calls" in one for one in messages) else (json.loads,)
     ):
@@ -104,7 +105,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     """Validate a cell of the conversation column. Fields that Arrow filled with null are dropped.
 
     Raises:
-        DataError: it is not a conversation.
+        DataError: the value is not a conversation.
     """
     messages = _plain(value, _FORM)
     if not isinstance(messages, list) or not messages:
@@ -123,7 +124,7 @@ def read_learned(value: Any) -> list[bool]:
     """Validate a cell of the column that marks learned turns.
 
     Raises:
-        DataError: it is not a list of booleans, or of 0 and 1.
+        DataError: the value is not a list of booleans or of 0 and 1.
     """
     if not isinstance(value, list | tuple) or not all(one in (0, 1) for one in value):
         raise DataError("expected a list of booleans, one for each assistant message")
@@ -134,7 +135,7 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
     """Validate a cell of the tools column: declarations or their JSON. Returns None if it is empty.
 
     Raises:
-        DataError: it is neither.
+        DataError: the value is neither.
     """
     tools = _plain(value or None, "a list of tool declarations, or its JSON")
     if not tools:
@@ -145,8 +146,8 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages | None) -> _Turn:
-    """Render the answer at `place`. Raises DataError if it is not shown, or not after its
-    generation prompt."""
+    """Render the answer that is message `place`. Raises DataError if the template does not show it,
+    or not directly after its generation prompt."""
     prompt = whole_text(tokenizer.render(messages[:place], True, tools))
     text = whole_text(tokenizer.render(messages[: place + 1], False, tools))
     if not text.startswith(prompt):
@@ -174,7 +175,7 @@ def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages 
 
 
 def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
-    """Reject an answer of which the template omits a part, which would not be learned."""
+    """Reject an answer if the template omits part of it, because that part would not be learned."""
     said = []
     for key in ("reasoning_content", "content"):
         said.extend(_THINKING.split(message.get(key) or ""))
@@ -194,8 +195,8 @@ def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
 
 
 def _rows(tokenizer: Tokenizer, answers: Sequence[_Turn]) -> list[LearnedRow]:
-    """Build the rows. Starts with the longest conversation, which may contain earlier turns
-    unchanged."""
+    """Build the training rows, starting with the longest conversation, which may contain earlier
+    turns unchanged."""
     rows: list[tuple[str, list[tuple[int, int]]]] = []
     for turn in reversed(answers):
         for text, spans in rows:
@@ -234,7 +235,7 @@ def _row(
 
 
 def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the message with the arguments of its calls as objects (`json.loads`) or as text
+    """Return the message with its call arguments as objects (`json.loads`) or text
     (`json.dumps`)."""
     if not message.get("tool_calls"):
         return dict(message)
@@ -249,7 +250,7 @@ def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> d
 
 
 def _plain(value: Any, expected: str) -> Any:
-    """Return the value, parsed if it is JSON text, without nulls."""
+    """Return the value without nulls, parsing it first if it is JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

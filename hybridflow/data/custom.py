@@ -1,5 +1,4 @@
-"""Loading of the datasets and the sampler; a user's dataset class is checked before anything
-starts."""
+"""Loading of datasets and the sampler. A user's dataset class is checked before anything starts."""
 
 from __future__ import annotations
 
@@ -72,9 +71,8 @@ def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | Prefere
     prompts with recorded answers.
 
     Raises:
-        ConfigError: a step would contain a row more than once.
-        DataError: a file of pairs lacks a column, or a row is malformed; and errors of
-            `open_prompts`.
+        ConfigError: rows would repeat within a step; also raised by `open_prompts`.
+        DataError: a file of pairs lacks a column, or a row is malformed.
     """
     dataset: Prompts | PreferenceDataset
     if config.answers == "pairs":
@@ -85,9 +83,9 @@ def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | Prefere
         dataset = open_prompts(config.train_files, tokenizer, config)
     if config.train_batch_size > len(dataset):
         raise ConfigError(
-            f"data.train_batch_size={config.train_batch_size} is more than the {len(dataset)} rows "
-            f"of data.train_files ({', '.join(config.train_files)}): a step would contain rows "
-            "several times; lower it and actor.ppo_mini_batch_size, or add data"
+            f"data.train_batch_size={config.train_batch_size} exceeds the {len(dataset)} rows of "
+            f"data.train_files ({', '.join(config.train_files)}), so rows would repeat within a "
+            "step; reduce it and actor.ppo_mini_batch_size, or add data"
         )
     return dataset
 
@@ -126,8 +124,8 @@ def _numbers(dataset: Prompts | PreferenceDataset, key: str | None) -> np.ndarra
     for row, info in enumerate(infos):
         if not isinstance((info or {}).get(key), (int, float)):
             raise ConfigError(
-                f"row {row}: extra_info has no number {key!r}, which data.weight_key or "
-                "data.difficulty_key requires"
+                f"row {row}: extra_info has no number {key!r}, which is required by "
+                "data.weight_key or data.difficulty_key"
             )
     return np.array([info[key] for info in infos], dtype=np.float64)
 

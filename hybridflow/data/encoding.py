@@ -1,4 +1,4 @@
-"""Encoders, which turn rows of data files into token ids."""
+"""Encoders from rows of data files to token ids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Encoded:
 
     Attributes:
         rows: token ids by column; empty if the row is dropped as too long.
-        is_cut: something was truncated.
+        is_cut: True if anything was truncated.
     """
 
     rows: Sequence[Ids]
@@ -46,7 +46,7 @@ class Encoder(Protocol):
 
     @property
     def reads(self) -> Sequence[str]:
-        """The columns that files must have."""
+        """The columns that every file must have."""
         ...
 
     @property
@@ -66,8 +66,8 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class AnswerEncoder:
-    """Encodes a prompt and its `answers` {column of tokens: column of the row}, each ending with
-    one end token. Answers that must differ are those of a preference pair."""
+    """Encodes a prompt and its `answers` {token column: row column}, each answer ending with one
+    end token. `must_differ` rejects equal answers, for preference pairs."""
 
     tokenizer: Tokenizer
     config: DataConfig
@@ -111,8 +111,8 @@ class AnswerEncoder:
             one, other = self.answers.values()
             raise DataError(
                 f"{row.path}, row {row.number}: columns {one!r} and {other!r} contain the same "
-                f"answer {row.text(one)[:60]!r}{' (after truncation)' if is_long else ''}; a pair "
-                "must differ: remove the row"
+                f"answer {row.text(one)[:60]!r}{' (after truncation)' if is_long else ''}; the "
+                "answers of a pair must differ: remove the row"
             )
         return Encoded([{"prompt_ids": prompt, **answers}], is_long)
 
@@ -198,7 +198,9 @@ def _answer_ids(row: Row, key: str, tokenizer: Tokenizer) -> list[int]:
     while len(ids) > 1 and ids[-2] in tokenizer.stop_ids:
         ids.pop()
     if len(ids) < 2:
-        raise row.malformed(key, "an answer (an empty one would teach the model to stop at once)")
+        raise row.malformed(
+            key, "a non-empty answer (an empty one would teach the model to stop immediately)"
+        )
     return ids
 
 
@@ -211,9 +213,9 @@ def _prompt_ids(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]
     )
     if messages[-1]["role"] == "assistant" and not config.continue_final_message:
         raise DataError(
-            f"{row.path}, row {row.number}, column {config.prompt_key!r}: the last message is the "
-            f"assistant's, {messages[-1]['content'][:60]!r}; remove it, or set "
-            "data.continue_final_message: true if it is the beginning of the answer"
+            f"{row.path}, row {row.number}, column {config.prompt_key!r}: the last message is from "
+            f"the assistant ({messages[-1]['content'][:60]!r}); remove it, or set "
+            "data.continue_final_message=true if it is the beginning of the answer"
         )
     try:
         ids = tokenizer.encode_chat(messages)
@@ -252,7 +254,7 @@ def _shorten_response(ids: list[int], row: Row, config: DataConfig) -> list[int]
 
 def _too_long(row: Row, what: str, length: int, key: str, limit: int) -> DataError:
     return DataError(
-        f"{row.path}, row {row.number}: {what} has {length} tokens, {key} is {limit}: raise it, "
-        "set data.filter_overlong_prompts: true to drop such rows, or data.truncation to left, "
-        "right or middle to truncate them"
+        f"{row.path}, row {row.number}: {what} has {length} tokens, but {key} is {limit}; raise "
+        "it, set data.filter_overlong_prompts=true to drop such rows, or set data.truncation to "
+        "left, right or middle to truncate them"
     )

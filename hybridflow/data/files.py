@@ -23,7 +23,7 @@ _MOST_ROW_BYTES = 256 << 20  # the tests of a program may have tens of MB
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a file: its values by column, and its position."""
+    """One row of a file: its position, and its values by column."""
 
     path: str
     number: int
@@ -45,8 +45,7 @@ class Row:
         return value
 
     def messages(self, column: str) -> list[dict[str, Any]]:
-        """Return the value of a column of chat messages, without fields that Arrow filled with
-        null."""
+        """Return the value of a chat-message column, without fields that Arrow filled with null."""
         value = self.values[column]
         expected = "a non-empty list of chat messages {role: string, content: string}"
         if not isinstance(value, list) or not value:
@@ -104,7 +103,7 @@ def read_rows(
 
 
 def count_rows(path: str | Path) -> int:
-    """Return the row count of a data file. Errors are those of `read_rows`."""
+    """Return the row count of a data file. Raises the same errors as `read_rows`."""
     if Path(path).suffix not in _READERS:
         return parquet_rows(path)
     return sum(1 for _ in read_rows(path, ()))

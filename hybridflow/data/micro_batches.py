@@ -21,7 +21,7 @@ class Packed(Protocol):
 
     @property
     def samples(self) -> np.ndarray:
-        """Rows of the batch [s], in packed order."""
+        """Row numbers in the batch [s], in packed order."""
         ...
 
     @property
@@ -31,23 +31,22 @@ class Packed(Protocol):
 
 
 def sequence_lengths(batch: DataProto) -> np.ndarray:
-    """Return [B] prompt plus response tokens."""
+    """Return the number of prompt plus response tokens of each row [B]."""
     return np.asarray(batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths)
 
 
 def lengths_read(lengths: np.ndarray, last_token: bool = False) -> np.ndarray:
-    """Return [B] how many leading tokens of each row a forward pass reads.
+    """Return the number of leading tokens of each row that a forward pass reads [B].
 
-    Nothing is predicted from a row's last token, so it is read only with `last_token`, if its
-    output is needed. A row of one token is always read, because attention kernels reject empty
-    sequences.
+    Nothing is predicted from a row's last token, so it is read only if `last_token` requests its
+    output. A one-token row is always read, because attention kernels reject empty sequences.
     """
     return lengths if last_token else np.maximum(lengths - 1, np.minimum(lengths, 1))
 
 
 def tokens_read(prompts: Jagged, responses: Jagged, read: np.ndarray) -> np.ndarray:
-    """Return [sum of read] the first `read` [s] tokens of each row (prompt and response),
-    concatenated."""
+    """Concatenate the first `read` [s] tokens (prompt, then response) of each row. Returns
+    [sum of read] int64."""
     sizes = prompts.lengths + responses.lengths
     starts = np.cumsum(sizes) - sizes
     tokens = np.zeros(int(sizes.sum()), np.int64)
@@ -60,16 +59,16 @@ def check_token_ids(batch: DataProto, vocab_size: int) -> None:
     """Reject token ids outside the model's vocabulary, while they are still on the host.
 
     Raises:
-        ValueError: names the column and the id.
+        ValueError: an id is outside the vocabulary.
     """
     for name in ("prompt_ids", "response_ids", *([SUPPORT_IDS] if SUPPORT_IDS in batch else [])):
         ids = batch.jagged(name).values
         if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
             wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
             raise ValueError(
-                f"{name} has the token {wrong}; the model has the tokens 0 to {vocab_size - 1}. "
-                "Prepare the data with the tokenizer of the trained model, and use it in the "
-                "engine too"
+                f"{name} contains token {wrong}, but the model's token ids are 0 to "
+                f"{vocab_size - 1}. Prepare the data with the trained model's tokenizer, and use "
+                "the same tokenizer in the engine"
             )
 
 
@@ -80,7 +79,7 @@ def counted_tokens(
     [s].
 
     If `columns` contains `response_mask`, only sampled tokens participate: losses, metrics and
-    counts ignore the others. Without that column in the batch, all tokens count as sampled.
+    counts ignore the others. If the batch lacks that column, all tokens count as sampled.
     """
     if RESPONSE_MASK not in columns or RESPONSE_MASK not in batch:
         return slice(None), np.asarray(batch.jagged("response_ids").take(rows).lengths)
@@ -92,7 +91,7 @@ def counted_tokens(
 def values_of(
     batch: DataProto, name: str, rows: np.ndarray, keep: np.ndarray | slice
 ) -> np.ndarray:
-    """Return [n, ...] values of a column at the participating tokens of these rows, int64 or
+    """Return a column's values [n, ...] at the participating tokens of these rows, as int64 or
     float32."""
     values = batch.jagged(name).take(rows).values[keep]
     return np.array(
@@ -115,7 +114,7 @@ def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) ->
     if len(wrong := np.flatnonzero(np.diff(before[sizes.offsets]) != ids.lengths)):
         row = int(wrong[0])
         raise ValueError(
-            f"{SUPPORT_IDS} of row {rows[row]} has {ids.lengths[row]} tokens, and {SUPPORT_SIZES} "
+            f"row {rows[row]}: {SUPPORT_IDS} has {ids.lengths[row]} tokens, but {SUPPORT_SIZES} "
             f"add up to {np.diff(before[sizes.offsets])[row]}"
         )
     return Supports(sizes.values, ids.values).take(keep)
@@ -134,8 +133,8 @@ def unpack(
     num_samples: int,
     dtype: type = np.float32,
 ) -> Jagged:
-    """Combine per-response-token results [n, ...] of all micro-batches into one jagged column in
-    the order of the batch."""
+    """Combine the per-response-token results [n, ...] of all micro-batches into one jagged column
+    in batch order."""
     tail = values_per_micro[0].shape[1:]
     rows: list[np.ndarray] = [np.zeros((0, *tail), dtype)] * num_samples
     for values, micro in zip(values_per_micro, micro_batches, strict=True):

@@ -22,8 +22,8 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.nda
 
     Every index appears in exactly one bin, no bin is empty and none exceeds the budget. Best-fit
     decreasing determines the number of bins: at most 11/9 of the optimum plus 6/9. That number is
-    raised to `min_bins` if there are enough sequences. Lengths are evened out over the bins if that
-    stays within the budget. Deterministic.
+    raised to `min_bins` if there are enough sequences. Bins are balanced if that stays within the
+    budget. Deterministic.
 
     Args:
         lengths: tokens of each sequence [B], positive.
@@ -49,8 +49,8 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.nda
     longest = int(sizes.argmax())
     if sizes[longest] > max_tokens:
         raise ConfigError(
-            f"sequence {longest} has {sizes[longest]} tokens, more than the limit {max_tokens} of "
-            "a micro-batch: raise actor.max_tokens_per_micro_batch or lower "
+            f"sequence {longest} has {sizes[longest]} tokens, but the limit per micro-batch is "
+            f"{max_tokens}; raise actor.max_tokens_per_micro_batch or lower "
             "data.max_prompt_length + data.max_response_length"
         )
     bin_of = _best_fit_decreasing(sizes, max_tokens)
@@ -65,15 +65,15 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.nda
 def pack_alike(
     lengths: Lengths, max_tokens: int, largest: Callable[[int], int]
 ) -> list[np.ndarray]:
-    """Run `pack` on one of several ranks, with the same number of micro-batches on each: the
-    maximum that any rank needs.
+    """Run `pack` on one of several ranks so that all ranks get the same number of micro-batches,
+    the maximum that any of them needs.
 
     A rank with fewer sequences gets empty micro-batches at the end, so that it still takes part in
-    every collective. The ranks agree on the number among themselves, because only they know the
-    contents of their mini-batches.
+    every collective. The ranks agree on the number by a collective, because each sees only its own
+    mini-batch.
 
     Args:
-        lengths, max_tokens: as for `pack`, of this rank.
+        lengths, max_tokens: this rank's arguments of `pack`.
         largest: all-reduce (max) of a number over the ranks; every rank calls it once.
     """
     bins = pack(lengths, max_tokens)
@@ -84,12 +84,12 @@ def pack_alike(
 
 
 def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
-    """Return the order [B] of rows in which the consecutive pieces of `num_ranks` ranks
+    """Return an order of rows [B] in which the consecutive pieces of `num_ranks` ranks
     (`Dispatch.DP`) cost about the same.
 
     Pieces have B / num_ranks rows, rounded up; if that is not divisible, the cheapest rows fill the
     short piece after the full ones. A full piece costs at most the mean of the full pieces plus the
-    most expensive row. Inside a piece rows keep their order.
+    most expensive row. Within a piece, rows keep their order.
     """
     weights = checked_costs(costs)
     size = -(-len(weights) // num_ranks)
@@ -108,19 +108,19 @@ def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
 def update_order(
     costs: Costs, num_ranks: int, rows_per_update: int, seed: Sequence[int]
 ) -> np.ndarray:
-    """Return the order [B] of rows for the updates of one epoch: the consecutive piece of each
-    data-parallel rank contains its share of the first update, then of the second, and so on.
+    """Return the order of rows [B] for the updates of one epoch: each data-parallel rank's
+    consecutive piece contains its share of the first update, then of the second, and so on.
 
     The rows of an update are drawn from the whole batch using only `seed`, and are then divided
     over the ranks at about equal cost, so the sequence of mini-batches is the same in any layout.
 
     Raises:
-        ValueError: the B rows are not divisible into updates, or an update over the ranks.
+        ValueError: B is not divisible by `rows_per_update`, or that not by `num_ranks`.
     """
     weights = checked_costs(costs)
     if len(weights) % rows_per_update or rows_per_update % num_ranks:
         raise ValueError(
-            f"{len(weights)} rows in updates of {rows_per_update} are not divisible over "
+            f"{len(weights)} rows in updates of {rows_per_update} are not divisible among "
             f"{num_ranks} ranks"
         )
     drawn = np.random.default_rng(list(seed)).permutation(len(weights)).reshape(-1, rows_per_update)
@@ -131,8 +131,8 @@ def update_order(
 
 
 def _best_fit_decreasing(sizes: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Return the bin number of each sequence [B]: longest first, each into the fullest bin that has
-    room for it."""
+    """Return the bin number of each sequence [B]. Longest first, each sequence goes into the
+    fullest bin that has room for it."""
     bin_of = np.empty(len(sizes), dtype=np.int64)
     rooms: list[tuple[int, int]] = []  # (free tokens, bin), ascending
     used = 0

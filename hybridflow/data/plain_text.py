@@ -1,4 +1,4 @@
-"""Tokenization of text from outside: special tokens spelled out in it stay text."""
+"""Tokenization of untrusted text: special tokens spelled out in it stay text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybridflow.data.added_tokens import AddedTokens
 from hybridflow.data.chat_template import Piece, common_beginning
 
 _NOT_SPACE = re.compile(r"\S")
-# typical characters per token; tokens at the end of a text's prefix that may differ in the whole
+# typical characters per token; number of tokens at the end of a prefix that may differ in the full
 # text
 _CHARACTERS = 8
 _UNSURE = 64
 _NEUTRAL = "\ufffc"  # replaces literal text in the search for added tokens
 _HALF = re.compile("[\ud800-\udfff]")
 # prepended to each part, so that it is not encoded as the beginning of a text; random, so that
-# outside text cannot contain it
+# untrusted text cannot contain it
 _ANCHOR = f"<anchor {secrets.token_hex(16)}>"
 
 
@@ -33,8 +33,8 @@ def whole_text(text: str) -> str:
 
 
 class PlainText:
-    """Encodes pieces of a prompt like the whole text, except that added tokens in literal pieces
-    stay text.
+    """Encodes the pieces of a prompt as one text, except that added tokens in literal pieces stay
+    text.
 
     Args:
         hf_tokenizer: a Hugging Face tokenizer.
@@ -45,8 +45,7 @@ class PlainText:
         self.added = AddedTokens(hf_tokenizer.added_tokens_decoder)
 
     def encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
-        """Return the token ids of the concatenated pieces. Merges cross the borders between
-        pieces."""
+        """Return the token ids of the concatenated pieces. Merges cross piece boundaries."""
         pieces = [Piece(whole_text(piece.text), piece.is_literal) for piece in pieces]
         text = "".join(piece.text for piece in pieces)
         # keep white space, as added tokens may strip it
@@ -66,8 +65,8 @@ class PlainText:
         ids = self._ids(text)
         if self.added.numbers.isdisjoint(ids):
             return ids
-        # a vocabulary may contain added tokens as ordinary ones too; splitting their text prevents
-        # that
+        # the vocabulary may also contain added tokens as ordinary ones; splitting their text avoids
+        # them
         parts = list(self._cut_tokens(text))
         return ids if len(parts) == 1 else [token for part in parts for token in self._ids(part)]
 
@@ -79,7 +78,7 @@ class PlainText:
         while True:
             part = text[:size]
             is_whole = len(part) == len(text)
-            # the last tokens of a prefix may differ in the whole text
+            # the last tokens of a prefix may differ in the full text
             if (found := self._cut(part, most, 0 if is_whole else _UNSURE)) is not None:
                 return found
             if is_whole:
@@ -117,7 +116,7 @@ class PlainText:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizer without added tokens; None if it is not one of the library `tokenizers`."""
+        """The tokenizer without added tokens; None if it is not from the `tokenizers` library."""
         whole = getattr(self._hf, "backend_tokenizer", None)
         if whole is None:
             return None

@@ -18,19 +18,19 @@ class ResumableSampler:
     or 0, 1, 2, ... without shuffling. A batch is the next `batch_size` entries of the stream. Rows
     left at the end of an epoch start the first batch of the next one: no row is skipped and every
     row appears exactly once per epoch, but a batch that spans two epochs may contain a row twice.
-    The state is the position in the stream, so it is exact at every point, including the last batch
-    of an epoch, and `batch_size` may change on resume.
+    The state is the position in the stream, so resuming is exact at every point, including the last
+    batch of an epoch, and `batch_size` may change on resume.
 
     With `weights`, an epoch still has `num_rows` entries, but a row appears about `num_rows *
-    weight / sum(weights)` times, rounded up or down at random. With `difficulty`, each epoch goes
-    from small to large values; rows of equal difficulty keep their shuffled order.
+    weight / sum(weights)` times, rounded up or down at random. With `difficulty`, each epoch runs
+    from easy to hard; rows of equal difficulty keep their shuffled order.
 
     Args:
         num_rows: rows of the dataset, at least 1.
         batch_size: rows per batch, at least 1; may exceed `num_rows`.
         shuffle: False yields the rows in file order.
         seed: not negative.
-        weights: [num_rows], not negative, one of them positive; None: every row once per epoch.
+        weights: [num_rows], not negative, at least one positive; None: every row once per epoch.
         difficulty: [num_rows], finite; None: no curriculum.
     """
 
@@ -56,13 +56,13 @@ class ResumableSampler:
         self.weights = _checked("weights", weights, num_rows)
         self.difficulty = _checked("difficulty", difficulty, num_rows)
         if self.weights is not None and ((self.weights < 0).any() or not self.weights.any()):
-            raise ValueError("weights must not be negative, and one must be positive")
+            raise ValueError("weights must not be negative, and at least one must be positive")
         self.order_by = _fingerprint(self.weights, self.difficulty)
         self.position = 0
         self._cached: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Return the sampler itself. It never ends."""
+        """Return the sampler itself; iteration never ends."""
         return self
 
     def __next__(self) -> np.ndarray:
@@ -105,9 +105,8 @@ class ResumableSampler:
         """Continue exactly from a `state()`.
 
         Raises:
-            CheckpointError: the state is malformed, or the dataset's length, the seed or shuffling
-                differ from it, so the same order cannot be continued. The sampler is then
-                unchanged.
+            CheckpointError: the state is malformed, or it was saved with another dataset length,
+                seed or shuffling, so the order cannot be continued. The sampler is then unchanged.
         """
         position = state.get("position")
         if type(position) is not int or position < 0:
@@ -129,9 +128,8 @@ class ResumableSampler:
                 )
         if state.get("order_by") != self.order_by:
             raise CheckpointError(
-                "cannot resume: the weights or the difficulty of the rows differ from the "
-                "checkpoint; restore the columns they come from, or start a new run with another "
-                "name"
+                "cannot resume: the rows' weights or difficulty differ from the checkpoint's; "
+                "restore the columns they come from, or start a new run with another name"
             )
         self.position = position
 
@@ -148,8 +146,8 @@ def _checked(what: str, values: np.ndarray | None, num_rows: int) -> np.ndarray 
 
 
 def _drawn(weights: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Draw as many rows as there are weights, in ascending order. A row's count is its expectation
-    rounded up or down (systematic sampling)."""
+    """Draw as many rows as there are weights, in ascending order. A row's count is its expected
+    value rounded up or down (systematic sampling)."""
     ends = np.cumsum(weights) * (len(weights) / weights.sum())
     ends[-1] = len(weights)
     return np.searchsorted(ends, np.arange(len(weights)) + random.random(), side="right").clip(

@@ -1,5 +1,5 @@
 """The tokenizer of Kimi and Moonlight, read from `tiktoken.model` and tokenizer_config.json without
-running the code that is published with them.
+running the code published with the models.
 
 `tiktoken.model` has one line per token: its bytes in base64 and its rank, which is its id. A text
 is split by a fixed pattern, and the bytes of each piece are merged pair by pair, lowest resulting
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RANKS = "tiktoken.model"
 _CLASS = "TikTokenTokenizer"
-_RESERVED = 256  # ids after the ordinary tokens; those without a name are <|reserved_token_ID|>
+_RESERVED = 256  # ids after the ordinary tokens; unnamed ones are <|reserved_token_ID|>
 # the published file has 163,584 lines, 2.8 MB, and tokens of up to 128 bytes
 _MOST_BYTES = 8 << 20
 _LONGEST_TOKEN = 512
@@ -58,21 +58,21 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     """Read the tokenizer of the folder.
 
     Raises:
-        DataError: a file is missing or invalid, or the tokenizer is neither Kimi's nor Moonlight's,
-            so that its split pattern is defined only by its code.
+        DataError: a file is missing or invalid, or the tokenizer is neither Kimi's nor Moonlight's
+            and so defines its split pattern only in code.
     """
     file = folder / "tokenizer_config.json"
     try:
         config = read_outside_json(file)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{file} cannot be read ({error}); it names the special tokens of {RANKS}"
+            f"could not read {file} ({error}); it names the special tokens of {RANKS}"
         ) from error
     if config.get("tokenizer_class") != _CLASS:
         raise DataError(
-            f"{file} has tokenizer_class {config.get('tokenizer_class')!r}: of the tokenizers with "
-            f"a {RANKS} only {_CLASS} (Kimi, Moonlight) can be read without running its code; add "
-            "a tokenizer.json to the folder"
+            f"{file}: tokenizer_class {config.get('tokenizer_class')!r} is not supported; of the "
+            f"tokenizers with a {RANKS}, only {_CLASS} (Kimi, Moonlight) can be read without "
+            "running its code. Add a tokenizer.json to the folder"
         )
     ranks = _ranks_of(folder / RANKS)
     tokenizer = _tokenizer(ranks)
@@ -106,7 +106,7 @@ def _fast_class() -> type[PreTrainedTokenizerFast]:
     from transformers import PreTrainedTokenizerFast
 
     class TiktokenTokenizer(PreTrainedTokenizerFast):
-        """Encodes long texts in the same parts as the published code."""
+        """A tokenizer that splits long texts into the same parts as the published code."""
 
         parts_of = staticmethod(parts_of)
 
@@ -121,7 +121,7 @@ def _fast_class() -> type[PreTrainedTokenizerFast]:
 
 
 def _ranks_of(file: Path) -> dict[bytes, int]:
-    """Return {token: rank}. Ranks are 0, 1, 2, ... in any order, and every byte is a token."""
+    """Read {token: rank}. Ranks are 0, 1, 2, ... in any order, and every byte is a token."""
     data = file.open("rb").read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise DataError(f"{file} is larger than {_MOST_BYTES} bytes")
@@ -135,16 +135,17 @@ def _ranks_of(file: Path) -> dict[bytes, int]:
             ranks[token] = int(rank)
         except (Base64Error, ValueError) as error:
             raise DataError(
-                f"{file}, line {number}: expected a token in base64 and its rank ({error})"
+                f"{file}, line {number}: expected a base64 token and its rank ({error})"
             ) from error
         if not 0 < len(token) <= _LONGEST_TOKEN:
             raise DataError(
-                f"{file}, line {number}: a token of {len(token)} bytes; 1 to {_LONGEST_TOKEN} are "
-                "allowed"
+                f"{file}, line {number}: expected a token of 1 to {_LONGEST_TOKEN} bytes, got "
+                f"{len(token)}"
             )
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise DataError(
-            f"{file}: the ranks are not 0 to {len(ranks) - 1}, each once; is the file complete?"
+            f"{file}: expected each rank from 0 to {len(ranks) - 1} exactly once; is the file "
+            "complete?"
         )
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise DataError(
@@ -189,7 +190,7 @@ def _tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
 
 
 def _special_tokens(file: Path, config: dict[str, Any], first: int) -> list[Any]:
-    """Return the special tokens in order of their ids: names from `added_tokens_decoder`, and
+    """Return the special tokens ordered by id, with names from `added_tokens_decoder` and
     placeholders for the other reserved ids."""
     from tokenizers import AddedToken
 
@@ -214,6 +215,6 @@ def _special_tokens(file: Path, config: dict[str, Any], first: int) -> list[Any]
 
 
 def _name(config: dict[str, Any], key: str) -> str | None:
-    """Return a special token, which is a string or an object with its content."""
+    """Return a special token, given as a string or as an object with its content."""
     token = config.get(key)
     return token.get("content") if isinstance(token, dict) else token

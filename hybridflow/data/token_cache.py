@@ -1,5 +1,5 @@
-"""A cache of tokenized datasets, keyed by the contents of everything they depend on: files,
-tokenizer, chat template, settings, code.
+"""A cache of tokenized datasets, keyed by a hash of everything they depend on: files, tokenizer,
+chat template, settings and code.
 
 The cache is a folder of parquet files that only this user can access. Files are written atomically,
 so runs can share it. It is limited to 8 GiB with LRU eviction, and can be deleted at any time.
@@ -30,11 +30,11 @@ _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
 class TokenCache:
-    """The cache entry of a dataset. If the cache is unusable, the run continues without it and logs
-    a warning.
+    """The cache entry of a dataset. If the cache is unusable, the run logs a warning and continues
+    without it.
 
     Args:
-        path: file of the entry; None: no caching.
+        path: the entry's file; None disables caching.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -76,9 +76,9 @@ class TokenCache:
             found = read_parquet(self.path)
             os.utime(self.path)
         except (HybridFlowError, OSError) as error:
-            log.warning("the cached tokens cannot be read and are rebuilt: %s", error)
+            log.warning("could not read the cached tokens; rebuilding them: %s", error)
             return None
-        log.info("tokens are read from the cache: %s", self.path)
+        log.info("reading tokens from the cache: %s", self.path)
         return found
 
     def write(self, tokens: DataProto) -> None:
@@ -89,7 +89,7 @@ class TokenCache:
             write_parquet(self.path, tokens.split(_ROWS_TOGETHER))
             _make_room(self.path.parent)
         except (HybridFlowError, OSError) as error:
-            log.warning("the tokens could not be cached for the next run: %s", error)
+            log.warning("could not cache the tokens for the next run: %s", error)
 
 
 def _private(folder: Path) -> Path | None:
@@ -98,18 +98,18 @@ def _private(folder: Path) -> Path | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            log.warning("%s is not a folder of this user; tokens are not cached", folder)
+            log.warning("%s is not a folder owned by this user; tokens are not cached", folder)
             return None
         folder.chmod(0o700)
     except OSError as error:
-        log.warning("%s cannot be used (%s); tokens are not cached", folder, error.strerror)
+        log.warning("could not use %s (%s); tokens are not cached", folder, error.strerror)
         return None
     return folder
 
 
 def _make_room(folder: Path) -> None:
-    """Remove leftovers of killed runs, and the least recently used entries beyond `_MOST_BYTES` in
-    total."""
+    """Remove temporary files of killed runs, and the least recently used entries until the total is
+    at most `_MOST_BYTES`."""
     left = 0
     found = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
     found.sort(key=lambda one: -one[0].st_mtime)

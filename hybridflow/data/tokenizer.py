@@ -1,5 +1,5 @@
-"""The tokenizer interface of the project: text and chat messages in, token ids out. Reads local
-folders only."""
+"""The project's tokenizer interface, which converts text and chat messages to token ids. Reads
+local folders only."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Tokenizer:
     """A Hugging Face tokenizer reduced to the needs of the trainer. Created by `load_tokenizer`.
 
     Attributes:
-        path: the folder it was read from.
+        path: folder the tokenizer was loaded from.
         eos_id: id that ends a response.
         pad_id: padding id; `eos_id` if the tokenizer has none.
         vocab_size: one more than the largest token id, special tokens included. The model's
             embedding may be larger.
-        stop_ids: sorted ids at which generation stops: `eos_id`, those of config.json and
-            generation_config.json, and the token that the chat template writes after an assistant's
-            text.
+        stop_ids: sorted ids that stop generation: `eos_id`, the ids listed in config.json and
+            generation_config.json, and the token that the chat template writes after an assistant
+            message.
         tools: tool declarations for the chat template.
         template_kwargs: extra arguments of the chat template (`with_template`).
     """
@@ -55,7 +55,7 @@ class Tokenizer:
         self.template_kwargs: Mapping[str, Any] = {}
 
     def digest(self) -> str:
-        """Return a hash of the vocabulary, i.e. of the token of each id."""
+        """Return a hash of the vocabulary (all pairs of id and token)."""
         entries = []
         for token, number in self._hf.get_vocab().items():
             entries.append((int(number), str(token)))
@@ -68,8 +68,8 @@ class Tokenizer:
         return {"vocabulary": self.digest(), "chat template": sha256(template).hexdigest()[:16]}
 
     def identity(self) -> str | None:
-        """Return a hash of everything that token ids depend on, other than text and messages. None
-        if the tokenizer does not expose it."""
+        """Return a hash of everything that token ids depend on, other than text and messages, or
+        None if the tokenizer does not expose it."""
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -89,7 +89,7 @@ class Tokenizer:
         """Return a copy of the tokenizer with extra arguments for the chat template.
 
         Raises:
-            DataError: the template does not read one of them.
+            DataError: the template does not use one of the arguments.
         """
         unread = []
         for name in kwargs:
@@ -97,8 +97,8 @@ class Tokenizer:
                 unread.append(name)
         if unread:
             raise DataError(
-                f"chat_template_kwargs.{unread[0]}: the chat template of {self.path} does not read "
-                "it; correct the name, or remove it"
+                f"chat_template_kwargs.{unread[0]} is not used by the chat template of "
+                f"{self.path}; correct the name or remove the key"
             )
         return self._with(template_kwargs=dict(kwargs))
 
@@ -130,7 +130,7 @@ class Tokenizer:
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
             raise DataError(
-                f"{self.path}: whole conversations need a tokenizer with a tokenizer.json"
+                f"{self.path}: training on whole conversations requires a tokenizer.json"
             )
         for begin, part in self._parts(text):
             found = backend.encode(part, add_special_tokens=False)
@@ -139,7 +139,7 @@ class Tokenizer:
         return ids, places
 
     def _parts(self, text: str) -> Iterator[tuple[int, str]]:
-        """Yield the parts that are encoded separately, and their offsets."""
+        """Yield (offset, part) for each part that is encoded separately."""
         begin = 0
         for part in getattr(self._hf, "parts_of", lambda text: (text,))(text):
             yield begin, part
@@ -154,7 +154,7 @@ class Tokenizer:
         answer starts, or continues if the last message is the assistant's.
 
         Args:
-            tools: declarations to show; None: those of the run.
+            tools: tool declarations to render; None uses the run's.
 
         Raises:
             DataError: the tokenizer has no chat template, or the template rejects the messages.
@@ -184,7 +184,7 @@ class Tokenizer:
                 )
             )
         except Exception as error:
-            # templates are programs by the model's author and may raise anything
+            # templates are programs written by the model's author and may raise anything
             raise DataError(
                 f"{self.path}: the chat template rejected the messages {str(messages)[:200]}: "
                 f"{error}"
@@ -196,8 +196,8 @@ class Tokenizer:
         opens_answer: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render chat messages, followed by the generation prompt if `opens_answer`. Errors are
-        those of `render_chat`."""
+        """Render chat messages, followed by the generation prompt if `opens_answer`. Raises the
+        same errors as `render_chat`."""
         return self._render(messages, tools, add_generation_prompt=opens_answer)
 
     def encode_chat(
@@ -206,12 +206,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Return the token ids of chat messages, ending where the assistant's answer starts.
-        Arguments and errors are those of `render_chat`."""
+        Takes the same arguments and raises the same errors as `render_chat`."""
         return self.encode(self.render_chat(messages, tools))
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template's text between one answer and the next."""
+        """The chat template, used to continue conversations after an answer."""
         stops = list(map(self.token_text, self.stop_ids))
         return ChatTemplate(str(self.path), self.render, self._plain.added, stops)
 
@@ -223,10 +223,10 @@ class Tokenizer:
         role.
 
         Args:
-            exchanges: answers and the messages after them; the messages of the last one are
-                written.
-            last: the last token of the answer. The template's own end token is written only if it
-                is a different one.
+            exchanges: answers, each with the messages after it. Only the messages after the last
+                answer are rendered.
+            last: the last token of the answer. The template's own end token is added only if it
+                differs.
 
         Raises:
             DataError: the template rejects the messages, or omits them or the answer.
@@ -235,7 +235,7 @@ class Tokenizer:
         return self._plain.encode_pieces(self.template.following(exchanges, ended))
 
     def cut(self, text: str, most: int) -> str:
-        """Truncate the text to its first `most` tokens, with U+FFFD for each unpaired surrogate."""
+        """Truncate the text to its first `most` tokens. Unpaired surrogates become U+FFFD."""
         return self._plain.cut(whole_text(text), most)
 
     @cached_property
@@ -255,16 +255,16 @@ class Tokenizer:
         return str(self._hf.convert_ids_to_tokens(token))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode token ids, without stop ids at the end and padding after them.
+        """Decode token ids, dropping trailing stop ids and the padding after them.
 
-        Other special tokens stay visible, and an id without a token becomes U+FFFD, so that a
-        response with garbage between the right characters does not look correct.
+        Other special tokens stay visible, and an unassigned id becomes U+FFFD, so that a response
+        with garbage between the right characters does not look correct.
         """
         kept = list(map(int, ids))
         end = len(kept)
         while end and (kept[end - 1] in self.stop_ids or kept[end - 1] == self.pad_id):
             end -= 1
-        # a pad token may be an ordinary token, such as "0"
+        # the pad token may be an ordinary token such as "0"
         while end < len(kept) and kept[end] not in self.stop_ids:
             end += 1
         del kept[end:]
@@ -289,11 +289,11 @@ class Tokenizer:
     def _encode(self, text: str) -> list[int]:
         try:
             return list(self._hf.encode(text, add_special_tokens=False))
-        except BaseException as error:  # a panic of the Rust side is not an Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise DataError(
-                    f"{self.path}: the tokenizer cannot read a text of {len(text)} characters "
-                    f"({error}); a pattern or a normalizer in its file is unusable"
+                    f"{self.path}: the tokenizer failed on a text of {len(text)} characters "
+                    f"({error}); a pattern or normalizer in its file is unusable"
                 ) from error
             raise
 
@@ -315,8 +315,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(
-            f"tokenizer folder {str(path)!r} does not exist; give a local Hugging Face folder in "
-            "model.tokenizer (nothing is downloaded)"
+            f"tokenizer folder {str(path)!r} does not exist; set model.tokenizer to a local "
+            "Hugging Face folder (nothing is downloaded)"
         )
     if strange := [path.name for path in folder.iterdir() if not (path.is_file() or path.is_dir())]:
         raise DataError(
@@ -326,14 +326,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     for file in _settings(folder):
         if file.stat().st_size > _MOST_SETTINGS_BYTES:
             raise DataError(
-                f"{file} is larger than {_MOST_SETTINGS_BYTES} bytes, and no tokenizer's settings "
-                "are; download it again"
+                f"{file} is larger than {_MOST_SETTINGS_BYTES} bytes, too large for tokenizer "
+                "settings; download it again"
             )
     # transformers creates an empty tokenizer from a folder that has only a model's config.json
     if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
         raise DataError(
             f"{folder} has no tokenizer files (tokenizer.json, tokenizer.model, vocab.json, ...); "
-            "copy the model's there, or set model.tokenizer to their folder"
+            "copy the model's tokenizer files there, or set model.tokenizer to their folder"
         )
     hf = _read(folder)
     if hf.eos_token_id is None:
@@ -360,7 +360,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _settings(folder: Path) -> Iterator[Path]:
-    """Yield the files that transformers reads beside the vocabulary, whole and before any check."""
+    """Yield the files other than the vocabulary that transformers reads in full without checking
+    their size."""
     for name in ("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config"):
         yield from folder.glob(f"{name}.json")
     yield from folder.glob("*.jinja")
@@ -369,8 +370,8 @@ def _settings(folder: Path) -> Iterator[Path]:
 def _read(folder: Path) -> Any:
     """Read the tokenizer with transformers.
 
-    A tokenizer.json is loaded as it is. The classes that tokenizer_config.json names for DeepSeek
-    and Mixtral would replace its normalizer and its patterns, unless a config.json of the right
+    A tokenizer.json is loaded unchanged. The classes named in tokenizer_config.json for DeepSeek
+    and Mixtral would override its normalizer and patterns unless a config.json with the right
     model_type is next to it.
     """
     if is_tiktoken_folder(folder):
@@ -384,15 +385,15 @@ def _read(folder: Path) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        # OSError, ValueError, KeyError, or a bare Exception of the Rust side
+        # OSError, ValueError, KeyError, or a bare Exception from Rust
         raise DataError(
             f"{folder}: no readable Hugging Face tokenizer ({type(error).__name__}: {error})"
         ) from error
 
 
 def _listed_stop_ids(path: Path) -> set[int]:
-    """Return the eos_token_id of a config (an int or a list). Chat models often stop at more than
-    one token."""
+    """Return the ids in a config's eos_token_id (an int or a list). Chat models often stop at more
+    than one token."""
     if not path.is_file():
         return set()
     try:
@@ -404,6 +405,6 @@ def _listed_stop_ids(path: Path) -> set[int]:
     ids = found if isinstance(found, list) else [found]
     if any(type(one) is not int for one in ids):
         raise DataError(
-            f"{path}: eos_token_id is {found!r}; give the id of a token, or a list of ids"
+            f"{path}: eos_token_id must be a token id or a list of token ids, got {found!r}"
         )
     return set(ids)

@@ -21,10 +21,10 @@ from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.errors import DataError
 from hybridflow.process.children import die_with_parent
 
-# column: the source row of a row of tokens, counted over all files
+# column: number of the row that the tokens come from, counted over all files
 ROW = "row"
 CUT = "cut"  # column: whether the row was truncated
-_ROWS_HERE = 2048  # rows encoded in this process; fewer do not pay for the start of others
+_ROWS_HERE = 2048  # rows encoded in this process; for fewer, starting others is not worth it
 _ROWS_AT_ONCE = 256
 _MOST_PROCESSES = 16
 _LIMIT_S = 300  # per batch of rows
@@ -37,9 +37,9 @@ class Piece:
 
     Attributes:
         rows: the rows that were encoded.
-        first: the number of the first row.
-        tokens: columns `ROW`, `CUT` and the encoder's; a row may have none, or several.
-        problem: why the row after the last one could not be encoded; nothing follows then.
+        first: number of the first row.
+        tokens: columns `ROW`, `CUT` and the encoder's; a row may have any number of token rows.
+        problem: the reason the next row could not be encoded, in which case this piece is the last.
     """
 
     rows: Sequence[Row]
@@ -48,14 +48,14 @@ class Piece:
     problem: str | None = None
 
     def counts(self) -> np.ndarray:
-        """Return [rows] the number of token rows of each row."""
+        """Return the number of token rows of each row [rows]."""
         numbers = self.tokens.dense(ROW)
         return np.bincount(numbers - self.first, minlength=len(self.rows))
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A piece without its rows, of which the first `done` were encoded."""
+    """A piece without its rows; the first `done` rows were encoded."""
 
     tokens: DataProto
     first: int
@@ -68,11 +68,11 @@ class _Made:
 
 
 def pieces(rows: Iterable[Row], encoder: Encoder) -> Generator[Piece, None, None]:
-    """Tokenize all rows, in order. The first rows are encoded here, further ones by one process per
-    core.
+    """Tokenize all rows, in order. The first rows are encoded in this process, the others by one
+    process per core.
 
     Raises:
-        DataError: a process died: it was out of memory, or a row took too long.
+        DataError: a process died because it ran out of memory or a row took too long.
     """
     orders = _orders(rows)
     first = 0
@@ -123,14 +123,14 @@ def _result(order: list[Row], future: Future[_Made]) -> Piece:
         return future.result(2 * _LIMIT_S).of(order)
     except (BrokenProcessPool, TimeoutError) as error:
         raise DataError(
-            f"{order[0].path}: the process that encoded rows from {order[0].number} on died: it "
-            f"was out of memory, or {len(order)} rows took more than {_LIMIT_S} s; check for very "
-            "long rows, or a slow pattern in the tokenizer"
+            f"{order[0].path}: the process encoding rows from {order[0].number} on died: it ran "
+            f"out of memory, or {len(order)} rows took more than {_LIMIT_S} s; check for very long "
+            "rows or a slow pattern in the tokenizer"
         ) from error
 
 
 def _begin(encoder: Encoder, parent: int) -> None:
-    """Initialize a tokenizing process. It ignores SIGINT, as the run handles it."""
+    """Initialize a tokenizing process. It ignores SIGINT because the run handles it."""
     global _encoder
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

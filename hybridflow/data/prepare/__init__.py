@@ -1,5 +1,5 @@
 """Dataset preparation: `prepare("arithmetic", out)` writes parquet files, a tokenizer and a
-manifest into a folder, once.
+manifest into a folder, unless they are already there.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def prepare(
     """Prepare a dataset in the folder `out`. Returns immediately if it already contains this
     dataset intact.
 
-    `out` is written atomically: a temporary folder next to it is filled, its manifest written last,
-    then renamed. An `out` that was prepared for another request, or whose files were changed since,
-    is replaced. An `out` with files that no preparation wrote is rejected, so nothing of the user's
-    is ever deleted.
+    `out` is written atomically: a temporary folder next to it is filled, with its manifest written
+    last, and then renamed. An `out` that was prepared with other options, or whose files have
+    changed since, is replaced. An `out` with files that no preparation wrote is rejected, so user
+    files are never deleted.
 
     Args:
         task: a built-in task, or your own as path/to/file.py:name.
         out: folder that receives train.parquet, test.parquet, [sft.parquet], tokenizer/ and
             manifest.json.
-        source: folder of raw files, for tasks that need one; tasks of published datasets read the
-            Hugging Face cache without it.
-        options: the task's options by name; missing ones have their defaults.
+        source: folder of raw files, for tasks that need one; without it, tasks for published
+            datasets read the Hugging Face cache.
+        options: the task's options by name; missing ones take their defaults.
 
     Raises:
         ConfigError: an unknown task or option, an option of a wrong type or out of range, or a
@@ -74,7 +74,7 @@ def prepare(
     if known.published is not None:
         missing = list(known.published.missing(parsed, source))
         if missing and (rows := _rows_if_done(out, request, any_source=True)) is not None:
-            # a run on another machine does not need the raw files
+            # a run on a machine without the raw files can still use the prepared ones
             return PreparedData(out, rows, reused=True)
         if missing:
             raise DataError("\n".join(missing))
@@ -87,7 +87,7 @@ def prepare(
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent))
     try:
-        # mkdtemp makes it private, but workers of another user may have to read the data
+        # mkdtemp makes it private, but workers running as another user may have to read the data
         staging.chmod(0o755)
         rows = known.write(parsed, staging, source)
         write_manifest(staging, request, rows)
@@ -99,23 +99,23 @@ def prepare(
 
 
 def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str]:
-    """Return the SHA-256 of each raw file, so that a changed source is a different request."""
+    """Return the SHA-256 of each raw file, so that a changed source counts as a new request."""
     if not known.source_files:
         if source is not None:
             raise ConfigError(
-                f"task {task!r} reads no raw files: remove {str(source)!r} (--source or "
+                f"task {task!r} does not read raw files; remove {str(source)!r} (--source or "
                 "data.prepare.source)"
             )
         return {}
     if source is None:
         raise ConfigError(
-            f"task {task!r} reads {' and '.join(known.source_files)}: give their folder (--source "
+            f"task {task!r} reads {' and '.join(known.source_files)}; pass their folder (--source "
             "DIR, or data.prepare.source in a recipe)"
         )
     missing = [name for name in known.source_files if not (source / name).is_file()]
     if missing:
         raise DataError(
-            f"{source}: no {' and no '.join(missing)}; task {task!r} reads "
+            f"{', '.join(missing)} not found in {source}; task {task!r} reads "
             f"{', '.join(known.source_files)} from this folder"
         )
     return listed_files(source, known.source_files)
@@ -124,11 +124,11 @@ def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str
 def _rows_if_done(
     out: Path, request: Mapping[str, object], any_source: bool = False
 ) -> dict[str, int] | None:
-    """Return the rows per file if `out` contains exactly this request with every file intact, else
-    None.
+    """Return the rows per file if `out` was prepared for exactly this request and every file is
+    intact, else None.
 
     Args:
-        any_source: ignore differences of the raw files.
+        any_source: ignore changes of the raw files.
     """
     found = read_manifest(out)
     if found is None or found["request"] is None or not files_are_intact(out, found):
@@ -158,8 +158,8 @@ def _refuse_foreign_files(out: Path) -> None:
     foreign = sorted(unknown)
     if foreign:
         raise DataError(
-            f"{out} contains files that no preparation wrote ({', '.join(foreign[:3])}): choose "
-            "another data.prepare.out or empty it"
+            f"{out} contains files not written by `hybridflow prepare` ({', '.join(foreign[:3])}); "
+            "choose another data.prepare.out or empty it"
         )
 
 
@@ -171,9 +171,8 @@ def _put_in_place(staging: Path, out: Path, request: Mapping[str, object]) -> No
             os.replace(out, aside)
         os.replace(staging, out)
     except OSError as error:
-        # Another process may have prepared the same folder in the meantime: then nothing is left to
-        # do.
+        # Another process may have prepared the same folder in the meantime; nothing to do then.
         if _rows_if_done(out, request) is None:
-            raise DataError(f"cannot move the prepared data to {out}: {error}") from error
+            raise DataError(f"could not move the prepared data to {out}: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -12,14 +12,14 @@ from typing import Any
 from hybridflow.errors import DataError, naming
 
 MANIFEST = "manifest.json"
-# increment when the written files change for the same options: older folders are then prepared
-# again
+# increment when the files written for the same options change, so that older folders are rebuilt
 _FORMAT = 1
 _LARGE = 1 << 30
 
 
 def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[str, int]) -> None:
-    """Write manifest.json into `folder`. It must be the last file, as it lists all others."""
+    """Write manifest.json into `folder`. It must be written last because it lists all other
+    files."""
     files = []
     for path in folder.rglob("*"):
         if path.is_file():
@@ -38,8 +38,8 @@ def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[st
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of `folder`. None if there is no valid one; no file in the folder is then
-    known to be ours."""
+    """Return the manifest of `folder`, or None if there is no valid one, so that none of its files
+    are known to be ours."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -51,8 +51,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     )
     if not complete or "request" not in found:
         return None
-    # With another format the file list is kept (so the folder may be replaced), but it matches no
-    # request.
+    # A manifest of another format keeps its file list, so that the folder may be replaced, but
+    # matches no request.
     return found if found.get("format") == _FORMAT else {**found, "request": None}
 
 

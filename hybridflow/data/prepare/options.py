@@ -1,4 +1,4 @@
-"""Validation of a task's options, like the keys of a configuration, plus checks beyond ranges."""
+"""Validation of a task's options: annotated ranges, as for configuration keys, and other checks."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ def check_ranges(options: Any) -> None:
 def require(ok: bool, option: str, value: object, expected: str) -> None:
     """Raise ConfigError naming the option unless `ok`."""
     if not ok:
-        raise ConfigError(f"{KEY}.{option} must be {expected}, is {value!r}")
+        raise ConfigError(f"{KEY}.{option} must be {expected}, got {value!r}")

@@ -1,7 +1,7 @@
 """Datasets in the formats of the Hugging Face hub, converted to prompts.
 
 A dataset is read from the cache that `hf download --repo-type dataset ORG/NAME` fills, or from a
-folder of its files. Repeated questions are kept once: DAPO-Math-17k has each about a hundred times.
+folder of its files. Duplicate questions are dropped: DAPO-Math-17k repeats each about 100 times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PublishedOptions:
 
     Attributes:
         max_rows: rows taken from the top of each split; -1 takes all.
-        instruction: appended to questions of plain text; null: the task's default.
+        instruction: appended to plain-text questions; null uses the task's default.
         evaluate: other tasks of this kind, whose held-out rows are written to TASK.parquet.
     """
 
@@ -57,8 +57,8 @@ class Prompt:
     """The result of a dataset's `convert`.
 
     Attributes:
-        question: the text of the user's message, or whole messages.
-        ground_truth: the reference for the verifier of `data_source`.
+        question: text of the user message, or a list of messages.
+        ground_truth: the reference answer for the verifier of `data_source`.
     """
 
     data_source: str
@@ -69,14 +69,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Published:
-    """A dataset of the hub.
+    """A dataset on the Hugging Face hub.
 
     Attributes:
         repository: its hub id.
         columns: columns that `convert` reads; every file must have them.
-        convert: converts a row to a prompt; None skips it. Raises DataError if it is malformed.
-        instruction: appended to a question of plain text.
-        splits: available splits: `train`, `test`.
+        convert: converts a row to a prompt, or returns None to skip it; raises DataError if the row
+            is malformed.
+        instruction: appended to plain-text questions.
+        splits: available splits, of `train` and `test`.
         subset: the only folder of the snapshot to read.
         optional: columns that a file may have.
     """
@@ -96,13 +97,13 @@ class Published:
         return [] if folder is None else hub.split_files(folder, split, subset=self.subset)
 
     def _below(self, source: Path) -> Path | None:
-        """Return the folder named after the dataset, or `source` itself."""
+        """Return the subfolder of `source` named after the dataset, or `source` itself."""
         named = source / self.repository.rpartition("/")[2]
         return named if named.is_dir() else source
 
     def prompts(self, files: Sequence[Path], options: PublishedOptions) -> Iterator[Prompt]:
-        """Yield the prompts of these files, each question once. Raises DataError if a row is
-        malformed."""
+        """Yield the prompts of these files without duplicate questions. Raises DataError if a row
+        is malformed."""
         from hybridflow.data.files import read_rows
 
         seen: set[str] = set()
@@ -124,7 +125,7 @@ class Published:
                 break
         if repeated or left_out:
             log.info(
-                "%s: %d repeated rows and %d of another kind left out",
+                "%s: skipped %d duplicate rows and %d rows of another kind",
                 self.repository,
                 repeated,
                 left_out,
@@ -136,7 +137,7 @@ def register(name: str, published: Published, tokenizer: bool = False) -> None:
     these splits.
 
     Args:
-        tokenizer: also write a byte-level tokenizer, for models of random weights.
+        tokenizer: also write a byte-level tokenizer, for models with random weights.
     """
     reads = _Reads(name, published)
     PREPARATIONS.register(
@@ -146,13 +147,13 @@ def register(name: str, published: Published, tokenizer: bool = False) -> None:
 
 @dataclass(frozen=True)
 class _Reads:
-    """The datasets that a task reads: its own, and those named by `evaluate`."""
+    """The datasets that a task reads: its own, and the ones listed in `evaluate`."""
 
     name: str
     own: Published
 
     def sets(self, options: PublishedOptions) -> dict[str, tuple[Published, tuple[str, ...]]]:
-        """Return {task: (its dataset, the splits that are written)}."""
+        """Return {task: (its dataset, splits to write)}."""
         found = {self.name: (self.own, self.own.splits)}
         for other in options.evaluate:
             entry = PREPARATIONS.get(other).published
@@ -166,8 +167,8 @@ class _Reads:
         return found
 
     def place(self, name: str, published: Published, source: Path | None) -> Path | None:
-        """Return the folder of a dataset, or None for the cache. Evaluation datasets that the
-        folder lacks come from the cache."""
+        """Return the folder of a dataset, or None for the cache. Evaluation datasets missing from
+        `source` are read from the cache."""
         if (
             source is None
             or name == self.name
@@ -177,26 +178,26 @@ class _Reads:
         return None
 
     def missing(self, options: PublishedOptions, source: Path | None) -> Iterator[str]:
-        """Yield one line per dataset whose files cannot be read; empty if all are available."""
+        """Yield an error message for each dataset whose files are not available."""
         for name, (published, splits) in self.sets(options).items():
             place = self.place(name, published, source)
             lacking = [split for split in splits if not published.files(split, place)]
             if lacking and place is not None:
                 yield (
-                    f"{place}: no files of the split {' and '.join(lacking)}; task {self.name!r} "
-                    f"reads those of {published.repository}: `hf download --repo-type dataset "
+                    f"no files of split {' and '.join(lacking)} in {place}; task {self.name!r} "
+                    f"reads {published.repository}: run `hf download --repo-type dataset "
                     f"{published.repository} --local-dir {place}`"
                 )
             elif lacking:
                 yield (
                     f"data.prepare.task={self.name} reads the dataset {published.repository}, "
-                    f"which is {hub.missing(published.repository, 'dataset')}; or give a folder "
-                    "with its files as data.prepare.source (`hybridflow prepare`: --source)"
+                    f"which is {hub.missing(published.repository, 'dataset')}; or set "
+                    "data.prepare.source (`hybridflow prepare`: --source) to a folder with its "
+                    "files"
                 )
 
     def fingerprint(self, options: PublishedOptions, source: Path | None) -> dict[str, str]:
-        """Return {file or dataset: its fingerprint}. A snapshot of the cache is identified by its
-        commit."""
+        """Return {file or dataset: fingerprint}. A cached snapshot is identified by its commit."""
         from hybridflow.data.prepare.manifest import listed_files
 
         found: dict[str, str] = {}
@@ -231,7 +232,7 @@ def _write(
                     _row(prompt, options.instruction, published.instruction, split, index)
                 )
             if not written:
-                raise DataError(f"{', '.join(map(str, files))}: no rows that task {name!r} can use")
+                raise DataError(f"{', '.join(map(str, files))}: no usable rows for task {name!r}")
             file = f"{split if name == reads.name else name}.parquet"
             truth = pa.infer_type([row["reward_model"]["ground_truth"] for row in written])
             extra = {"split": pa.string(), "index": pa.int64()}
@@ -259,9 +260,8 @@ def _row(prompt: Prompt, given: str | None, own: str, split: str, index: int) ->
 
 
 def problem_with_answer(data_source: str, row: Row) -> Prompt:
-    r"""Convert a row {problem, answer or solution}. Without an answer, the last \boxed{} of the
-    solution
-    is used.
+    r"""Convert a row {problem, answer or solution}. If there is no answer, the last \boxed{} of the
+    solution is used.
     """
     answer = row.values.get("answer")
     if answer is None:
@@ -273,13 +273,13 @@ def problem_with_answer(data_source: str, row: Row) -> Prompt:
     if not isinstance(answer, str) or not answer.strip():
         raise row.malformed(
             "answer" if "answer" in row.values else "solution",
-            r"an answer, or a solution with a \boxed{} one",
+            r"an answer, or a solution with the answer in \boxed{}",
         )
     return Prompt(data_source, row.text("problem"), answer.strip())
 
 
 def rows_of_prompts(row: Row) -> Prompt:
-    """Convert a row that already is a prompt: {data_source, prompt, reward_model}."""
+    """Convert a row that is already a prompt: {data_source, prompt, reward_model}."""
     model = row.values["reward_model"]
     if not isinstance(model, dict) or model.get("ground_truth") is None:
         raise row.malformed("reward_model", "a struct {style, ground_truth} with a ground_truth")
@@ -287,11 +287,11 @@ def rows_of_prompts(row: Row) -> Prompt:
 
 
 def calls_of(code: str, names: Sequence[str]) -> tuple[str, list[Any], list[Any]] | None:
-    """Parse tests `assert f(1, 2) == 3` for the verifier `code`.
+    """Parse tests of the form `assert f(1, 2) == 3` for the verifier `code`.
 
     Args:
-        code: Python, which is parsed but not run.
-        names: functions whose calls count; empty: the function of the first such assertion.
+        code: Python source; parsed but not run.
+        names: functions that may be called; if empty, only the first assertion's function.
 
     Returns:
         (function, arguments of each call, results). None if an assertion has another form, or its

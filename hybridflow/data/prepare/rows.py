@@ -40,7 +40,7 @@ def write_prompts(
         rows: as built by `prompt_row`.
         extra_info: field types of the extra_info struct, so that an empty file has the same schema
             as a full one.
-        ground_truth: its type; None: text.
+        ground_truth: type of the ground truth; None for text.
     """
     schema = pa.schema(
         [

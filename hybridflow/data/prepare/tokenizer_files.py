@@ -1,4 +1,4 @@
-"""Tiny generated tokenizers in Hugging Face format: characters for arithmetic, bytes for text.
+"""Tiny tokenizers generated in Hugging Face format: characters for arithmetic, bytes for text.
 Nothing is downloaded."""
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str
     Args:
         folder: created; receives tokenizer.json, tokenizer_config.json and chat_template.jinja.
         characters: the alphabet, each character once; any other becomes the unknown token.
-        words: strings that are always a single token; of two that match at the same position, the
-            first in this list.
+        words: strings that are always a single token; if several match at the same position, the
+            first in this list wins.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -53,14 +53,14 @@ def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with one token per byte of UTF-8: ids 0-4 are pad, end of turn (eos) and
-    the roles, followed by the 256 bytes. No BOS."""
+    """Write a tokenizer with one token per UTF-8 byte: ids 0-4 are pad, end of turn (eos) and the
+    roles, followed by the 256 bytes. No BOS."""
     _save(byte_level([PAD, END, *ROLES]), folder, ROLE_TEMPLATE, eos=END, unk=None)
 
 
 def byte_level(specials: Sequence[str]) -> Tokenizer:
-    """Build a tokenizer with one token per byte of UTF-8, after the special tokens, whose ids start
-    at 0."""
+    """Build a tokenizer with the special tokens, from id 0, followed by one token per UTF-8
+    byte."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -132,7 +132,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_row_length_limit_and_ways_out
 ):
     path = _file(tmp_path, [_row("1234"), _row("12345678")])
     named = (
-        r"rows\.parquet, row 1: the prompt has 9 tokens, data\.max_prompt_length is "
+        r"rows\.parquet, row 1: the prompt has 9 tokens, but data\.max_prompt_length is "
         r"5.*filter_overlong_prompts.*data\.truncation"
     )
     with pytest.raises(DataError, match=named):
@@ -268,7 +268,7 @@ def test_a_response_that_is_too_long_with_its_eos(tmp_path, tokenizer):
     with pytest.raises(
         DataError,
         match=(
-            r"row 1: the response with its end token has 5 tokens, data\.max_response_length is 4"
+            r"row 1: the response with its end token has 5 tokens, but data\.max_response_length is 4"
         ),
     ):
         SftDataset([path], tokenizer, DataConfig(max_response_length=4))
@@ -308,7 +308,7 @@ def test_an_empty_response_is_refused_with_its_row(tmp_path, tokenizer, response
     prompt = [{"role": "user", "content": "1+2"}]
     rows = [{"prompt": prompt, "response": "3"}, {"prompt": prompt, "response": response}]
     with pytest.raises(
-        DataError, match=r"rows\.parquet, row 1, column 'response': expected an answer"
+        DataError, match=r"rows\.parquet, row 1, column 'response': expected a non-empty answer"
     ):
         SftDataset([_file(tmp_path, rows)], tokenizer, DataConfig())
 
@@ -317,7 +317,7 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused_or_continued(tmp_path,
     messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
     path = _file(tmp_path, [_row("7"), _row("", prompt=messages)])
     with pytest.raises(
-        DataError, match=r"row 1, column 'prompt': the last message is the assistant's, '3'"
+        DataError, match=r"row 1, column 'prompt': the last message is from the assistant \('3'\)"
     ):
         PromptDataset([path], tokenizer, DataConfig())
     dataset = PromptDataset([path], tokenizer, DataConfig(continue_final_message=True))
@@ -418,7 +418,7 @@ def test_weights_and_curriculum_come_from_extra_info(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"prompt": "a"}\n', "it begins with .*JSON lines; convert it"),
+        (b'{"prompt": "a"}\n', "it starts with .*JSON lines; convert it"),
         (b"prompt,answer\n1,2\n", "another format"),
         (b"PAR1 and then nothing", "footer|magic|file size"),
         (b"", "file size"),
@@ -434,7 +434,7 @@ def test_a_batch_larger_than_the_data_is_refused(tmp_path, tokenizer):
     files = (str(_file(tmp_path, [_row("1+1")] * 4, "a.parquet")),)
     config = DataConfig(train_files=files, train_batch_size=5)
     with pytest.raises(
-        ConfigError, match=r"data\.train_batch_size=5 is more than the 4 rows of .*a\.parquet"
+        ConfigError, match=r"data\.train_batch_size=5 exceeds the 4 rows of .*a\.parquet"
     ):
         open_training(tokenizer, config)
     assert len(open_training(tokenizer, DataConfig(train_files=files, train_batch_size=4))) == 4

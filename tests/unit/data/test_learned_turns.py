@@ -222,7 +222,7 @@ def test_long_conversations_are_refused_dropped_or_cut(tmp_path: Path) -> None:
     sft = SftConfig(messages_key="chat")
     with pytest.raises(
         DataError,
-        match=rf"row 0: the conversation has {lengths[0]} tokens, data\.max_prompt_length \+",
+        match=rf"row 0: the conversation has {lengths[0]} tokens, but data\.max_prompt_length \+",
     ):
         SftDataset(files, tokenizer, DataConfig(**limits), sft)
     dropped = SftDataset(files, tokenizer, DataConfig(**limits, filter_overlong_prompts=True), sft)
@@ -245,7 +245,10 @@ def test_long_conversations_are_refused_dropped_or_cut(tmp_path: Path) -> None:
         ),
         ({"chat": CONVERSATION[:1], "learn": []}, "no assistant message to learn"),
         ({"chat": CONVERSATION, "learn": [False, False]}, "no assistant message to learn"),
-        ({"chat": CONVERSATION, "learn": [True]}, "1 marks for 2 assistant messages"),
+        (
+            {"chat": CONVERSATION, "learn": [True]},
+            "one boolean for each of the 2 assistant messages, got 1",
+        ),
         ({"chat": CONVERSATION, "learn": None}, "expected a list of booleans"),
     ],
 )

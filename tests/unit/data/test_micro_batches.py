@@ -220,7 +220,7 @@ def test_token_ids_that_the_model_lacks_are_refused_on_the_host() -> None:
     batch = batch_of(None)  # tokens 0 to 7 and 10 to 21
     check_token_ids(batch, 22)
     with pytest.raises(
-        ValueError, match="response_ids has the token 21; the model has the tokens 0 to 20"
+        ValueError, match="response_ids contains token 21, but the model's token ids are 0 to 20"
     ):
         check_token_ids(batch, 21)
     negative = DataProto.from_columns(
@@ -229,5 +229,5 @@ def test_token_ids_that_the_model_lacks_are_refused_on_the_host() -> None:
             "response_ids": Jagged.from_lengths(np.array([], dtype=np.int64), (0, 0)),
         }
     )
-    with pytest.raises(ValueError, match="prompt_ids has the token -1"):
+    with pytest.raises(ValueError, match="prompt_ids contains token -1"):
         check_token_ids(negative, 21)

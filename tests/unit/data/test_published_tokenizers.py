@@ -186,7 +186,7 @@ def test_a_failure_inside_the_tokenizer_is_one_message(tmp_path: Path) -> None:
 
     found = load_tokenizer(byte_folder(tmp_path, split))
     assert found.encode("aab") and found.encode("Ω")
-    with pytest.raises(DataError, match=r"the tokenizer cannot read a text of 61 characters"):
+    with pytest.raises(DataError, match=r"the tokenizer failed on a text of 61 characters"):
         found.encode("Ω" + "ab" * 29 + "a!")
 
 

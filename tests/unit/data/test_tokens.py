@@ -150,9 +150,7 @@ def test_a_process_that_ends_or_hangs_is_said(
 ) -> None:
     monkeypatch.setattr(tokenizing, "_LIMIT_S", 1)
     rows = [Row("rows.parquet", number, {}) for number in range(20)]
-    with pytest.raises(
-        DataError, match=r"rows\.parquet: the process that encoded rows from 8 on died"
-    ):
+    with pytest.raises(DataError, match=r"rows\.parquet: the process encoding rows from 8 on died"):
         list(tokenizing.pieces(rows, Dies(tokenizer, seconds)))
 
 

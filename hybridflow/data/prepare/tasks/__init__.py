@@ -1,4 +1,4 @@
-"""Preparations by name, one module each."""
+"""Registry of the preparation tasks, one module per task."""
 
 from __future__ import annotations
 

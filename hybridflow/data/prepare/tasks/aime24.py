@@ -1,4 +1,4 @@
-"""AIME 2024 (math-ai/aime24): the 30 problems of the year's two examinations."""
+"""AIME 2024 (math-ai/aime24): the 30 problems of that year's two exams."""
 
 from __future__ import annotations
 

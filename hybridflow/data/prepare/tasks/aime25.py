@@ -1,4 +1,4 @@
-"""AIME 2025 (math-ai/aime25): the 30 problems of the year's two examinations."""
+"""AIME 2025 (math-ai/aime25): the 30 problems of that year's two exams."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Integer arithmetic written as characters: the prompt is "12+34", the answer "46" (or "64" least
-significant digit first).
+"""Integer arithmetic written as characters: the prompt is "12+34", the answer "46" (or "64" with
+the least significant digit first).
 
-Every pair of operands is one problem. The held-out problems depend only on the operands' range and
-`holdout_seed`, not on `seed`: runs with different seeds are validated on the same problems and
+Every pair of operands is one problem. The held-out problems depend only on the operand range and
+`holdout_seed`, not on `seed`, so runs with different seeds are validated on the same problems and
 never train on them.
 """
 
@@ -33,7 +33,7 @@ DATA_SOURCE = "arithmetic"
 CHARACTERS = "0123456789+-*="
 CALCULATOR = "calculator"  # the tool that demonstrations call, in plain tags
 _TAG_CHARACTERS = "".join(sorted({*CALCULATOR, *"</>"}))
-# more rows should be generated on the fly rather than stored in one parquet file
+# larger datasets should be generated on the fly rather than stored in one parquet file
 _MAX_ROWS = 5_000_000
 _EXTRA_INFO = {
     "split": pa.string(),
@@ -70,20 +70,19 @@ class ArithmeticOptions:
         reverse_answer: write the answer's digits least significant first (a minus sign stays in
             front).
         zero_pad: write operands and answers with a fixed number of digits.
-        num_train: prompts for reinforcement learning, drawn from all pairs that are not held out;
-            -1 takes all of them.
+        num_train: prompts for RL, drawn from all pairs that are not held out; -1 takes all of them.
         num_test: held-out pairs, never in train.parquet or sft.parquet.
         num_sft: demonstrations, drawn from all pairs that are not held out (they may also be RL
             prompts); 0 writes no sft.parquet.
-        num_calls: this many of the demonstrations, in two rows each, call the tool calculator in
-            plain tags and copy its result; the tokenizer then includes the characters of the tags.
-        num_pairs: preference pairs (right answer, wrong answer), for a reward model: pairs.parquet
-            on prompts that are not held out, several per prompt if there are more pairs than
-            prompts; pairs_test.parquet on the held-out ones. 0 writes neither.
-        pair_errors: the errors of wrong answers. "any": one to all digits are redrawn; "near": they
-            are moved by one or two, like the answers of a half-trained model. Only "near" teaches a
+        num_calls: number of demonstrations, of two rows each, that call the tool calculator in
+            plain tags and copy its result; the tokenizer then includes the tags' characters.
+        num_pairs: preference pairs (right answer, wrong answer) for a reward model. pairs.parquet
+            uses prompts that are not held out, several times if there are more pairs than prompts;
+            pairs_test.parquet uses the held-out ones. 0 writes neither.
+        pair_errors: kind of errors in wrong answers. "any" redraws one to all digits; "near" shifts
+            them by one or two, as in the answers of a half-trained model. Only "near" teaches a
             reward model to rank such a model's answers.
-        hold_out_swapped: with a pair (a, b) held out, keep (b, a) out of training too.
+        hold_out_swapped: if a pair (a, b) is held out, also exclude (b, a) from training.
         seed: draws the training prompts and demonstrations.
         holdout_seed: draws the held-out pairs.
     """
@@ -128,8 +127,7 @@ class ArithmeticOptions:
             not self.num_calls or not (self.reverse_answer or self.zero_pad),
             "num_calls",
             self.num_calls,
-            "0 with reverse_answer or zero_pad: the calculator writes numbers as they are usually "
-            "written",
+            "0 with reverse_answer or zero_pad, because the calculator writes plain numbers",
         )
 
 
@@ -175,8 +173,8 @@ def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[st
 
 
 def _call_demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the two rows of a conversation with a calculator call: the call, and the answer after
-    its result."""
+    """Return the two rows of a conversation with a calculator call: one ends with the call, the
+    other with the answer after its result."""
     question = row["prompt"][0]
     answer = str(row["reward_model"]["ground_truth"])
     call = f"<{CALCULATOR}>{question['content']}</{CALCULATOR}>"
@@ -204,14 +202,14 @@ def _span(options: ArithmeticOptions) -> int:
 
 
 def _held_out(options: ArithmeticOptions) -> np.ndarray:
-    """Return the pair numbers [num_test] int64 that are held out; pair number = (a - min) * span +
+    """Return the held-out pair numbers [num_test] int64; pair number = (a - min) * span +
     (b - min)."""
     total = _span(options) ** 2
     if options.num_test >= total:
         raise ConfigError(
             f"{KEY}.num_test is {options.num_test}, but operands "
-            f"{options.min_operand}..{options.max_operand} give only {total} pairs and some must "
-            "remain for training: lower num_test or raise max_operand"
+            f"{options.min_operand}..{options.max_operand} make only {total} pairs, and some must "
+            "remain for training; lower num_test or raise max_operand"
         )
     return np.random.default_rng(options.holdout_seed).choice(
         total, options.num_test, replace=False
@@ -226,18 +224,18 @@ def _swapped(pairs: np.ndarray, options: ArithmeticOptions) -> np.ndarray:
 def _draw(
     options: ArithmeticOptions, forbidden: np.ndarray, count: int, *, stream: int, option: str
 ) -> np.ndarray:
-    """Draw distinct pair numbers [count] int64 in random order, none of them in the sorted
-    `forbidden`; count -1 means all."""
+    """Draw distinct pair numbers [count] int64 in random order, excluding the sorted `forbidden`.
+    A count of -1 draws all."""
     total = _span(options) ** 2
     free = total - len(forbidden)
     wanted = free if count == -1 else count
     if not 0 < wanted <= free:
         raise ConfigError(
-            f"{KEY}.{option} is {count}, but only {free} pairs remain of {total} after the "
-            f"held-out ones: lower {option} or num_test, or raise max_operand"
+            f"{KEY}.{option} is {count}, but only {free} of {total} pairs are not held out; lower "
+            f"{option} or num_test, or raise max_operand"
         )
     if wanted > _MAX_ROWS:
-        raise ConfigError(f"{KEY}.{option} requests {wanted} rows, more than {_MAX_ROWS}: lower it")
+        raise ConfigError(f"{KEY}.{option} must be at most {_MAX_ROWS} rows, got {wanted}")
     # Drawing `len(forbidden)` extra pairs leaves enough after removing held-out ones, and keeps the
     # draw uniform.
     candidates = np.random.default_rng([options.seed, stream]).choice(
@@ -263,8 +261,8 @@ def _prompts(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[
 
 
 def _preferences(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[dict[str, Any]]:
-    """Build preference rows: the right answer is chosen, and one to all digits of the rejected one
-    are wrong according to `pair_errors`."""
+    """Build preference rows: the chosen answer is right, and the rejected one has one to all digits
+    wrong according to `pair_errors`."""
     rng = np.random.default_rng([options.seed, 3])
     rows = []
     for row in _prompts(pairs, split, options):

@@ -1,5 +1,5 @@
 """DAPO-Math-17k (BytedTsinghua-SIA): 17 thousand competition problems with integer answers.
-Repeated rows are kept once."""
+Duplicate rows are dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepScaleR-Preview (agentica-org): 40 thousand competition problems with answers."""
+"""DeepScaleR-Preview (agentica-org): 40,000 competition problems with answers."""
 
 from __future__ import annotations
 

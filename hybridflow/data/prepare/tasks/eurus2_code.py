@@ -1,4 +1,4 @@
-"""The code rows of Eurus-2-RL-Data (PRIME-RL): programming problems with tests, judged in the
+"""The code rows of Eurus-2-RL-Data (PRIME-RL): programming problems with tests, run in the
 sandbox."""
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ COLUMNS = ("data_source", "prompt", "ability", "reward_model")
 
 
 def convert(row: Row) -> Prompt | None:
-    """Convert a row whose ability is code; its ground truth is JSON {inputs, outputs, fn_name?}."""
+    """Convert a row with ability `code` and ground truth JSON {inputs, outputs, fn_name?}. Returns
+    None for other abilities and for rows without tests."""
     if row.text("ability") != "code":
         return None
     prompt = rows_of_prompts(row)
@@ -21,7 +22,9 @@ def convert(row: Row) -> Prompt | None:
         tests = json.loads(prompt.ground_truth)
         is_whole = len(tests["inputs"]) == len(tests["outputs"]) > 0
     except (ValueError, TypeError, KeyError) as error:
-        raise row.malformed("reward_model", "a ground_truth of JSON {inputs, outputs}") from error
+        raise row.malformed(
+            "reward_model", "a ground_truth that is JSON {inputs, outputs}"
+        ) from error
     return replace(prompt, ability="code") if is_whole else None
 
 

@@ -1,4 +1,4 @@
-"""GSM8K (openai/gsm8k): grade-school word problems, with a byte-level tokenizer for models of
+"""GSM8K (openai/gsm8k): grade-school word problems, with a byte-level tokenizer for models with
 random weights."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def convert(row: Row) -> Prompt:
     """Convert a row {question, answer}, whose answer ends with "#### 1,234"."""
     _, found, final = row.text("answer").rpartition(_MARK)
     if not found or not final.strip():
-        raise row.malformed("answer", f'a text with the final answer after "{_MARK}"')
+        raise row.malformed("answer", f'text with the final answer after "{_MARK}"')
     return Prompt(SOURCE, row.text("question"), final.strip().replace(",", ""))
 
 

@@ -1,8 +1,8 @@
 """Numbers to guess in the environment `guess`: the prompt is "0-9", the ground truth one of these
 numbers.
 
-Both sets contain every number; only the draws are held out, since the policy has to use the
-environment's answers.
+Train and test set draw from the same numbers: nothing needs to be held out, because the policy has
+to use the environment's answers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class GuessOptions:
     """Options of the task (`data.prepare.options`).
 
     Attributes:
-        largest: the numbers are 0 to this one.
+        largest: the largest number; the smallest is 0.
         num_train, num_test: number of prompts.
-        num_sft: games of a player who guesses at random, cut after a random guess, for a warm
+        num_sft: games of a randomly guessing player, truncated after a random guess, for a warm
             start; 0 writes none.
-        max_guesses: maximum guesses of these games.
-        seed: draws everything.
+        max_guesses: maximum number of guesses in these games.
+        seed: seed of all draws.
     """
 
     largest: Annotated[int, AtLeast(1), AtMost(10**6 - 1)] = 9
@@ -78,7 +78,7 @@ def _question(options: GuessOptions) -> str:
 
 
 def _game(options: GuessOptions, rng: np.random.Generator) -> dict[str, Any]:
-    """Draw a game as messages, with the next guess as the response."""
+    """Draw a game so far as messages, with the next guess as the response."""
     number = int(rng.integers(options.largest + 1))
     messages = [{"role": "user", "content": _question(options)}]
     for _ in range(int(rng.integers(options.max_guesses))):

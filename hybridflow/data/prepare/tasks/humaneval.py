@@ -15,8 +15,8 @@ _ASK = (
 
 
 def convert(row: Row) -> Prompt | None:
-    """Convert a row {prompt, test, entry_point}. Returns None if a test is not a comparison of a
-    call with a plain value."""
+    """Convert a row {prompt, test, entry_point}. Returns None if a test does not compare a call
+    with a plain value."""
     found = calls_of(row.text("test"), ("candidate",))
     if found is None:
         return None

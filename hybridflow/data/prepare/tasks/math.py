@@ -1,5 +1,5 @@
-r"""MATH (DigitalLearningGmbH/MATH-lighteval): competition problems, the answer in the last \boxed{}
-of a solution."""
+r"""MATH (DigitalLearningGmbH/MATH-lighteval): competition problems, with the answer in the last
+\boxed{} of the solution."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ _ASK = "Write the Python function in one fenced block. It must pass this test:"
 
 
 def convert(row: Row) -> Prompt | None:
-    """Convert a row {text, test_list}. Returns None if a test is not a comparison of a call with a
-    plain value."""
+    """Convert a row {text, test_list}. Returns None if a test does not compare a call with a plain
+    value."""
     tests = row.values["test_list"]
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
         raise row.malformed("test_list", "a list of assertions")

@@ -13,7 +13,7 @@ _PREFIX = "searchR1_"
 
 
 def convert(row: Row) -> Prompt:
-    """Convert a row with the known answers as ground_truth {target: [...]}."""
+    """Convert a row. Its ground_truth becomes {target: [accepted answers]}."""
     prompt = rows_of_prompts(row)
     target = prompt.ground_truth.get("target") if isinstance(prompt.ground_truth, dict) else None
     if not isinstance(target, (str, list)) or not target:
