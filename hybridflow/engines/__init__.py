@@ -1,6 +1,6 @@
-"""Rollout engines: the protocol (`base`), restarts (`supervisor`), engines over several nodes
+"""Rollout engines: the protocol (`base`), restarts (`supervisor`), engines that span several nodes
 (`nodes`), and one package per kind.
 
-Importing this package imports neither torch nor a kind's library: SGLang itself imports it (entry
-points) very early in each of its processes.
+Importing this package must not import torch or an inference library, because SGLang imports it
+(through entry points) very early in each of its processes.
 """

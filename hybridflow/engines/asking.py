@@ -21,9 +21,9 @@ class TokenRequests:
     """A batch of prompts for one engine.
 
     Attributes:
-        prompts: token ids of each.
+        prompts: token ids of each prompt.
         max_new_tokens: maximum length of each response.
-        stop_token_ids: a response ends with, and includes, the first of these.
+        stop_token_ids: a response ends with the first of these, and includes it.
         extras: data to return in addition to tokens and log-probs.
     """
 
@@ -35,36 +35,36 @@ class TokenRequests:
 
 
 class Asking(Protocol):
-    """The protocol of requests in flight."""
+    """The protocol of a batch of requests in flight."""
 
-    # resolves after the last response was reported; has an error if some were not answered
+    # resolves after the last response was reported; fails if some requests were not answered
     done: Future[None]
 
     def so_far(self, number: int) -> Completion:
-        """Return the response so far, without its experts; its reason is `abort` if it has not
-        ended. Thread-safe."""
+        """Return the response so far, without its experts. Its finish reason is `abort` if it is
+        unfinished. Thread-safe."""
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Tell the engine to end these responses. They are reported like any other, as `abort` with
-        the tokens so far, unless they end by themselves first."""
+        """Tell the engine to abort these responses. They are reported like any other, with the
+        tokens so far and finish reason `abort`, unless they finish first."""
 
     def give_up(self) -> None:
-        """Abort all requests in flight. `done` then gets an EngineError, unless everything was
-        answered."""
+        """Abort all requests in flight. `done` then fails with an EngineError, unless everything
+        was answered."""
 
 
 @runtime_checkable
 class Streams(Protocol):
-    """The protocol of an engine that handles many requests concurrently and reports each as it
-    ends."""
+    """The protocol of an engine that handles many requests concurrently and reports each one as it
+    finishes."""
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
-        """Send the requests and return. `told` is called in another thread with each prompt's
-        number and response."""
+        """Send the requests and return. `told` is called in another thread with the number and
+        response of each prompt that finishes."""
 
 
 def ask(engine: Engine, requests: TokenRequests, told: Told) -> Asking:
-    """Send requests to the engine, from a separate thread if it only supports `generate`."""
+    """Send requests to the engine, using a separate thread if it only supports `generate`."""
     return (
         engine.ask(requests, told)
         if isinstance(engine, Streams)
@@ -80,20 +80,20 @@ def generated(
     stop_token_ids: Sequence[int],
     extras: Extras,
 ) -> list[Completion]:
-    """Return the responses of `Engine.generate`. Keywords for extras are passed only if requested.
+    """Call `Engine.generate`, passing the keywords of extras only if requested.
 
     Raises:
-        EngineError: a response lacks its support although it was requested.
+        EngineError: support was requested but a response lacks it.
     """
     wanted = {f"with_{name}": True for name, value in extras._asdict().items() if value}
     found = engine.generate(prompts, sampling, most, stop_token_ids, **wanted)
     if extras.support and any(one.support is None for one in found):
-        raise EngineError("did not return the support of its tokens", engine=engine.spec.name)
+        raise EngineError("the tokens' support is missing", engine=engine.spec.name)
     return found
 
 
 class _InThread:
-    """Calls of `generate` in one thread, one for each length limit."""
+    """Requests in flight that run as calls of `generate` in one thread, one per length limit."""
 
     def __init__(self, engine: Engine, requests: TokenRequests, told: Told) -> None:
         self._engine = engine
@@ -109,8 +109,8 @@ class _InThread:
         return self._begun.get(number, _NOTHING)
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Drop these prompts from calls that have not started. A running call of `generate` cannot
-        be aborted."""
+        """Drop these prompts from calls that have not started. A running `generate` cannot be
+        aborted."""
         self._aborted |= set(numbers)
 
     def give_up(self) -> None:

@@ -1,5 +1,5 @@
-"""Messages from an engine's worker to our code inside the engine's ranks. Each kind of engine has
-its own way to deliver them."""
+"""Messages from an engine's worker to our code inside the engine's ranks. Each kind of engine
+delivers them differently."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Control:
 
     Attributes:
         action: DESCRIBE or RECEIVE.
-        host, port: address of the sync's store. timeout_s: limit of each wait.
-        report: prefix of the keys for the ranks' reports.
+        host, port: address of the weight-sync store. timeout_s: limit of each wait in seconds.
+        report: prefix of the store keys of the ranks' reports.
         first_rank: number of the engine's first rank in the plan. ranks: its number of ranks.
-        order: the weights to receive.
+        order: the order that specifies the weights to receive, for RECEIVE.
     """
 
     action: str
@@ -43,8 +43,8 @@ class Control:
 
     @classmethod
     def from_json(cls, text: str) -> Control:
-        """The inverse of `to_json`."""
-        # needs torch, which clients of an engine avoid importing
+        """Parse the result of `to_json`."""
+        # imports torch, which an engine's clients avoid
         from hybridflow.sync.session import Order
 
         data: Mapping[str, Any] = json.loads(text)

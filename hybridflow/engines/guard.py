@@ -1,16 +1,17 @@
 """A guard process between the trainer and one SGLang server: no process of the server outlives
 either of them.
 
-Run as a plain script: `python guard.py PARENT_PID GRACE_S FOLDER -- COMMAND...`; standard library
-only, about 10 MB and 30 ms. In a fork of a process that has loaded SGLang (`process.fork_server`)
-COMMAND is `-m MODULE ...`, which runs in a further fork. The server starts once FOLDER exists,
-which the parent creates after the guard has started: a parent killed at any moment leaves nothing
-behind.
+Run as a plain script: `python guard.py PARENT_PID GRACE_S FOLDER -- COMMAND...`. It uses only the
+standard library, so it takes about 10 MB and 30 ms. In a fork of a process that has loaded SGLang
+(`process.fork_server`), COMMAND is `-m MODULE ...`, which runs in another fork. The server starts
+once FOLDER exists. The parent creates it after the guard has started, so a parent killed at any
+moment leaves nothing behind.
 
-PR_SET_PDEATHSIG on the server is not enough: that signal fires when the parent *thread* ends, so an
-engine started from a pool thread would die with it; and SGLang's children set their own only after
-start-up (sglang/srt/managers/scheduler.py:6269), so a parent killed during a start would leave them
-behind. The guard watches the parent's pid, and ends the server's whole session by pid.
+PR_SET_PDEATHSIG on the server is not enough: that signal fires when the parent *thread* exits, so
+an engine started from a pool thread would die with it. SGLang's children set it for themselves only
+after start-up (sglang/srt/managers/scheduler.py:6269), so a parent killed during a start would
+leave them behind. The guard therefore watches the parent's pid, and kills the server's whole
+session by pid.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from contextlib import suppress
 from types import FrameType
 
 POLL_S = 0.1
-LOOK_POLLS = 20  # scan the server's processes every this many polls
-# a process found stopped (SIGSTOP) this many times is treated as hung
+LOOK_POLLS = 20  # polls between scans of the server's processes
+# a process found stopped (SIGSTOP) in this many scans counts as hung
 STOPPED_LOOKS = 5
 SHARED_MEMORY_PREFIX = "/dev/shm/"
-DELETED = " (deleted)"  # suffix in /proc/PID/maps for a file whose name was removed
+DELETED = " (deleted)"  # suffix in /proc/PID/maps of an unlinked file
 NOTE = "shared-memory"
 UNFINISHED = ".new"  # suffix of a folder that the parent is still filling
 PR_SET_PDEATHSIG = 1
 
 
 def session_members(session: int) -> list[int]:
-    """Return the pids of the live processes of a session, without its leader and zombies."""
+    """Return the pids of a session's live processes, without its leader and zombies."""
     return list(states_of_members(session))
 
 
 def states_of_members(session: int) -> dict[int, str]:
-    """Return {pid: state as in /proc} of the live processes of a session, without its leader."""
+    """Return {pid: state as in /proc} of a session's live processes, without its leader."""
     members = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == session:
@@ -54,15 +55,15 @@ def states_of_members(session: int) -> dict[int, str]:
                 # after the command name: state, ppid, pgrp, session, ...
                 fields = file.read().rpartition(")")[2].split()
         except OSError:
-            continue  # it ended in the meantime
+            continue  # it exited in the meantime
         if int(fields[3]) == session and fields[0] not in "ZX":
             members[int(entry)] = fields[0]
     return members
 
 
 def kill_session(session: int, timeout_s: float = 5.0) -> list[int]:
-    """SIGKILL every process of the session except its leader until none is left. Returns those that
-    remain after `timeout_s`."""
+    """Send SIGKILL to every process of the session except its leader until none is left. Returns
+    the pids that remain after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (left := session_members(session)) and time.monotonic() < deadline:
         for pid in left:
@@ -80,8 +81,8 @@ def shared_memory_of(pids: list[int]) -> set[str]:
     """
     mapped = {one for pid in pids for one in _mapped_by(pid)}
     found = {path for path, _ in mapped if not path.endswith(DELETED)}
-    # sem_open maps a file before renaming it to the semaphore's name: maps shows the first name as
-    # deleted
+    # sem_open maps a file before renaming it to the semaphore's name, so maps shows the first name
+    # as deleted
     deleted = {inode for path, inode in mapped if path.endswith(DELETED)}
     if deleted:
         with os.scandir(SHARED_MEMORY_PREFIX) as entries:
@@ -94,12 +95,12 @@ def shared_memory_of(pids: list[int]) -> set[str]:
 
 
 def _mapped_by(pid: int) -> set[tuple[str, int]]:
-    """Return (path, inode) of the process's shared-memory files."""
+    """Return (path, inode) of each shared-memory file that the process maps."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
             lines = [line.rstrip("\n").split(None, 5) for line in maps]
     except OSError:
-        return set()  # it has ended
+        return set()  # it has exited
     return {
         (line[5], int(line[4]))
         for line in lines
@@ -108,16 +109,16 @@ def _mapped_by(pid: int) -> set[tuple[str, int]]:
 
 
 def note_shared_memory(folder: str, paths: set[str]) -> None:
-    """Append the paths to the note in the engine's folder, for `noted_shared_memory`."""
+    """Append the paths to a file in the engine's folder, for `noted_shared_memory`."""
     if paths:
-        # appended, because both guard and parent write
+        # append, because both guard and parent write
         with suppress(OSError), open(os.path.join(folder, NOTE), "a", encoding="utf-8") as note:
             note.write("".join(f"{path}\n" for path in sorted(paths)))
 
 
 def noted_shared_memory(folder: str) -> set[str]:
-    """Return the paths noted by the guard, which may have been killed, or by its parent when the
-    server became ready."""
+    """Return the paths recorded by the guard, which may since have been killed, or by its parent
+    when the server became ready."""
     try:
         with open(os.path.join(folder, NOTE), encoding="utf-8") as note:
             return {
@@ -135,8 +136,8 @@ def remove_shared_memory(paths: set[str]) -> None:
 
 
 def is_ours(folder: str) -> bool:
-    """Return True if the folder exists and belongs to this user: others can read its name in our
-    command line before it is created."""
+    """Return True if the folder exists and belongs to this user. Other users can read its name in
+    our command line and create it first."""
     try:
         status = os.lstat(folder)
     except OSError:
@@ -145,16 +146,16 @@ def is_ours(folder: str) -> bool:
 
 
 def remove(folder: str) -> None:
-    """Remove the folder of a server, even if it is unfinished."""
+    """Remove a server's folder, even if it is unfinished."""
     for path in (folder, folder + UNFINISHED):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def die_with_guard(guard: int) -> None:
-    """Called first by the server: SIGKILL it when the guard with this pid dies, or if it already
-    has.
+    """Have this process, the server, killed when the guard with this pid dies, or now if it is
+    already dead. Call it before anything else.
 
-    The guard has a single thread, so the signal comes exactly when it ends.
+    The guard has a single thread, so the signal arrives exactly when the guard exits.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
@@ -162,26 +163,26 @@ def die_with_guard(guard: int) -> None:
 
 
 class Fork:
-    """A fork of this process with the subset of `subprocess.Popen` that `main` needs."""
+    """A fork of this process with the part of the `subprocess.Popen` interface that `main` uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status, or None while it runs."""
+        """Return the exit status, or None while the process runs."""
         if self._status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._status = os.waitstatus_to_exitcode(status) if pid else None
         return self._status
 
     def terminate(self) -> None:
-        """Send SIGTERM, unless it has ended."""
+        """Send SIGTERM unless the process has exited."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def wait(self, timeout: float = 60.0) -> int:
-        """Wait for the end and return the exit status."""
+        """Wait for the process to exit and return its status."""
         deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -191,7 +192,7 @@ class Fork:
 
 
 def start(command: list[str]) -> subprocess.Popen[bytes] | Fork | None:
-    """Start the server. Returns None in the fork that becomes it."""
+    """Start the server. Returns None in the fork that becomes the server."""
     guard = os.getpid()
     if command[0] != "-m":
         # this process has one thread
@@ -204,7 +205,7 @@ def start(command: list[str]) -> subprocess.Popen[bytes] | Fork | None:
 
 
 def process_end(pid: int) -> select.poll | None:
-    """Return a poll object that is ready once the process has ended; None if it has already."""
+    """Return a poll object that is ready once the process exits; None if it already has."""
     try:
         ended = select.poll()
         ended.register(os.pidfd_open(pid), select.POLLIN)
@@ -222,7 +223,7 @@ def _terminate(server: subprocess.Popen[bytes] | Fork, grace_s: float) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command until it ends, the parent ends, or SIGTERM arrives. Returns the command's
+    """Run the command until it exits, the parent exits, or SIGTERM arrives. Returns the command's
     exit status."""
     parent = int(argv[0])
     grace_s = float(argv[1])
@@ -235,7 +236,7 @@ def main(argv: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # the fork server starts us with it blocked
+    # the fork server starts us with SIGTERM blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     is_fork = command[0] == "-m"  # then the parent process is the fork server
     orphaned = process_end(parent) if is_fork or os.getppid() == parent else None
@@ -260,28 +261,28 @@ def main(argv: list[str]) -> int:
         if polls % LOOK_POLLS:
             continue
         members = states_of_members(session)
-        # Noted early for our parent: a crashed server's maps are gone, and this guard may be
-        # killed. Some files are created during start-up, some later.
+        # Record them early for our parent, because a crashed server's maps are gone and this guard
+        # may be killed. Some files are created during start-up, some later.
         if found := shared_memory_of(list(members)) - leftovers:
             leftovers |= found
             note_shared_memory(folder, found)
         stopped = {pid: stopped.get(pid, 0) + 1 for pid, state in members.items() if state == "T"}
-        # the other processes would wait for it until their deadlines
+        # the other processes would wait for a stopped one until their deadlines
         if max(stopped.values(), default=0) >= STOPPED_LOOKS:
             print(
-                f"guard: processes {sorted(stopped)} are stopped (SIGSTOP): ending the engine",
+                f"guard: processes {sorted(stopped)} are stopped (SIGSTOP); killing the engine",
                 flush=True,
             )
             grace_s = 0.0
             break
-    # If the server crashed before our first scan, its maps are gone, but our parent noted the files
-    # when it became ready.
+    # If the server crashed before our first scan, its maps are gone, but our parent recorded the
+    # files when the server became ready.
     leftovers |= shared_memory_of(session_members(session)) | noted_shared_memory(folder)
     if server.poll() is None and grace_s > 0:
         _terminate(server, grace_s)
     left = kill_session(session)
     if left:
-        print(f"guard: could not end processes {left}", flush=True)
+        print(f"guard: could not kill processes {left}", flush=True)
     status = server.wait()
     remove_shared_memory(leftovers)
     remove(folder)

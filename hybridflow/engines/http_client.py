@@ -1,4 +1,4 @@
-"""The shared base of HTTP clients of engine servers: generation, and calls with deadlines."""
+"""The common base of HTTP clients for engine servers: generation, and calls with deadlines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.errors import EngineError, EngineSilent
 
 
 def direct_session() -> requests.Session:
-    """Create a session that bypasses proxies, which must neither see nor break calls to this
+    """Create a session that bypasses proxies, because they must not see or break calls to this
     machine."""
     session = requests.Session()
     session.trust_env = False
@@ -24,7 +24,7 @@ def direct_session() -> requests.Session:
 
 
 class ServerClient:
-    """Client of one engine. Thread-safe.
+    """HTTP client of one engine. Thread-safe.
 
     Args:
         url: base address, e.g. `ServerProcess.url`.
@@ -32,11 +32,11 @@ class ServerClient:
         request_timeout_s: deadline of each call in seconds; for prompts in flight, the maximum time
             without any data.
         name: the engine's name in error messages; defaults to the address.
-        batch_size: maximum prompts per HTTP request. 0: the default of the kind of server.
+        batch_size: maximum prompts per HTTP request; 0 uses `together`.
     """
 
     streams: type[TokenStreams]  # the token protocol of this kind of server
-    together = 1024  # prompts per HTTP request
+    together = 1024  # default number of prompts per HTTP request
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class ServerClient:
         )
 
     def _parameters(self, requests: TokenRequests, limit: int) -> dict[str, Any]:
-        """Return the server's parameters for sampling at most `limit` tokens. Raises EngineError
-        for unsupported settings."""
+        """Return the server's sampling parameters for at most `limit` tokens. Raises EngineError if
+        a setting is not supported."""
         raise NotImplementedError
 
     def generate(
@@ -81,8 +81,8 @@ class ServerClient:
         several times.
 
         Raises:
-            EngineError: rejected, malformed, or no data for `request_timeout_s`; with the responses
-                so far (`begun`).
+            EngineError: the request was rejected, a response is malformed, or no data arrived for
+                `request_timeout_s`; `begun` has the responses so far.
         """
         found: list[Completion | None] = [None] * len(prompts)
         limits = [max_new_tokens] * len(prompts)
@@ -105,7 +105,7 @@ class ServerClient:
         rows = [[int(token) for token in prompt] for prompt in requests.prompts]
         empty = [i for i, row in enumerate(rows) if not row]
         if empty:
-            raise EngineError(f"prompt {empty[0]} has no tokens", engine=self.name)
+            raise EngineError(f"prompt {empty[0]} is empty", engine=self.name)
         parameters = [self._parameters(requests, limit) for limit in requests.max_new_tokens]
         asked = Asked(rows, parameters, requests.extras, told)
         self.tokens.ask(asked)

@@ -1,12 +1,12 @@
-"""Discovery of an engine's weight layout: run its own loader on tensors without storage, and record
-the copies instead of making them.
+"""Discovery of an engine's weight layout: its own loader runs on tensors without storage, and the
+copies are recorded instead of executed.
 
 `trace_layout` calls the model's `load_weights` with a meta tensor for each HF tensor. A dispatch
-mode follows every view that the loader takes. `copy_` into a parameter is recorded as (HF
-rectangle) -> (rectangle of the buffer) and not executed; likewise `zero_` and `fill_`, with which
-loaders clear padding. The live weights of a running engine are not touched. Sources joined by `cat`
-or `stack` (DeepSeek's fused latent projection) are split again. Pure torch: works on any module, on
-its device or on meta.
+mode follows every view that the loader creates. `copy_` into a parameter is recorded as (HF
+rectangle) -> (rectangle of the buffer) and not executed; likewise `zero_` and `fill_`, which
+loaders use to clear padding. The live weights of a running engine are not touched. Sources joined
+by `cat` or `stack` (DeepSeek's fused latent projection) are resolved to their parts. Pure torch:
+works on any module, on its device or on meta.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 @dataclass(frozen=True)
 class TracedPiece:
-    """`source[start : +shape]` of the HF tensor is copied to `buffer[local_start : +local_shape]`,
-    with the same elements in order.
+    """A recorded copy of the HF tensor's `source[start : +shape]` to `buffer[local_start :
+    +local_shape]`, elements in the same order.
 
     `source` is None for elements that the loader fills with a constant, `fill`.
     """
@@ -46,16 +46,16 @@ class TracedPiece:
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """The traced copies: buffers {name: (shape, dtype)}, pieces in the order of the copies, and
-    buffers that were not written."""
+    """The traced copies: buffers {name: (shape, dtype)}, pieces in copy order, and buffers that
+    were not written."""
 
     buffers: dict[str, tuple[Shape, str]]
     pieces: tuple[TracedPiece, ...]
     untouched: tuple[str, ...]
 
     def rank_layout(self, catalog: Catalog) -> RankLayout:
-        """Return the layout of this rank for the slice plan: written buffers, their pieces, and as
-        padding the elements that the loader clears but never fills.
+        """Return this rank's layout for the slice plan: written buffers and their pieces. Elements
+        that the loader clears but never fills become padding.
 
         Raises:
             WeightSyncError: a tensor has more dimensions than the plan supports.
@@ -79,7 +79,7 @@ class TracedLayout:
                     rest = [part for box in rest for part in subtract(box, cut)]
                 if rest and piece.fill:
                     raise WeightSyncError(
-                        f"the loader fills a part of {piece.buffer} only with the constant "
+                        f"the loader leaves part of {piece.buffer} filled with the constant "
                         f"{piece.fill}; only zero is supported"
                     )
                 written[piece.buffer] += rest
@@ -106,14 +106,14 @@ def trace_layout(
     dtype: torch.dtype,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> TracedLayout:
-    """Trace `load_weights` (of `module` or of a wrapper) for the HF tensors {name: shape}.
+    """Trace `load_weights` (of `module` or a wrapper) for the HF tensors {name: shape}.
 
     Args:
-        dtype: dtype of the tensors; `dtypes` has the exceptions (block-wise fp8 and its scales).
+        dtype: dtype of the tensors, except those in `dtypes` (block-wise fp8 and its scales).
 
     Raises:
-        WeightSyncError: the loader copies from something other than an HF tensor, or in other than
-            rectangles; the message names both ends.
+        WeightSyncError: the loader copies from something other than an HF tensor, or copies
+            something other than a rectangle; names source and buffer.
     """
     buffers = dict(module.named_parameters(remove_duplicate=True)) | dict(module.named_buffers())
     kinds = dtypes or {}
@@ -135,8 +135,7 @@ def trace_layout(
 
 @dataclass
 class _Joined:
-    """The result of `cat` or `stack` along an axis; parts are (offset along the axis, length,
-    part)."""
+    """The parts of a `cat` or `stack` along an axis, in order."""
 
     axis: int
     stacked: bool
@@ -154,9 +153,9 @@ class _Recorder(TorchDispatchMode):
         self.to_storage = {_storage(tensor): name for name, tensor in buffers.items()}
         self.joined: dict[int, tuple[_Joined, Shape]] = {}
         self.pieces: list[TracedPiece] = []
-        # storages created as zeros and not written since: padding
+        # storages created as zeros and not written since, i.e. padding
         self.zeros: set[int] = set()
-        # keeps tensors alive, because a storage's address identifies it only while it exists
+        # keeps tensors alive, because an address identifies a storage only while it exists
         self._keep: list[Any] = list(sources.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,7 +202,7 @@ class _Recorder(TorchDispatchMode):
     # ---- operations on buffers
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if not target.numel():  # a rank whose rows of a small vocabulary are all padding
+        if not target.numel():  # all vocabulary rows of this rank are padding
             return
         buffer = self.to_storage[_storage(target)]
         if tuple(source.shape) != tuple(target.shape):
@@ -211,8 +210,8 @@ class _Recorder(TorchDispatchMode):
                 source = source.expand(target.shape)
             except RuntimeError:
                 raise WeightSyncError(
-                    f"the loader copies shape {tuple(source.shape)} into {tuple(target.shape)} of "
-                    f"{buffer}"
+                    f"the loader copies a tensor of shape {tuple(source.shape)} into a slice of "
+                    f"{buffer} of shape {tuple(target.shape)}"
                 ) from None
         for name, start, shape, inside in self._resolve(source, buffer):
             view = target
@@ -238,7 +237,7 @@ class _Recorder(TorchDispatchMode):
         )
         if place is None:
             raise WeightSyncError(
-                f"the loader writes {name or 'a constant'} to {buffer} in a shape that is not a "
+                f"the loader writes {name or 'a constant'} to a slice of {buffer} that is not a "
                 f"rectangle: stride {view.stride()}"
             )
         self.pieces.append(TracedPiece(name, start, shape, buffer, *place, fill))
@@ -258,22 +257,22 @@ class _Recorder(TorchDispatchMode):
             place = _rectangle(tensor, self.shapes[name], 0)
             if place is None:
                 raise WeightSyncError(
-                    f"the loader reads a shape that is not a rectangle from {name} for {buffer}: "
+                    f"the loader reads a slice of {name} for {buffer} that is not a rectangle: "
                     f"stride {tensor.stride()}"
                 )
             yield name, *place, [(0, size) for size in tensor.shape]
             return
         if key not in self.joined:
             raise WeightSyncError(
-                f"the loader fills {buffer} from something other than an HF tensor (shape "
+                f"the loader fills {buffer} from a source that is not an HF tensor (shape "
                 f"{tuple(tensor.shape)})"
             )
         join, shape = self.joined[key]
         place = _rectangle(tensor, shape, 0)
         if place is None or len(shape) != tensor.ndim:
             raise WeightSyncError(
-                f"the loader reads a shape that is not a rectangle from joined tensors for "
-                f"{buffer}: stride {tensor.stride()}"
+                f"the loader reads a slice of joined tensors for {buffer} that is not a "
+                f"rectangle: stride {tensor.stride()}"
             )
         yield from self._resolve_parts(join, *place, buffer)
 

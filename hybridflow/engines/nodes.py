@@ -1,14 +1,14 @@
-"""One engine over several nodes: the worker on its first node decides about starts and the
-rendezvous; the other nodes follow.
+"""Coordination of an engine that spans several nodes: the worker on its first node decides when to
+start and where the ranks meet; the other nodes follow.
 
-Each node has a separate server (`EngineSpec.node_rank`). The first node's worker keeps a store
-while it runs:
+Each node has a separate server (`EngineSpec.node_rank`). While it runs, the first node's worker
+serves a store:
 
     start/N         rendezvous of the engine's N-th start ("host:port")
-    lost/N/NODE     why the server of another node has ended
+    lost/N/NODE     the reason why another node's server exited
     end             the other nodes stop following
 
-Only the first node decides about starts, so an engine is always restarted as a whole.
+Only the first node decides when to start, so all servers of an engine are restarted together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FirstNode:
 
     Args:
         spec: spec of the first node's server.
-        host: an address of this machine that the other nodes reach; loopback for a single machine.
+        host: an address of this machine that other nodes can reach; loopback for a single machine.
     """
 
     def __init__(self, spec: EngineSpec, host: str) -> None:
@@ -41,36 +41,36 @@ class FirstNode:
         self.address: tuple[str, int] = (host, self._store.port)
 
     def begin(self, start: int, meet_at: str) -> None:
-        """Tell the other nodes to stop their servers and start new ones that meet at `meet_at`."""
+        """Make the other nodes stop their servers and start new ones that meet at `meet_at`."""
         self._store.set(f"start/{start}", meet_at)
 
     def check(self, start: int) -> None:
-        """Raise EngineError with node and reason if a server of another node has ended."""
+        """Raise EngineError with node and reason if another node's server has exited."""
         for node in range(1, self.spec.nnodes):
             key = f"lost/{start}/{node}"
             if self._store.check([key]):
                 raise EngineError(
-                    f"its server on node {node} has ended: {self._store.get(key).decode()}",
+                    f"the server on node {node} exited: {self._store.get(key).decode()}",
                     engine=self.spec.name,
                 )
 
     def end(self) -> None:
-        """Tell the other nodes to stop their servers for good."""
+        """Make the other nodes stop their servers for good."""
         self._store.set("end", "1")
 
 
 class OtherNode:
-    """The server of another node of an engine. A thread starts, replaces and stops it as directed
-    by the first node.
+    """The server of an engine on a node other than the first. A thread starts, replaces and stops
+    it as directed by the first node.
 
     Args:
         kind: name in `ENGINES`.
-        spec: with this node's `node_rank`.
+        spec: the engine's spec with this node's `node_rank`.
         log_path: log of the first start; later starts log next to it (`log_of_start`).
         host, port: `FirstNode.address`.
 
     Raises:
-        EngineError: no answer from there within the spec's `start_timeout_s`.
+        EngineError: the first node did not respond within the spec's `start_timeout_s`.
     """
 
     def __init__(self, kind: str, spec: EngineSpec, log_path: Path, host: str, port: int) -> None:
@@ -81,7 +81,7 @@ class OtherNode:
             self._store = client_store(host, port, spec.start_timeout_s)
         except RuntimeError as error:
             raise EngineError(
-                f"node {spec.node_rank} cannot reach the first one at {host}:{port}: {error}",
+                f"node {spec.node_rank} could not reach the first node at {host}:{port}: {error}",
                 engine=spec.name,
             ) from error
         self.server: Engine | None = None
@@ -112,9 +112,9 @@ class OtherNode:
                         self.server.check_alive()
                 except (EngineError, OSError) as error:
                     self._report(str(error).split("\n", 1)[0])
-        except RuntimeError as error:  # the first node's worker has ended, and the engine with it
+        except RuntimeError as error:  # the first node's worker exited, and the engine with it
             _log.warning(
-                "%s, node %d: no answer of the first node: %s",
+                "%s, node %d: no answer from the first node: %s",
                 self.spec.name,
                 self.spec.node_rank,
                 error,

@@ -1,5 +1,5 @@
-"""A server and its HTTP client combined into an engine (`engines.base.Engine`): the common part of
-all kinds of server."""
+"""A server process and its HTTP client combined into an engine (`engines.base.Engine`): the common
+base of all engines that are servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridflow.sync.session import Order, Outcome, answer_deadline
 class ServedEngine(ServerProcess):
     """An engine whose calls go over HTTP. `ServerProcess` provides start, liveness and stop."""
 
-    # the kind's `ServerClient`, which also implements `weight_transaction.EngineClient`
+    # the server's `ServerClient`, which also implements `weight_transaction.EngineClient`
     client_class: type[Any]
 
     @cached_property
@@ -32,7 +32,7 @@ class ServedEngine(ServerProcess):
 
     @cached_property
     def vocabulary(self) -> int:
-        """Number of tokens of the model; 0 if its config does not specify it."""
+        """The model's vocabulary size; 0 if its config does not specify it."""
         return int(model_config(self.spec).get("vocab_size") or 0)
 
     def generate(
@@ -62,16 +62,16 @@ class ServedEngine(ServerProcess):
             self.client.close()
 
     def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
-        """Make all ranks post their layouts. The engine must have no requests."""
+        """Make all ranks post their layouts. The engine must have no requests in flight."""
         client = self.client.with_timeout(answer_deadline(timeout_s))
         return weight_transaction.describe(client, self.spec, host, port, timeout_s)
 
     def receive(self, order: Order, plan: str) -> Outcome:
-        """Execute the order; `plan` is the digest of the plan for which this engine was
-        described."""
+        """Execute the order. `plan` is the digest of the plan built from this engine's
+        description."""
         client = self.client.with_timeout(answer_deadline(order.endpoint.timeout_s))
         try:
             return weight_transaction.receive(client, order, plan, self.spec.pipeline)
         finally:
-            # the sync blocked prompts in flight, which must not count as silence
+            # the sync blocked prompts in flight; that must not count as silence
             self.client.tokens.heard()

@@ -1,6 +1,6 @@
-"""An engine that is a server with an HTTP interface on loopback: its start as a child of this
-process, its liveness and its end. Each kind of server provides its command, its environment and a
-probe request."""
+"""The process of an engine that is an HTTP server on loopback: start as a child of this process,
+liveness checks and shutdown. Each kind of server provides the command, the environment and a probe
+request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hybridflow.process.surroundings import SAFE_PATH, without_proxy
 HOST = "127.0.0.1"
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
-# bytes of the servers' socket names: a uuid (vllm/utils/network_utils.py)
+# bytes reserved for the servers' socket names, a uuid (vllm/utils/network_utils.py)
 _SOCKET_ROOM = 45
 # SGLang checks for SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
 GRACE_S = {"cpu": 0.0, "cuda": 8.0}
@@ -50,7 +50,7 @@ INHERITED_BY_RANKS = (
 
 def has_weights(model_path: str) -> bool:
     """Return True if the folder contains weight files. A name that is not a folder is a hub id and
-    has them."""
+    is assumed to have them."""
     folder = Path(model_path)
     return not folder.is_dir() or any(
         next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin", "*.pt")
@@ -74,18 +74,18 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
 
 
 def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
-    """Return the base environment of a server: the caller's, without its distributed rank,
-    restricted to loopback."""
+    """Return the base environment of a server: this process's environment without its distributed
+    rank, restricted to loopback."""
     env = {
         k: v
         for k, v in without_credentials().items()
         if k not in INHERITED_BY_RANKS and not k.startswith("TORCHELASTIC_")
     }
-    env |= without_proxy(env)  # for a server's calls of its own address, and calls among its ranks
+    env |= without_proxy(env)  # for a server's calls to its own address, and among its ranks
     env |= SAFE_PATH
     env |= {
-        VARIABLE: job_secret(),  # the ranks meet the trainer's in its store
-        "TMPDIR": folder,  # the server's zmq sockets: removed with the folder
+        VARIABLE: job_secret(),  # the ranks connect to the trainer's store
+        "TMPDIR": folder,  # for the server's zmq sockets, removed with the folder
         "TOKENIZERS_PARALLELISM": "false",
     }
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled_code())
@@ -99,12 +99,12 @@ def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
 
 
 def reserve_port(ports: range) -> tuple[int, ExitStack]:
-    """Return an unused port of `ports`, and a lock on it that is held until closed.
+    """Return an unused port from `ports`, and a lock that reserves it until closed.
 
-    The lock is two abstract unix sockets, which prevent two engines of this machine from choosing
-    the same port before either listens. The name of the first is known to all engines of the
-    machine, and thus to an attacker who wants to take all of them; in that case only the second
-    counts, whose name is known only to this job.
+    The lock consists of two abstract unix sockets. They prevent two engines on this machine from
+    choosing the same port before either listens. The first one's name is known to all engines on
+    the machine, and thus to an attacker who could take all such names. In that case only the second
+    one is used, whose name is known only to this job.
 
     Raises:
         EngineError: no port is free.
@@ -123,17 +123,18 @@ def reserve_port(ports: range) -> tuple[int, ExitStack]:
                     probe.bind((HOST, port))
                 return port, lock.pop_all()
     raise EngineError(
-        f"no free port between {ports.start} and {ports.stop}; stop the processes listening there"
+        f"no free port from {ports.start} to {ports.stop}; stop the processes listening there"
     )
 
 
 class ServerProcess:
-    """One server. `start` returns immediately: call it for all engines, then `wait_ready` for each.
+    """The process of one server. `start` returns immediately: call it for all engines, then
+    `wait_ready` for each.
 
     Args:
         spec: the engine's spec.
-        log_path: receives the output of all its processes; its folder is created.
-        check: also called by `check_alive`; raises EngineError if something that the engine needs
+        log_path: receives the output of all server processes; its folder is created.
+        check: also called by `check_alive`; raises EngineError if something the engine depends on
             elsewhere is lost.
     """
 
@@ -153,10 +154,11 @@ class ServerProcess:
     # ---- implemented by each kind of server
 
     def _prepare(self) -> None:
-        """Prepare the start. Called before any process is started."""
+        """Check and complete the spec. Called before any process is started."""
 
     def _command(self) -> list[str]:
-        """Return the interpreter's arguments: `-m`, the server's module and its arguments."""
+        """Return the Python interpreter's arguments: `-m`, the server's module and its
+        arguments."""
         raise NotImplementedError
 
     def _environment(self) -> dict[str, str]:
@@ -164,11 +166,11 @@ class ServerProcess:
         raise NotImplementedError
 
     def _fill(self, folder: Path) -> None:
-        """Write the server's private files. The folder has its final name when the server
-        starts."""
+        """Write the server's private files to `folder`, which is renamed to its final name before
+        the server starts."""
 
     def _one_token(self) -> tuple[str, dict[str, Any]]:
-        """Return path and body of a request for one token, which probes that the server answers."""
+        """Return path and body of a one-token request that probes whether the server responds."""
         raise NotImplementedError
 
     # ---- start and end
@@ -180,18 +182,18 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Pid of the guard, which is also the session id of all processes of the engine; 0 before
+        """Pid of the guard, which is also the session id of all the engine's processes; 0 before
         the start."""
         return self._guard.pid if self._guard else 0
 
     def start(self) -> None:
-        """Start the processes without waiting for them. They end with this process, even if it is
+        """Start the processes without waiting for them. They exit with this process, even if it is
         killed."""
         if self._guard is not None:
             raise EngineError("already started", engine=self.spec.name)
         self._prepare()
         self.port, self._lock = reserve_port(self.spec.ports)
-        # created once the guard watches; until then it knows only the name
+        # created once the guard is watching; until then the guard knows only the name
         name = f"hf-engine-{secrets.token_hex(4)}"
         self._folder = str(parent_of_private(len(name), _SOCKET_ROOM) / name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +206,7 @@ class ServerProcess:
             self._folder,
             "--",
         ]
-        # a server may log its arguments, keys included: readable by this user only
+        # readable by this user only, because a server may log its arguments, keys included
         with (
             open(
                 self.log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)
@@ -213,7 +215,7 @@ class ServerProcess:
         ):
             files = (nothing.fileno(), log.fileno(), log.fileno())
             if self.spec.fork_server and not self.spec.python:
-                with suppress(OSError):  # the fork server has ended: start without it
+                with suppress(OSError):  # the fork server has exited: start without it
                     self._guard = fork(
                         self.spec.fork_server, [*watch, *command], env, files, leader=True
                     )
@@ -248,11 +250,11 @@ class ServerProcess:
         until it has loaded).
 
         Args:
-            timeout_s: seconds from now; None: the spec's `start_timeout_s`.
+            timeout_s: timeout in seconds; None uses the spec's `start_timeout_s`.
 
         Raises:
-            EngineError: it ended or was not ready in time. Includes the end of the log; nothing is
-                left running.
+            EngineError: the engine exited or was not ready in time. Includes the log tail; no
+                process is left running.
         """
         limit = self.spec.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
@@ -270,15 +272,15 @@ class ServerProcess:
         except BaseException:
             self.stop()
             raise
-        # The guard scans for shared memory every few seconds. An engine killed before the next scan
-        # would leave its files behind.
+        # The guard scans for shared memory only every few seconds, and an engine killed before the
+        # next scan would leave its files behind.
         guard.note_shared_memory(
             self._folder, guard.shared_memory_of(guard.session_members(self.pid))
         )
 
     def _answers(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> bool:
         if listeners_at(HOST, self.port) != {os.getuid()}:
-            return False  # it does not listen yet; if another user listens, do not send our key
+            return False  # not listening yet; if another user is listening, do not send our key
         headers = {"Authorization": f"Bearer {self.admin_key}"}
         try:
             with direct_session() as session:
@@ -296,23 +298,23 @@ class ServerProcess:
     def check_alive(self) -> None:
         """Raise if the engine is not running. Costs one system call.
 
-        A server ends its main process when one of its children dies, so only the main process is
+        A server's main process exits when one of its children dies, so only the main process is
         checked.
 
         Raises:
-            EngineError: it was never started or has ended. Includes the end of the log.
+            EngineError: the engine was never started or has exited. Includes the log tail.
         """
         if self._guard is None:
             raise EngineError("not started", engine=self.spec.name)
         status = self._guard.poll()
         if status is not None:
             raise EngineError(
-                f"ended with status {status}", engine=self.spec.name, log_tail=self.log_tail()
+                f"exited with status {status}", engine=self.spec.name, log_tail=self.log_tail()
             )
         self._check()
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """Return the last lines of the log without the key; empty if there is none."""
+        """Return the last lines of the log with the key masked; empty if there is no log."""
         if not self.log_path.exists():
             return ""
         with open(self.log_path, "rb") as log:
@@ -321,14 +323,14 @@ class ServerProcess:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> None:
-        """End all processes of the engine within about 10 s, and remove its temporary files. Safe
+        """Stop all processes of the engine within about 10 s, and remove its temporary files. Safe
         to call again.
 
-        On CPU they are killed immediately, since an engine has no state worth saving. On CUDA they
-        get a few seconds to release the device memory themselves.
+        On CPU the processes are killed immediately, since an engine has no state worth saving. On
+        CUDA they get a few seconds to release device memory themselves.
 
         Raises:
-            EngineError: a process could not be ended.
+            EngineError: a process could not be killed.
         """
         process = self._guard
         if process is None:
@@ -351,7 +353,7 @@ class ServerProcess:
         self._store = None
         if still_there:
             raise EngineError(
-                f"processes {still_there} could not be killed",
+                f"could not kill processes {still_there}",
                 engine=self.spec.name,
                 log_tail=self.log_tail(),
             )

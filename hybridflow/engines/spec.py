@@ -1,4 +1,4 @@
-"""The specification of one engine: model and resources, the same for every kind of engine."""
+"""The specification of one engine: its model and resources, independent of the kind of engine."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hybridflow.errors import EngineError
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine.
+    """The specification of one engine.
 
     Args:
-        name: name in messages and of its log.
+        name: name of the engine in messages, and of its log.
         model_path: Hugging Face folder; without weight files the weights are random and must be
             sent before use.
         tensor, pipeline: parallel sizes; their product is the number of ranks, one process each.
-        expert: number of groups into which the tensor-parallel ranks divide the experts; 1: each
-            expert is sharded over all of them.
-        data_attention: copies of the attention among the tensor-parallel ranks; 1: one, sharded
-            over all of them.
-        nnodes, node_rank, dist_init_addr: an engine over several nodes has one server per node,
-            equal except for `node_rank`. The ranks meet at `dist_init_addr` ("host:port"), where
-            the server with node_rank 0 listens; with port 0 it takes a free one, which
-            `Engine.spec` contains after the start. Only that server answers requests.
+        expert: expert-parallel size within the tensor-parallel ranks; with 1, each expert is
+            sharded over all of them.
+        data_attention: data-parallel copies of the attention among the tensor-parallel ranks; with
+            1, it is sharded over all of them.
+        nnodes, node_rank, dist_init_addr: an engine that spans several nodes has one server per
+            node, with specs equal except for `node_rank`. The ranks meet at `dist_init_addr`
+            ("host:port"), where the server with node_rank 0 listens; with port 0 it picks a free
+            port, which `Engine.spec` contains after the start. Only that server serves requests.
         host: the address at which other nodes reach this one; loopback if all peers are on this
             machine.
         ports: range of the server's port.
@@ -36,23 +36,24 @@ class EngineSpec:
         max_total_tokens: size of the KV cache.
         mem_fraction_static: share of device memory available to the engine.
         cache_prefixes: keep the KV cache of prompts for later requests with the same prefix.
-        extra_args: arguments of the kind's own server by name (`-` or `_`), overriding ours: True
-            is a bare flag, False or None removes it, a list becomes several values, a mapping JSON.
+        extra_args: additional arguments of the server by name (`-` or `_`), which override ours:
+            True is a bare flag, False or None removes the argument, a list becomes several values,
+            a mapping JSON.
         start_timeout_s: deadline of `wait_ready`.
         request_timeout_s: deadline of a control call; an engine that sends no token for this long
             counts as hung.
-        seed: the engine's own random seed.
+        seed: the engine's random seed.
         device: cpu | cuda.
-        return_routed_experts: record each token's experts, for `generate(with_routes=True)`; costs
-            host memory of max_total_tokens x layers x experts per token x 4 bytes.
-        max_support: maximum support size that `generate(with_support=True)` returns per token; 0:
-            the server's default.
+        return_routed_experts: record each token's experts, for `generate(with_routes=True)`; uses
+            max_total_tokens x layers x experts per token x 4 bytes of host memory.
+        max_support: maximum support size that `generate(with_support=True)` returns per token; 0
+            uses the server's default.
         tokenizes: load the model's tokenizer, for `SamplingConfig.stop`.
         memory_saver: allow releasing device memory (`Engine.sleep`); only on cuda.
         threads: compute threads per rank; only on cpu.
-        python: interpreter with the kind's library; "": this process's.
-        fork_server: name of a fork server (`process.fork_server`) that has loaded the kind's
-            library; "": none.
+        python: interpreter that has the inference library; "" for this process's.
+        fork_server: name of a fork server (`process.fork_server`) that has loaded the inference
+            library; "" for none.
     """
 
     name: str
@@ -86,7 +87,7 @@ class EngineSpec:
 
     @property
     def ranks(self) -> int:
-        """Processes with weights, on all nodes together."""
+        """The number of processes that hold weights, over all nodes."""
         return self.tensor * self.pipeline
 
 
@@ -101,16 +102,16 @@ def model_config(spec: EngineSpec) -> dict[str, Any]:
 
 
 def check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int, name: str) -> None:
-    """Reject tokens outside the model's vocabulary. Servers use them as an index into their
-    embedding: some crash with all other requests, some read padding.
+    """Reject tokens outside the model's vocabulary. Servers index their embedding with them: some
+    crash, failing all other requests too, and some read padding.
 
     Args:
         prompts: token ids.
-        vocabulary: number of tokens of the model; 0: unknown.
+        vocabulary: vocabulary size of the model; 0 if unknown.
         name: name of the engine.
 
     Raises:
-        EngineError: with the prompt's number and the token.
+        EngineError: names the prompt and the token.
     """
     for number, prompt in enumerate(prompts):
         if not vocabulary or not len(prompt):
@@ -118,11 +119,13 @@ def check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int, name: str) -
         wrong = max(prompt) if min(prompt) >= 0 else min(prompt)
         if not 0 <= wrong < vocabulary:
             raise EngineError(
-                f"prompt {number} has token {wrong}, but the model has {vocabulary}", engine=name
+                f"prompt {number} contains token {wrong}, but the model's token ids are 0 to "
+                f"{vocabulary - 1}",
+                engine=name,
             )
 
 
 def log_of_start(log_path: Path, number: int) -> Path:
-    """Return the log of an engine's `number`-th restart: `NAME.log`, then `NAME.1.log` and so
-    on."""
+    """Return the log path of an engine's `number`-th restart: `NAME.log` for 0, then `NAME.1.log`
+    and so on."""
     return log_path.with_stem(f"{log_path.stem}.{number}") if number else log_path

@@ -1,4 +1,4 @@
-"""One engine over its restarts: an engine that has died or hangs is stopped and restarted in the
+"""Supervision of one engine: an engine that has died or hangs is stopped and restarted in the
 background."""
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ class EngineState:
     name: str
     state: str  # up | starting | failed
     restarts: int
-    reason: str = ""  # why it is not up, or was not before its latest restart
-    has_weights: bool = False  # whether it can answer prompts; set by its worker
+    reason: str = ""  # reason it is not up, or of its latest restart
+    has_weights: bool = False  # True if it can serve prompts; set by its worker
 
 
 class EngineSupervisor:
-    """Starts an engine, watches it and restarts it. Not thread-safe.
+    """Starts, watches and restarts one engine. Not thread-safe.
 
     Args:
         kind: name in `ENGINES`.
         spec: the engine's spec.
         log_path: log of the first start; later starts log next to it (`log_of_start`).
-        prepare: called with each restarted engine before it counts as up; raises a HybridFlowError
-            to fail it.
-        max_restarts: restarts per hour before the engine is given up.
-        nodes: for an engine over several nodes: tells the others to start with this one, and
-            whether they run.
+        prepare: called with each restarted engine before it counts as up; a HybridFlowError fails
+            the restart.
+        max_restarts: maximum restarts per hour; beyond that the engine is abandoned.
+        nodes: for an engine that spans several nodes, starts and checks the servers of the others.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class EngineSupervisor:
         self.engine = self._start()
 
     def state(self) -> EngineState:
-        """Return the engine's current state. Restarts an engine that has died."""
+        """Return the engine's current state, after starting a restart if it has died."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
         if self._thread is None and not self._failure:
@@ -78,14 +77,14 @@ class EngineSupervisor:
         return EngineState(self.spec.name, kind, self.restarts, self._failure or self._reason)
 
     def restart(self, reason: str) -> None:
-        """Stop the rest of the engine and restart it in the background. `state` reports when it is
-        up."""
+        """Stop what remains of the engine and restart it in the background. `state` reports when it
+        is up."""
         if self._thread is not None or self._failure:
             return
         if not self._limit.take():
             most = self._limit.most
             self._failure = (
-                f"given up: rollout.max_restarts={most} allows no more restarts in this hour: "
+                f"not restarted: limit rollout.max_restarts={most} per hour reached; last failure: "
                 f"{reason}"
             )
             return
@@ -135,4 +134,4 @@ class EngineSupervisor:
             self.engine.wait_ready()
             self._prepare(self.engine)
         except (HybridFlowError, OSError) as error:
-            self._failure = self._failure or f"could not be restarted: {error}"
+            self._failure = self._failure or f"restart failed: {error}"

@@ -1,9 +1,9 @@
-"""Prompts in flight at one server: responses arrive token by token over server-sent events.
+"""Prompts in flight at one server, whose responses arrive token by token as server-sent events.
 
-All requests share one event loop in one thread. If the kind of server accepts several prompts in
-one HTTP request, a batch is sent in one, which keeps its order in the scheduler; the server streams
-all responses concurrently. Each kind of server defines the request, the parsing of events, and
-aborts.
+All requests share one event loop in one thread. If the server accepts several prompts per HTTP
+request, a batch is sent in one request, which preserves its order in the scheduler; the server
+streams all responses concurrently. A subclass per kind of server defines requests, event parsing
+and aborts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Value = TypeVar("Value")
 
 
 class Answer:
-    """A partial response. Written by the loop's thread, readable from any thread."""
+    """A partial response, written by the event loop's thread and readable from any thread."""
 
     __slots__ = ("_heard", "_log_probs", "_supports", "_tokens", "routes")
 
@@ -41,8 +41,8 @@ class Answer:
         self._tokens: list[np.ndarray] = []
         self._log_probs: list[np.ndarray] = []
         self._supports: list[Supports] = []
-        # of the last event, in one assignment: number of list entries, their weight versions, and
-        # the finish reason
+        # state after the last event, assigned atomically: number of list entries, their weight
+        # versions, and the finish reason
         self._heard: tuple[int, tuple[WeightSpan, ...], str] = (0, (), "")
         self.routes: str | None = None
 
@@ -63,11 +63,12 @@ class Answer:
 
         Args:
             reason: the finish reason; empty while the response is running.
-            spans: {version, start, end} of all tokens so far; without an end, up to the last token.
+            spans: {version, start, end} of all tokens so far; without an end, a span extends to the
+                last token.
             supports: the tokens' supports, if requested.
         """
         if reason and reason not in FINISH_REASONS:
-            raise ValueError(f"finish reason {reason!r}")
+            raise ValueError(f"unknown finish reason {reason!r}")
         known = (
             (len(log_probs), "log-probs"),
             (len(tokens if supports is None else supports), "supports"),
@@ -75,7 +76,7 @@ class Answer:
         if missing := [f"{count} {what}" for count, what in known if count != len(tokens)]:
             if reason != "abort":
                 raise ValueError(f"{missing[0]} for {len(tokens)} tokens")
-            # the server repeats a token of a request that waited
+            # the server repeats a token of an aborted request that was waiting
             tokens = tokens[:0]
             log_probs = log_probs[:0]
         if len(tokens):
@@ -89,7 +90,7 @@ class Answer:
         self._heard = (len(self._tokens), made_by, reason)
 
     def continued(self, version: str) -> list[dict[str, Any]]:
-        """Return the spans so far, for `add`, extended by tokens of the weights of `version`."""
+        """Return the spans so far, for `add`, extended by tokens from weight `version`."""
         known = [vars(span) for span in self._heard[1]]
         if known and known[-1]["version"] == version:
             return [*known[:-1], {"version": version, "start": known[-1]["start"]}]
@@ -99,7 +100,7 @@ class Answer:
         return sum(map(len, self._tokens[: self._heard[0]]))
 
     def completion(self, prompt_tokens: int, extras: Extras) -> Completion:
-        """Return the response so far. If it has not ended, its finish reason is `abort`."""
+        """Return the response so far. If it is unfinished, its finish reason is `abort`."""
         count, spans, reason = self._heard
         ids = np.concatenate([np.empty(0, np.int64), *self._tokens[:count]])
         log_probs = np.concatenate([np.empty(0, np.float32), *self._log_probs[:count]])
@@ -108,14 +109,14 @@ class Answer:
         return Completion(ids, log_probs, reason or "abort", spans, routes, supports)
 
     def _routes(self, rows: int) -> np.ndarray | None:
-        """Decode the experts of each token but the last (base64 of int32,
+        """Decode the experts of every token except the last (base64 of int32,
         sglang/srt/state_capturer/routed_experts.py:166)."""
         if self.routes is None:
             if not len(self) or self.finish_reason == "abort":
                 return None
             raise ValueError(
-                "no routed experts; the engine needs EngineSpec.return_routed_experts and a "
-                "mixture of experts"
+                "no routed experts returned; they require EngineSpec.return_routed_experts and a "
+                "mixture-of-experts model"
             )
         flat = np.frombuffer(base64.b64decode(self.routes, validate=True), dtype=np.int32)
         if not len(flat) or len(flat) % rows:
@@ -124,8 +125,8 @@ class Answer:
 
 
 class Asked:
-    """A batch of prompts in flight. `told` is called in the loop's thread with the number and
-    completion of each response that has ended; `done` has an error if there was one."""
+    """A batch of prompts in flight. `told` is called in the event loop's thread with the number and
+    completion of each finished response; `done` carries the error, if any."""
 
     def __init__(
         self,
@@ -139,12 +140,12 @@ class Asked:
         self.extras = extras
         self.told = told
         stem = secrets.token_hex(8)
-        # of equal length: SGLang aborts every request whose name starts with the given one
+        # of equal length, because SGLang aborts every request whose name starts with the given one
         # (sglang/srt/managers/scheduler.py:5688)
         self.names = [f"{stem}-{number:08}" for number in range(len(prompts))]
-        # requests that the server has started to answer, or others of the same HTTP request
+        # requests of every HTTP request that the server has started to answer
         self.known: set[str] = set()
-        self.early: set[str] = set()  # requests that were aborted earlier than that
+        self.early: set[str] = set()  # requests aborted before they were known
         self.answers = [Answer() for _ in prompts]
         self.done: Future[None] = Future()
         # set by `TokenStreams.ask`
@@ -154,20 +155,20 @@ class Asked:
         self.unwanted = False
 
     def so_far(self, number: int) -> Completion:
-        """Return a response so far, without its experts; its reason is `abort` if it has not
-        ended."""
+        """Return a response so far, without its experts. Its finish reason is `abort` if it is
+        unfinished."""
         return self.answers[number].completion(0, Extras(support=self.extras.support))
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Tell the engine to end these responses. Returns once it has been told."""
+        """Tell the engine to abort these responses. Returns once the request has been sent."""
         assert self.streams is not None
         self.streams.abort(self, [self.names[number] for number in numbers])
 
     def give_up(self) -> None:
-        """Stop waiting. Unfinished responses are aborted at the engine, and `done` gets an
+        """Stop waiting. Unfinished responses are aborted at the engine, and `done` fails with an
         EngineError."""
         if self.loop is not None:
-            with suppress(RuntimeError):  # the loop has ended, and all requests with it
+            with suppress(RuntimeError):  # the loop has stopped, and all requests with it
                 self.loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
@@ -177,14 +178,14 @@ class Asked:
 
 
 class TokenStreams:
-    """Token requests to one engine. Each kind of server has a subclass.
+    """The token requests to one engine; subclassed for each kind of server.
 
     Args:
         url: base address.
         headers: sent with each request.
         name: the engine's name, for errors.
-        silence_s: an engine that sends no data at all for this long while requests are in flight
-            counts as silent. The duration of a response does not matter.
+        silence_s: seconds without any data, while requests are in flight, after which the engine
+            counts as silent. A response may take longer.
         batch_size: prompts per HTTP request.
     """
 
@@ -213,10 +214,10 @@ class TokenStreams:
 
     def _read(self, asked: Asked, event: Any, names: Mapping[str, int]) -> str:
         """Add an event to its response and return the request's name. Raises EngineError if the
-        server rejected it; any parse error is reported as a malformed event.
+        server rejected the request; other exceptions are reported as a malformed event.
 
         Args:
-            names: {name: number} of the prompts of the request.
+            names: {name: number} of the request's prompts.
         """
         raise NotImplementedError
 
@@ -229,22 +230,22 @@ class TokenStreams:
     def ask(self, asked: Asked) -> None:
         """Send the prompts and return; `asked.done` resolves when all are answered.
 
-        Its error is EngineError (rejected or malformed) or EngineSilent (no connection, or silent).
-        Unanswered prompts are then aborted at the engine.
+        It fails with EngineError (rejected or malformed) or EngineSilent (no connection, or
+        silent). Unanswered prompts are then aborted at the engine.
         """
         asked.streams = self
         self._schedule(self._answer(asked))
         asked.loop = self._loop  # None if everything was aborted in the meantime
 
     def abort(self, asked: Asked, names: Sequence[str]) -> None:
-        """Tell the engine to end these requests; they are answered with the tokens so far. Returns
-        once it has been told."""
+        """Tell the engine to abort these requests, which are answered with the tokens so far.
+        Returns once the request has been sent."""
         task = self._schedule(self._abort_known(asked, names))
         with suppress(TimeoutError, CancelledError):
             task.result(2 * _ABORT_S)
 
     def heard(self) -> None:
-        """Restart the silence timer: the engine was blocked."""
+        """Restart the silence timer, because the engine was blocked."""
         self._heard = time.monotonic()
 
     def close(self) -> None:
@@ -301,7 +302,7 @@ class TokenStreams:
                 self._take(asked, event, names, open_names)
             if open_names:
                 raise EngineError(
-                    f"{self.path} ended with {len(open_names)} prompts unanswered",
+                    f"{self.path} ended with {len(open_names)} unanswered prompts",
                     engine=self.name,
                 )
         except aiohttp.ClientError as error:
@@ -312,7 +313,7 @@ class TokenStreams:
 
     def _take(self, asked: Asked, event: Any, names: dict[str, int], open_names: set[str]) -> None:
         if isinstance(event, dict) and "error" in event:
-            raise EngineError(f"{self.path} refused: {str(event['error'])[:500]}", engine=self.name)
+            raise EngineError(f"{self.path} failed: {str(event['error'])[:500]}", engine=self.name)
         try:
             name = self._read(asked, event, names)
             number = names[name]
@@ -357,7 +358,8 @@ class TokenStreams:
                     yield self._parsed(event)
                 if not data and not ended:
                     raise EngineSilent(
-                        f"{self.path}: the connection closed before the answers", engine=self.name
+                        f"{self.path}: connection closed before the response ended",
+                        engine=self.name,
                     )
         finally:
             response.close()
@@ -371,7 +373,7 @@ class TokenStreams:
             ) from error
 
     async def _heard_within(self, coming: Awaitable[Value], asked_at: float) -> Value:
-        """Await data. Raises EngineSilent if no request receives any for `silence_s`."""
+        """Await data. Raises EngineSilent if no request receives any data for `silence_s`."""
         waiting = asyncio.ensure_future(coming)
         try:
             while True:
@@ -388,17 +390,17 @@ class TokenStreams:
             waiting.cancel()
 
     async def _abort_known(self, asked: Asked, names: Sequence[str]) -> None:
-        # a server ignores unknown names, so it is told again later
+        # a server ignores unknown names, so the abort is repeated once it knows them
         asked.early |= set(names) - asked.known
         await self._abort(names)
 
     async def _abort(self, names: Sequence[str]) -> None:
-        """Abort requests at a live engine that are no longer needed."""
+        """Abort requests that are no longer needed; errors are ignored."""
         with suppress(aiohttp.ClientError, TimeoutError):
             await self._call_off(names)
 
     async def _tell(self, path: str, body: dict[str, Any]) -> None:
-        """Send a message and ignore its answer."""
+        """Send a message and ignore the response."""
         session = self._open_session()
         timeout = aiohttp.ClientTimeout(total=_ABORT_S)
         async with session.post(
@@ -408,8 +410,8 @@ class TokenStreams:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # environment proxies must not see or break calls to this machine, so trust_env stays
-            # off
+            # proxies from the environment must not see or break calls to this machine, so trust_env
+            # stays off
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.silence_s),
@@ -428,7 +430,7 @@ class TokenStreams:
             self._session = None
 
     def _schedule(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        # `close` ends everything scheduled by then, so nothing may be scheduled later
+        # `close` cancels everything scheduled so far, so nothing may be scheduled later
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

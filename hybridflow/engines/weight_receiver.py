@@ -1,8 +1,9 @@
-"""Runs inside every rank of an engine: describes its weight layout, and receives new weights.
+"""The weight receiver inside every rank of an engine: it describes the rank's weight layout and
+receives new weights.
 
 The engine's loader is traced (`layout_tracer`), and incoming weights are written to the locations
-that it would write to. Errors are reported through the sync's store, because the answer of the
-engine's server does not contain them.
+that it would write to. Errors are reported through the weight-sync store, because the server's
+response does not contain them.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class _CalledOff(WeightSyncError):
 
 
 class WeightReceiver:
-    """One engine rank: its traced layout, its schedule and its open session, kept across syncs.
+    """The state of one engine rank across syncs: its traced layout, schedule and open session.
 
     Args:
-        model: has `load_weights`, the engine's own loader.
-        rank: returns the number of this process in the engine.
-        finish: called with the model after the last weight was written.
+        model: the engine's model; `load_weights` is the engine's own loader.
+        rank: returns this process's rank in the engine.
+        finish: called with the model after the last weight is written.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class WeightReceiver:
         self._thread: threading.Thread | None = None
 
     def take(self, control: Control, in_background: bool) -> None:
-        """Handle a message. With `in_background`, receiving is left to a thread."""
+        """Handle a message. With `in_background`, weights are received in a thread."""
         if not in_background or control.action != RECEIVE:
             return self.handle(control)
-        # these modes are per thread, and weights created in inference mode may not be written
-        # outside of it
+        # these modes are per thread, and weights created in inference mode must not be written
+        # outside it
         modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
         before = self._thread
 
@@ -79,12 +80,12 @@ class WeightReceiver:
                 platform = Platform(device.type)  # type: ignore[arg-type]
                 platform.set_device(device.index or 0)
                 if before is not None:
-                    before.join()  # it has reported already, or this engine is given up
+                    before.join()  # it has already reported, or this engine is being abandoned
                 platform.synchronize()  # wait for kernels started before the pause
                 with torch.inference_mode(modes[0]), torch.set_grad_enabled(modes[1]):
                     self.handle(control, platform.synchronize)
             except BaseException:  # like `load`
-                _log.exception("a weight-sync message could not be answered")
+                _log.exception("could not answer a weight-sync message")
 
         self._thread = threading.Thread(target=work, name="receive-weights", daemon=True)
         return self._thread.start()
@@ -119,18 +120,18 @@ class WeightReceiver:
             self._describe(store, layout)
             return 0
         if control.order is None:
-            raise WeightSyncError("a message to receive weights has no order")
+            raise WeightSyncError("a receive message has no order")
         board = Board.open(control.order, store)
         try:
             return self._receive(board, rank)
         except BaseException as problem:
             was_called_off = board.decision() == ABORT
             board.decide(ABORT)
-            # tell the other ranks not to wait for this one; the decision informs them
+            # stop the other ranks from waiting for this one; they then read the decision
             board.staged(rank)
             if was_called_off and not isinstance(problem, _CalledOff):
                 raise _CalledOff(
-                    f"cancelled before it was committed (error of this rank: {problem_of(problem)})"
+                    f"cancelled before commit (error on this rank: {problem_of(problem)})"
                 ) from problem
             raise
 
@@ -150,8 +151,8 @@ class WeightReceiver:
         }
 
     def _traced(self, store: Any, timeout_s: float) -> RankLayout:
-        """Return the layout. It is traced again if any buffer has moved (repacked weights, memory
-        released and allocated again)."""
+        """Return the layout, tracing it again if any buffer has moved (repacked weights, memory
+        released and reallocated)."""
         pointers = {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
         if self._layout is None or pointers != self._pointers:
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
@@ -182,12 +183,12 @@ class WeightReceiver:
         return received.stats.payload_bytes
 
     def _agree_to_commit(self, board: Board, rank: int) -> None:
-        """Return when every rank of the engine has staged everything and all will copy. Raises if
-        the order is cancelled."""
+        """Wait until every rank of the engine has staged all weights and agrees to copy them.
+        Raises if the order is cancelled."""
         board.staged(rank)
         board.wait_all_staged(board.order.endpoint.timeout_s)
         if board.decide(COMMIT) != COMMIT:
-            raise _CalledOff("cancelled before it was committed")
+            raise _CalledOff("cancelled before commit")
 
     def _scheduled(self, board: Board, rank: int) -> Schedule:
         order = board.order
@@ -204,7 +205,7 @@ class WeightReceiver:
         return self._schedule
 
     def _opened(self, order: Order, rank: int) -> ReceiveChannel:
-        """Return the session's channel. The channel of an earlier session is closed."""
+        """Return the session's channel, closing that of an earlier session."""
         if self._channel is None or self._session != order.endpoint.session:
             self._give_up()
             self._channel = open_receiver(order.endpoint, rank, _device(self.model))
@@ -220,7 +221,7 @@ class WeightReceiver:
             channel.abort()
 
     def _clear_padding(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Zero the padding, like the loader. No message fills it, and it is uninitialised in an
+        """Zero the padding, as the loader does. No message fills it, and it is uninitialised in an
         engine that started without weights."""
         layout = self._layout
         if layout is None:

@@ -1,10 +1,10 @@
-"""One engine's part of a weight sync, driven by its worker over HTTP: all weights or none, never a
-token from a mixture.
+"""One engine's side of a weight sync, driven by its worker over HTTP. The engine loads all weights
+or none, and never generates a token from a mix of versions.
 
 The engine is paused before anything is written, and resumes under the new version's name only after
-every rank has reported success. After any failure it stays paused under its old version's name,
-until the next order. The server's own answer is ignored: SGLang's reports success even if the
-loader failed.
+every rank has reported success. After any failure it stays paused under the old version's name,
+until the next order. The server's HTTP response is ignored, because SGLang reports success even if
+the loader failed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from hybridflow.sync.session import (
 
 
 class EngineClient(Protocol):
-    """The protocol of an engine's server in a transaction. Calls have deadlines and raise
-    EngineError."""
+    """The protocol of a client to an engine's server during a transaction. Calls have deadlines and
+    raise EngineError."""
 
     def pause(self, mode: PauseMode) -> None:
         """Stop generating."""
@@ -41,7 +41,7 @@ class EngineClient(Protocol):
         """Continue generating after `pause`."""
 
     def begin_weight_update(self) -> None:
-        """Open the session that `call_ranks` needs."""
+        """Open the session that `call_ranks` requires."""
 
     def end_weight_update(self) -> None:
         """Close the session."""
@@ -51,17 +51,17 @@ class EngineClient(Protocol):
         cached prefixes."""
 
     def set_weight_version(self, version: int | str) -> None:
-        """Name the weights that generate later tokens."""
+        """Set the version name of the weights that generate later tokens."""
 
 
 class _Unusable(WeightSyncError):
-    """The engine can take no further order: a rank does not report, or the update session stays
-    open."""
+    """The engine cannot process further orders: a rank does not report, or the update session
+    cannot be closed."""
 
 
 def _report_deadline(timeout_s: float, stages: int) -> float:
-    """Return the deadline in seconds for the ranks' reports after the server's answer. With several
-    pipeline stages the server answers once the first stage has handled the message."""
+    """Return the deadline in seconds for the ranks' reports after the server's response. With
+    several pipeline stages the server responds once the first stage has handled the message."""
     return answer_deadline(timeout_s) if stages > 1 else REPORT_GRACE_S
 
 
@@ -72,7 +72,7 @@ def describe(
 
     Raises:
         WeightSyncError: a rank could not trace its loader or did not report; names engine and rank.
-        EngineError: the engine does not answer.
+        EngineError: the engine does not respond.
     """
     store = session.connect(host, port, timeout_s)
     control = Control(
@@ -89,11 +89,11 @@ def describe(
 
 
 def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> Outcome:
-    """Execute an order. Never raises a HybridFlowError: the outcome has the engine's status.
+    """Execute an order. Never raises a HybridFlowError: the outcome contains the engine's status.
 
     Args:
-        plan: digest of the plan for which this engine was described.
-        stages: pipeline stages of the engine.
+        plan: digest of the plan built from this engine's description.
+        stages: number of pipeline stages of the engine.
     """
     started = time.perf_counter()
     board = None
@@ -105,7 +105,7 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
         reports = _transact(client, board, _report_deadline(order.endpoint.timeout_s, stages))
     except (WeightSyncError, EngineError, StoreError) as error:
         if board is not None:
-            with suppress(StoreError):  # without the store no peer can be told
+            with suppress(StoreError):  # without the store, peers cannot be notified
                 board.call_off(str(error))
         if isinstance(error, EngineSilent | _Unusable):
             status = "lost"
@@ -117,7 +117,7 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
             0,
             time.perf_counter() - started,
         )
-    # the keys end with the store; the rank that keeps it reports errors
+    # the keys vanish with the store; the rank that serves it reports errors
     with suppress(StoreError):
         board.clear()
     nbytes = sum(report.nbytes for report in reports.values())
@@ -125,29 +125,30 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
 
 
 def _compare(board: Board, plan: str) -> None:
-    """Reject an order whose plan or version differs from the senders', before pausing the
-    engine."""
+    """Reject an order whose plan or version differs from that of the senders, before the engine is
+    paused."""
     order = board.order
     if order.plan != plan:
         raise WeightSyncError(
-            f"{order.engine} was described for plan {plan[:12]}, the order is for plan "
-            f"{order.plan[:12]}; plan again"
+            f"{order.engine} has plan {plan[:12]}, but the order is for plan {order.plan[:12]}; "
+            "plan again"
         )
     for sender, announced in board.announcements(order.endpoint.timeout_s).items():
         if announced.plan != plan:
             raise WeightSyncError(
-                f"trainer rank {sender} has plan {announced.plan[:12]}, {order.engine} has plan "
-                f"{plan[:12]}; plan again"
+                f"trainer rank {sender} has plan {announced.plan[:12]}, but {order.engine} has "
+                f"plan {plan[:12]}; plan again"
             )
         if announced.version != order.version:
             raise WeightSyncError(
-                f"trainer rank {sender} has weight version {announced.version}, not {order.version}"
+                f"trainer rank {sender} has weight version {announced.version}, expected "
+                f"{order.version}"
             )
 
 
 def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, RankReport]:
-    """Pause the engine, let the ranks receive, and resume. `report_s` is the deadline for reports
-    after the server's answer."""
+    """Pause the engine, let the ranks receive, and resume. `report_s` is the deadline in seconds
+    for reports after the server's response."""
     order = board.order
     endpoint = board.order.endpoint
     refusal = ""
@@ -164,9 +165,10 @@ def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, 
     )
     client.pause(cast(PauseMode, order.pause))
     client.begin_weight_update()
-    board.go()  # only now, as senders would otherwise wait while the engine finishes its requests
+    # not earlier, because senders would wait while the engine finishes its requests
+    board.go()
     try:
-        # requests paused in place keep their KV cache, and SGLang answers 400 to a flush
+        # requests paused in place keep their KV cache, so SGLang would reject a flush (400)
         client.call_ranks(control, flush_cache=order.pause != "in_place")
     except EngineSilent:
         raise
@@ -177,7 +179,7 @@ def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, 
         client.end_weight_update()
     except EngineError as error:
         raise _Unusable(
-            f"{order.engine}: its update session cannot be closed and would refuse the next: "
+            f"{order.engine}: could not close the update session, which blocks the next one: "
             f"{error}"
         ) from error
     _check_reports(order.engine, ranks, reports, refusal)

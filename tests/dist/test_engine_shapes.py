@@ -298,5 +298,5 @@ def test_several_nodes_need_an_address(tmp_path: Path) -> None:
     server = SglangEngine(
         EngineSpec(name="lost", model_path=str(tmp_path), tensor=2, nnodes=2), tmp_path / "log"
     )
-    with pytest.raises(EngineError, match=r"nnodes=2 needs dist_init_addr=HOST:PORT"):
+    with pytest.raises(EngineError, match=r"dist_init_addr must be HOST:PORT with nnodes=2"):
         server.start()

@@ -298,7 +298,7 @@ def test_a_broken_model_is_an_error_with_the_log_and_leaves_nothing(tmp_path: Pa
     )
     server.start()
     with pytest.raises(
-        EngineError, match=r"engine broken: ended with status \d+(.|\n)*config.json"
+        EngineError, match=r"engine broken: exited with status \d+(.|\n)*config.json"
     ):
         server.wait_ready(300.0)
     assert guard.session_members(server.pid) == [] and not psutil.pid_exists(server.pid)
@@ -368,7 +368,7 @@ def test_an_engine_that_lost_its_scheduler_is_noticed(pair: Pair) -> None:
     )
     os.kill(scheduler, signal.SIGKILL)
     deadline = time.monotonic() + 300.0
-    with pytest.raises(EngineError, match="engine engine-1: ended with status"):
+    with pytest.raises(EngineError, match="engine engine-1: exited with status"):
         while time.monotonic() < deadline:
             server.check_alive()
             time.sleep(0.1)

@@ -99,7 +99,9 @@ def test_a_request_is_aborted(world: SyncWorld) -> None:
 
 def test_what_it_cannot_answer_is_refused_and_it_lives(world: SyncWorld) -> None:
     engine = world.workers[0].supervisor.engine
-    with pytest.raises(EngineError, match="prompt 0 has token 96, and the model has 96"):
+    with pytest.raises(
+        EngineError, match="prompt 0 contains token 96, but the model's token ids are 0 to 95"
+    ):
         engine.generate([[96]], SamplingConfig(), 4)
     with pytest.raises(EngineError, match="longer than the maximum model length"):
         engine.generate([[1] * 2000], SamplingConfig(), 4)

@@ -152,7 +152,7 @@ def test_an_engine_that_does_not_start(tmp_path: Path, settings: list[str]) -> N
     with Run(tmp_path / "output", "train", *words) as run:
         message = message_of(run, 1)
         assert any("raylet" in name for name in run.seen.values())
-    assert message.startswith("hybridflow: engine engine-0: ended with status")
+    assert message.startswith("hybridflow: engine engine-0: exited with status")
     assert "last lines of its log" in message and re.search(
         r"no.such.argument", message.partition("last lines of its log")[2]
     ), message

@@ -1,1 +1,1 @@
-"""transformers' `generate` as an engine, in the trainer's process."""
+"""An engine based on transformers' `generate`, running in the trainer's process."""

@@ -1,11 +1,10 @@
 """HTTP client of one SGLang server: generation and the weight-update session. Every call has a
 deadline.
 
-Log-probabilities: SGLang returns, for each generated token, log softmax(logits / temperature) over
-the whole vocabulary, taken *before* top-k, top-p and min-p are applied
-(sglang/srt/layers/sampler.py, standard path). At temperature 0 it is log softmax(logits). With
-`return_sampling_mask` (which needs a finite top_k), it is normalised over the sampler's support
-instead.
+Log-probs: SGLang returns, for each generated token, log softmax(logits / temperature) over the full
+vocabulary, *before* top-k, top-p and min-p are applied (sglang/srt/layers/sampler.py, standard
+path). At temperature 0 it is log softmax(logits). With `return_sampling_mask`, which requires a
+finite top_k, it is normalised over the sampler's support instead.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from hybridflow.engines.sglang.token_stream import SglangStreams
 from hybridflow.engines.sglang.weight_control import LOADER, payload
 from hybridflow.errors import EngineError
 
-_SETTLE_S = 30  # for the scheduler to release an answered batch
+_SETTLE_S = 30  # time for the scheduler to release an answered batch
 
 
 class EngineClient(ServerClient):
-    """Client of one SGLang server."""
+    """HTTP client of one SGLang server."""
 
     streams = SglangStreams
 
@@ -49,16 +48,16 @@ class EngineClient(ServerClient):
     # ---- memory
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Release the device memory of these parts, with their contents. No request may be running.
+        """Release the device memory of these parts and drop their contents. No request may be
+        running.
 
-        On CPU SGLang reports success but frees nothing: its memory saver needs CUDA's virtual
-        memory calls.
+        On CPU SGLang reports success but frees nothing, because its memory saver needs CUDA's
+        virtual memory calls.
         """
         self._request("/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of these parts again. Weights must be sent before the next
-        request."""
+        """Reallocate the memory of these parts. Weights must be sent before the next request."""
         self._request("/resume_memory_occupation", {"tags": list(tags)})
 
     # ---- weights
@@ -67,8 +66,9 @@ class EngineClient(ServerClient):
         """Stop generating.
 
         Args:
-            mode: treatment of running requests. abort: they end; retract: they wait, and their KV
-                cache is recomputed; in_place: they wait and keep their KV cache of the old weights.
+            mode: treatment of running requests. `abort` ends them; `retract` holds them and
+                recomputes their KV cache on resume; `in_place` holds them and keeps the KV cache of
+                the old weights.
         """
         self._post("/pause_generation", {"mode": mode})
 
@@ -77,7 +77,7 @@ class EngineClient(ServerClient):
         self._post("/continue_generation", {})
 
     def begin_weight_update(self) -> None:
-        """Open the session that `call_ranks` needs. Pause first: otherwise it waits for the
+        """Open the session that `call_ranks` requires. Pause first; otherwise this waits for the
         requests in flight."""
         self._post("/begin_weight_update", {})
 
@@ -87,16 +87,17 @@ class EngineClient(ServerClient):
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
         """Deliver a message to our code in every tensor-parallel rank, and wait until all have
-        handled it. They report through the sync's store.
+        handled it. The ranks report through the weight-sync store.
 
-        Needs an open session.
+        Requires an open session.
 
         Args:
             control: the message.
-            flush_cache: drop cached prefixes, which belong to the old weights. Fails with requests
-                paused by `pause("in_place")`.
+            flush_cache: drop cached prefixes, which were computed with the old weights. Fails if
+                requests are paused by `pause("in_place")`.
 
-        `weight_version` is omitted: SGLang would adopt the new name even if the loader failed.
+        `weight_version` is omitted because SGLang would adopt the new name even if the loader
+        failed.
         """
         body = {
             "serialized_named_tensors": payload(control),
@@ -106,7 +107,8 @@ class EngineClient(ServerClient):
         self._post("/update_weights_from_tensor", body)
 
     def set_weight_version(self, version: int | str) -> None:
-        """Name the loaded weights; later tokens carry the name in `Completion.weight_versions`."""
+        """Set the loaded weights' version, reported for later tokens in
+        `Completion.weight_versions`."""
         self._post(
             "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
         )
@@ -119,10 +121,13 @@ class EngineClient(ServerClient):
     # ---- control calls
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Make a control call: SGLang answers `{success, message}`, with 200 or 400."""
+        """Make a control call. SGLang responds with `{success, message}` and status 200 or 400."""
         answer = self._call(path, body)
         if not isinstance(answer, dict):
-            raise EngineError(f"{path} failed: answered {type(answer).__name__}", engine=self.name)
+            raise EngineError(
+                f"{path} failed: expected a JSON object, got {type(answer).__name__}",
+                engine=self.name,
+            )
         if answer.get("success") is False:
             raise EngineError(
                 f"{path} failed: {answer.get('message', 'no reason given')}", engine=self.name

@@ -1,9 +1,9 @@
-"""Requires the engine's key on SGLang's health, readiness and metrics paths too. Part of the
-plugin, in the server's process.
+"""Authentication on SGLang's health, readiness and metrics paths, which otherwise need no key. Part
+of the plugin; runs in the server's process.
 
-SGLang exempts them for orchestrators' probes (sglang/srt/utils/auth.py:101), and `/health_generate`
-makes the engine compute a token for each request. The further nodes of an engine have a server for
-such probes alone, which asks for no key at all (sglang/srt/utils/common.py:3624).
+SGLang exempts them for orchestrators' probes (sglang/srt/utils/auth.py:101), and each request to
+`/health_generate` makes the engine compute a token. An engine's additional nodes run a server for
+such probes only, which requires no key (sglang/srt/utils/common.py:3624).
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ def close_paths() -> None:
 
 
 def as_any_path(original: Callable[..., Any], *, path: str, **asked: Any) -> Any:
-    """Apply SGLang's decision for a path without an exemption."""
+    """Return SGLang's authentication decision as for a path without an exemption."""
     return original(path="/" if path.startswith(_OPEN) else path, **asked)
 
 
 def probed_by_key(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Start the server of a further node, whose application asks for the engine's key."""
+    """Start the probe server of an additional node with an application that requires the
+    engine's key."""
     import fastapi
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.utils.auth import add_api_key_middleware
@@ -43,7 +44,7 @@ def probed_by_key(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
             add_api_key_middleware(self, api_key=key, admin_api_key=key)
 
     plain = fastapi.FastAPI
-    fastapi.FastAPI = Application  # type: ignore[misc]  # SGLang makes its application meanwhile
+    fastapi.FastAPI = Application  # type: ignore[misc]  # SGLang creates its application now
     try:
         return original(*args, **kwargs)
     finally:

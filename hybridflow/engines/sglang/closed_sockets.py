@@ -1,9 +1,9 @@
-"""Protects the communication among SGLang's processes from outsiders. Part of the plugin, in every
+"""Protection of the communication among SGLang's processes. Part of the plugin; runs in every
 process.
 
 SGLang unpickles messages from its ZeroMQ sockets (sglang/srt/managers/io_struct.py:2742) and
 collectives. Its sockets are files in the engine's private folder, except with data-parallel
-attention, over several nodes, and for broadcasts in a tensor-parallel group: these use TCP ports
+attention, on several nodes, and for broadcasts in a tensor-parallel group. Those use TCP ports
 that anyone on the machine can reach.
 """
 
@@ -21,7 +21,7 @@ SCHEME = "hybridflow"  # of the rendezvous address of an engine over several nod
 
 
 def close_sockets() -> None:
-    """Encrypt every ZeroMQ socket over TCP with CURVE, sign torch's object collectives, and use the
+    """Encrypt all ZeroMQ sockets on TCP with CURVE, sign torch's object collectives, and use the
     job's store for the ranks' rendezvous."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from torch.distributed import register_rendezvous_handler
@@ -33,9 +33,9 @@ def close_sockets() -> None:
 
 
 def keys() -> tuple[bytes, bytes]:
-    """Return the public and the secret key of all sockets of the job.
+    """Return the public and the secret key that all of the job's sockets share.
 
-    Both are secret: CurveZMQ never sends the public key of the listening end, and no client can
+    Both are kept secret: CurveZMQ never sends the listening end's public key, and no client can
     connect without it.
     """
     import zmq
@@ -46,7 +46,7 @@ def keys() -> tuple[bytes, bytes]:
 
 
 def bind(original: Callable[..., Any], socket: Any, address: str, *args: Any, **kwargs: Any) -> Any:
-    """Listen, with CURVE on TCP addresses."""
+    """Bind the socket, using CURVE on TCP addresses."""
     if address.startswith("tcp:"):
         socket.curve_publickey, socket.curve_secretkey = keys()
         socket.curve_server = True
@@ -56,7 +56,7 @@ def bind(original: Callable[..., Any], socket: Any, address: str, *args: Any, **
 def connect(
     original: Callable[..., Any], socket: Any, address: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Connect, with CURVE on TCP addresses."""
+    """Connect the socket, using CURVE on TCP addresses."""
     if address.startswith("tcp:"):
         public, secret = keys()
         socket.curve_publickey = public

@@ -22,13 +22,13 @@ class SglangEngine(ServedEngine):
     client_class = EngineClient
 
     def sleep(self) -> None:
-        """Release memory. On CPU the server reports success but frees nothing."""
+        """Release device memory. On CPU the server reports success but frees nothing."""
         self.client.flush_cache()
         self.client.release_memory(("kv_cache", "weights", *self._graphs))
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Allocate memory. Weights are empty until the next sync; graphs return with the KV cache
-        that they read."""
+        """Reallocate device memory. Weights are empty until the next sync; CUDA graphs return with
+        the KV cache that they read."""
         self.client.resume_memory((*tags, *(self._graphs if "kv_cache" in tags else ())))
 
     @property
@@ -54,8 +54,8 @@ class SglangEngine(ServedEngine):
         """Write the keys to a private file, because any user of the machine can read a command
         line.
 
-        `admin-api-key` protects weights and control, `api-key` generation
-        (sglang/srt/utils/auth.py:74): both use the same key.
+        `admin-api-key` protects weights and control calls, `api-key` generation
+        (sglang/srt/utils/auth.py:74); both are set to the same key.
         """
         path = folder / KEYS
         path.touch(mode=0o600)

@@ -1,9 +1,9 @@
-"""Binary encoding of the log-probabilities in SGLang's streamed answers. Part of the plugin, in the
+"""Binary encoding of the log-probs in SGLang's streamed responses. Part of the plugin; runs in the
 server's process.
 
-SGLang sends a list [log-probability, token, text] for each token
+SGLang sends a list [log-prob, token, text] for each token
 (sglang/srt/managers/tokenizer_manager.py:2860), about 30 bytes of JSON and five Python objects.
-Packed it is four bytes, base64.
+Packed, it takes four bytes before base64.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-# in meta_info: base64 of float32, one per output id; of int32, the size of each token's support;
-# and of int32, the supports' tokens
+# in meta_info, base64 each: float32 log-prob of each output id; int32 size of each token's support;
+# int32 ids of the supports' tokens
 LOG_PROBS = "packed_log_probs"
 SUPPORT_SIZES = "packed_support_sizes"
 SUPPORT_IDS = "packed_support_ids"
@@ -26,7 +26,7 @@ _AMONG = "output_token_sampling_logprobs"
 
 
 def pack_answers() -> None:
-    """Make the server pack the answers that it streams."""
+    """Make the server pack the responses that it streams."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response"
@@ -40,7 +40,7 @@ async def packed(
     *args: Any,
     **kwargs: Any,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the events of one response. Experts are sent once, in the last one."""
+    """Yield the events of one response. Routed experts are sent only with the last event."""
     async for event in original(manager, request, *args, **kwargs):
         meta = event.get("meta_info", {})
         if getattr(request, "stream", False) and _LISTED in meta:
@@ -49,8 +49,8 @@ async def packed(
 
 
 def pack(meta: dict[str, Any]) -> None:
-    """Replace the lists of log-probabilities by `LOG_PROBS`. With supports, the log-probabilities
-    are normalised over them."""
+    """Replace the lists of log-probs by `LOG_PROBS`. With supports, the log-probs are normalised
+    over them."""
     values = [entry[0] for entry in meta.pop(_LISTED)]
     if (supports := meta.pop(_SUPPORT, None)) is not None:
         values = meta.pop(_AMONG)

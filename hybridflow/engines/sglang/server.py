@@ -1,4 +1,4 @@
-"""The command line and the environment of one SGLang server."""
+"""The command line and environment of one SGLang server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 
 KEYS = "keys.yaml"
-# file of srt/models that defines an architecture's class; for others SGLang searches all files
+# file in srt/models that defines an architecture's class; for others SGLang searches all files
 MODEL_FILES = {
     "DeepseekV3ForCausalLM": "deepseek_v2",
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -29,7 +29,7 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
-    """Return SGLang's arguments for the spec, by name, before they become a command line."""
+    """Return SGLang's command-line arguments for the spec as {name: value}."""
     arguments: dict[str, Any] = {
         "model-path": spec.model_path,
         "host": HOST,
@@ -40,7 +40,7 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         "max-running-requests": spec.max_running_requests,
         "max-total-tokens": spec.max_total_tokens,
         "random-seed": spec.seed,
-        # we send and receive token ids; this also avoids the detokenizer's work
+        # we send and receive token ids; this also skips detokenization
         "skip-tokenizer-init": not spec.tokenizes,
         # an event contains only the tokens since the previous one
         "incremental-streaming-output": True,
@@ -61,7 +61,7 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         arguments["sampling-mask-max-tokens"] = spec.max_support
     if spec.memory_saver and spec.device == "cuda":
         arguments["enable-memory-saver"] = True  # on CPU the server would crash at start-up
-        # graphs of the default backend cannot release their memory, and the server crashes at
+        # the default backend's graphs cannot release their memory, so the server would crash at
         # start-up (sglang/srt/model_executor/runner_backend/breakable_cuda_graph_backend.py:92)
         arguments["cuda-graph-backend-prefill"] = "disabled"
     if not has_weights(spec.model_path):
@@ -82,10 +82,10 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
 
 
 def core_binding(ranks: int, cores: list[int]) -> str:
-    """Return SGLANG_CPU_OMP_THREADS_BIND, the cores of each rank: `0,1|2,3`. Ranks share cores if
-    there are fewer cores than ranks.
+    """Return the value of SGLANG_CPU_OMP_THREADS_BIND, which lists each rank's cores: `0,1|2,3`.
+    Ranks share cores if there are fewer cores than ranks.
 
-    On CPU SGLang otherwise assigns one NUMA node to each rank, and rejects more ranks than nodes.
+    Otherwise SGLang assigns one NUMA node to each rank on CPU, and rejects more ranks than nodes.
     """
     share = max(1, len(cores) // ranks)
     parts = [
@@ -95,11 +95,11 @@ def core_binding(ranks: int, cores: list[int]) -> str:
 
 
 def unused_model_files(model_path: str) -> list[str]:
-    """Return the names of SGLang's model files except that of this model's architecture; empty if
-    the architecture is not in `MODEL_FILES`.
+    """Return the names of SGLang's model files except the one for this model's architecture; empty
+    if the architecture is not in `MODEL_FILES`.
 
     SGLang imports every model file to find one class (sglang/srt/models/registry.py:118), which
-    takes about a second of processor time per start. It skips those in SGLANG_DISABLED_MODEL_ARCHS.
+    takes about a CPU second per start. It skips those listed in SGLANG_DISABLED_MODEL_ARCHS.
     """
     config = Path(model_path) / "config.json"
     package = importlib.util.find_spec("sglang")
@@ -118,8 +118,8 @@ def unused_model_files(model_path: str) -> list[str]:
 
 
 def sglang_environment(device: str) -> dict[str, str]:
-    """Return the environment variables that all SGLang servers share. Some are read by SGLang and
-    its libraries at import."""
+    """Return the environment variables common to all SGLang servers. SGLang and its libraries read
+    some of them at import."""
     env = {
         "TOKENIZERS_PARALLELISM": "false",
         # Otherwise each /health request sleeps a second and generates a token
@@ -127,8 +127,8 @@ def sglang_environment(device: str) -> dict[str, str]:
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     if device == "cpu":
-        # Ranks compare free memory before loading (sglang/srt/distributed/bootstrap.py:441), but a
-        # host's free memory fluctuates.
+        # Ranks compare their free memory before loading (sglang/srt/distributed/bootstrap.py:441),
+        # but the host's free memory fluctuates.
         env |= {"CUDA_VISIBLE_DEVICES": "", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
         # torch.compile on a CPU needs a C++ toolchain and minutes of warm-up
         env["TORCH_COMPILE_DISABLE"] = os.environ.get("TORCH_COMPILE_DISABLE", "1")
@@ -136,23 +136,24 @@ def sglang_environment(device: str) -> dict[str, str]:
 
 
 def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
-    """Return the server's environment: the caller's, without its distributed rank, restricted to
-    loopback."""
+    """Return the server's environment: this process's environment without its distributed rank,
+    restricted to loopback."""
     env = common_environment(spec, folder) | sglang_environment(spec.device)
-    # torch's TCPStore listens on every interface regardless of its host name; a file needs no
+    # torch's TCPStore listens on every interface regardless of its host name. A file needs no
     # listener (sglang/srt/distributed/bootstrap.py:238).
     env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/rendezvous"
-    # Address of this rank's queues for other ranks. SGLang's default is the address towards the
-    # internet, or every interface without a route (sglang/srt/utils/network.py:391).
+    # Address at which other ranks reach this rank's queues. SGLang's default is the address of the
+    # internet route, or every interface if there is none (sglang/srt/utils/network.py:391).
     env["SGLANG_HOST_IP"] = spec.host
-    # torch_memory_saver rejects expandable segments, which trainers use
+    # torch_memory_saver rejects expandable segments, which the trainer uses
     for name in ALLOCATOR_SETTINGS:
         env.pop(name, None)
-    # it permutes expert weights after each load without undoing it first, so orders that only
-    # describe, or fail, permute twice (sglang/srt/layers/quantization/unquant.py:936)
+    # This fusion permutes expert weights after each load without undoing the last permutation, so
+    # an order that only describes, or fails, would permute twice
+    # (sglang/srt/layers/quantization/unquant.py:936).
     env["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
     if spec.memory_saver and spec.device == "cuda":
-        # graphs take gigabytes, and are released by `Engine.sleep`
+        # CUDA graphs take gigabytes; `Engine.sleep` releases them
         env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     if unused := unused_model_files(spec.model_path):
         env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused))
@@ -162,21 +163,22 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
             "SGLANG_CPU_OMP_THREADS_BIND", core_binding(ranks_here, sorted(os.sched_getaffinity(0)))
         )
     if spec.nnodes > 1:
-        # the ranks of all nodes meet in the job's store on the first node's server
+        # The ranks of all nodes meet in the job's store, served by the first node's engine
         # (`SglangEngine._prepare`). By default rank 0 would serve torch's store, which listens on
-        # every interface and answers anyone
+        # every interface and answers anyone.
         host, port = meeting_address(spec)
         env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{SCHEME}://{host}:{port}"
     return env
 
 
 def meeting_address(spec: EngineSpec) -> tuple[str, int]:
-    """Parse the rendezvous address of an engine over several nodes. Raises EngineError if the spec
-    has none."""
+    """Parse the rendezvous address of an engine that spans several nodes. Raises EngineError if the
+    spec has none."""
     host, _, port = spec.dist_init_addr.rpartition(":")
     if not host or not port.isdigit():
         raise EngineError(
-            f"nnodes={spec.nnodes} needs dist_init_addr=HOST:PORT, not {spec.dist_init_addr!r}",
+            f"dist_init_addr must be HOST:PORT with nnodes={spec.nnodes}, got "
+            f"{spec.dist_init_addr!r}",
             engine=spec.name,
         )
     return host, int(port)

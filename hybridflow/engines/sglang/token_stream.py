@@ -1,5 +1,4 @@
-"""SGLang's token protocol (`engines.token_stream`). Log-probabilities arrive packed
-(`packed_answers`)."""
+"""SGLang's token protocol (`engines.token_stream`). Log-probs arrive packed (`packed_answers`)."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ from hybridflow.engines.sglang.packed_answers import LOG_PROBS, SUPPORT_IDS, SUP
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError
 
-EVENT_TOKENS = 256  # an event is sent at the first token, after this many more, and at the end
+EVENT_TOKENS = 256  # tokens between events; the first token and the last also send one
 _REFUSED = 400  # from this status on, SGLang ended the request with an error
-# start of the error message if the next token's support is larger than --sampling-mask-max-tokens:
+# start of the error message if the next token's support is larger than --sampling-mask-max-tokens;
 # that token is dropped, and the earlier ones are valid
 # (managers/scheduler_components/batch_result_processor.py:1333)
 _OVERFLOW = "Sampling support exceeds"
 
 
 class SglangStreams(TokenStreams):
-    """Token requests to one SGLang server."""
+    """The token requests to one SGLang server."""
 
     def _body(self, asked: Asked, numbers: range) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -48,7 +47,7 @@ class SglangStreams(TokenStreams):
         if ended is not None and (ended.get("status_code") or 0) >= _REFUSED:
             message = str(ended.get("message"))
             if not message.startswith(_OVERFLOW):
-                raise EngineError(f"{self.path} refused: {message[:500]}", engine=self.name)
+                raise EngineError(f"{self.path} failed: {message[:500]}", engine=self.name)
         answer = asked.answers[names[name]]
         tokens = np.array(event["output_ids"], dtype=np.int64)
         log_probs = _decoded(meta, LOG_PROBS, np.float32)

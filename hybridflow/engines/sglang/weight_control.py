@@ -1,9 +1,9 @@
-"""Delivery of a message from an engine's worker to our code inside SGLang's ranks, through SGLang's
+"""Delivery of messages from an engine's worker to our code inside SGLang's ranks, through SGLang's
 own update endpoint.
 
 `/update_weights_from_tensor` passes a list of (name, tensor) to every tensor-parallel rank and
-calls the function named by `load_format` on it (`weight_receiver.load`). The message is JSON in
-place of the name; the tensor is an unused byte.
+calls the function named by `load_format` on it (`weight_receiver.load`). The name contains the
+message as JSON; the tensor is an unused byte.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LOADER = "hybridflow.engines.sglang.weight_receiver.load"
 def payload(control: Control) -> list[str]:
     """Return `serialized_named_tensors` for SGLang, one entry per rank.
 
-    SGLang accepts only pickles here (sglang/srt/managers/tp_worker.py:194); its endpoint, behind
-    the admin key, unpickles them with an allow-list. We only write them.
+    SGLang accepts only pickles here (sglang/srt/managers/tp_worker.py:194). Its endpoint requires
+    the admin key and unpickles with an allow-list. We only write pickles.
     """
     import torch
 

@@ -2,14 +2,14 @@
 `engines.weight_receiver` does the work.
 
 SGLang calls `load` (the server's `--custom-weight-loader`) through `/update_weights_from_tensor`.
-An exception from a loader ends the server, and the HTTP answer always reports success, so every
-error is caught and reported through the sync's store.
+An exception from a loader would terminate the server, and the HTTP response always reports success,
+so every error is caught and reported through the weight-sync store.
 
 A pipeline stage passes a request on only after executing it
-(sglang/srt/managers/scheduler_pp_mixin.py:139), but slices for all stages come in one stream. With
-several stages `load` therefore receives in a thread and returns immediately; the engine's worker
-waits for the reports of all stages. Until then no stage computes: the engine accepts no requests,
-and earlier ones have ended.
+(sglang/srt/managers/scheduler_pp_mixin.py:139), but slices for all stages arrive in one stream.
+With several stages `load` therefore receives in a thread and returns immediately, and the engine's
+worker waits for the reports of all stages. Until then no stage computes: the engine accepts no
+requests, and earlier ones have ended.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
             _receiver = receiver_of(model)
         _receiver.take(Control.from_json(named_tensors[0][0]), in_background=_stages() > 1)
     except BaseException:
-        # a report that cannot be posted is missing, which the engine's worker treats as a failure
-        _log.exception("a weight-sync message could not be answered")
+        # the engine's worker treats a missing report as a failure
+        _log.exception("could not answer a weight-sync message")
 
 
 def receiver_of(model: torch.nn.Module) -> WeightReceiver:
-    """Create the receiver of this rank."""
-    # tests replace it
+    """Create this rank's receiver."""
+    # tests replace `_rank_in_engine`
     return WeightReceiver(model, lambda: _rank_in_engine(), recompute_derived_weights)  # noqa: PLW0108
 
 
@@ -49,11 +49,11 @@ def recompute_derived_weights(model: Any) -> None:
     """Recompute `w_kc` and `w_vc` of latent attention (DeepSeek) from `kv_b_proj`, in place. Does
     nothing for models without derived weights.
 
-    SGLang's `load_weights` does this for the layers whose `kv_b_proj` is among the tensors of that
-    call. A custom loader counts as a load, so `end_weight_update` skips it
+    SGLang's `load_weights` does this for the layers whose `kv_b_proj` is among the call's tensors.
+    After a custom loader, `end_weight_update` skips it
     (sglang/srt/managers/scheduler_components/weight_updater.py:331), and the engine would keep the
-    old keys and values. Every loader of ours that writes parameters itself must call this after its
-    last write.
+    old derived weights. Every loader of ours that writes parameters itself must therefore call this
+    after its last write.
     """
     # the same condition as in SGLang's own loaders (model_loader/loader.py:315)
     finish = getattr(model, "post_load_weights", None)
@@ -69,7 +69,7 @@ def _stages() -> int:
 
 
 def _rank_in_engine() -> int:
-    """Return this rank's number, stage by stage like SGLang's processes
+    """Return this rank's number in the engine, counted stage by stage as SGLang does
     (sglang/srt/runtime_context.py:95, spawn_world_rank)."""
     from sglang.srt.runtime_context import get_parallel
 

@@ -3,5 +3,5 @@
 Importing this package imports nothing: vLLM's own processes import parts of it (`door`, `worker`).
 """
 
-# responses do not include supports; read by the check of a configuration
+# responses do not include supports; the configuration check reads this
 TELLS_SUPPORT = False

@@ -1,9 +1,9 @@
 """HTTP client of one vLLM server: token ids in and out, and the control calls of a weight sync.
 
-Log-probabilities: the server runs with `--logprobs-mode processed_logprobs`, i.e. those of the
+Log-probs: the server runs with `--logprobs-mode processed_logprobs`, which returns log-probs of the
 distribution that was sampled from: log softmax(logits / temperature) without truncation, and log
-softmax(logits) at temperature 0. With top-k or top-p they would be those of the truncated
-distribution, unlike `Completion` specifies, so such requests are rejected.
+softmax(logits) at temperature 0. With top-k or top-p it would be the truncated distribution,
+contrary to the specification of `Completion`, so such requests are rejected.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hybridflow.engines.http_client import ServerClient
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError
 
-RPC = "take_weight_message"  # of `worker.WeightExtension`
+RPC = "take_weight_message"  # method of `worker.WeightExtension`
 # prefix that vLLM adds to request names (scale_out/token_in_token_out/serving.py)
 _PREFIX = "generate-tokens-"
 _PAUSE = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
 class VllmStreams(TokenStreams):
-    """Token requests to one vLLM server, one prompt each."""
+    """The token requests to one vLLM server, with one prompt each."""
 
     path = "/inference/v1/generate"
-    version = ""  # of the current weights: vLLM reports it only with the last token
+    version = ""  # current weight version, because vLLM reports it only with the last token
 
     def _body(self, asked: Asked, numbers: range) -> dict[str, Any]:
         (number,) = numbers
@@ -64,7 +64,7 @@ class VllmStreams(TokenStreams):
 
 
 class VllmClient(ServerClient):
-    """Client of one vLLM server, with one prompt per HTTP request."""
+    """HTTP client of one vLLM server, with one prompt per request."""
 
     streams = VllmStreams
     together = 1
@@ -72,20 +72,20 @@ class VllmClient(ServerClient):
     def _parameters(self, requests: TokenRequests, limit: int) -> dict[str, Any]:
         sampling = requests.sampling
         if requests.extras.routes:
-            raise EngineError("does not return the experts of tokens", engine=self.name)
+            raise EngineError("returning routed experts is not supported", engine=self.name)
         if sampling.stop:
             raise EngineError(
-                f"does not support stop strings, stop={list(sampling.stop)}; remove them",
+                f"stop strings are not supported, got stop={list(sampling.stop)}; remove them",
                 engine=self.name,
             )
         if sampling.temperature > 0 and (
             sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
         ):
             raise EngineError(
-                f"vLLM's log-probs with top_p={sampling.top_p} and top_k={sampling.top_k} are "
-                "those of the truncated distribution, which a trainer does not compute; set "
-                "top_p=1 and top_k=-1 in rollout.sampling and rollout.val_sampling, or choose "
-                "another rollout.engine",
+                f"with top_p={sampling.top_p} and top_k={sampling.top_k}, vLLM returns log-probs "
+                "of the truncated distribution, which the trainer does not compute; set top_p=1 "
+                "and top_k=-1 in rollout.sampling and rollout.val_sampling, or choose another "
+                "rollout.engine",
                 engine=self.name,
             )
         return {
@@ -94,7 +94,7 @@ class VllmClient(ServerClient):
             "presence_penalty": sampling.presence_penalty,
             "repetition_penalty": sampling.repetition_penalty,
             "max_tokens": int(limit),
-            "logprobs": 0,  # only the sampled token's
+            "logprobs": 0,  # only for the sampled token
             "stop_token_ids": [int(token) for token in requests.stop_token_ids],
             # a response ends only at the requested stop tokens
             "ignore_eos": True,
@@ -109,15 +109,14 @@ class VllmClient(ServerClient):
         self._request("/sleep?level=2", {})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of these parts again. Weights must be sent before the next
-        request."""
+        """Reallocate the memory of these parts. Weights must be sent before the next request."""
         self._request("/wake_up?" + "&".join(f"tags={tag}" for tag in tags), {})
 
     # ---- weights
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop generating; `Order.pause` documents the modes. Retracted requests lose their KV
-        cache in `call_ranks`."""
+        """Stop generating. For the modes, see `Order.pause`; retracted requests lose their KV cache
+        in `call_ranks`."""
         self._request(f"/pause?mode={_PAUSE[mode]}", {})
 
     def resume(self) -> None:
@@ -125,18 +124,18 @@ class VllmClient(ServerClient):
         self._request("/resume", {})
 
     def begin_weight_update(self) -> None:
-        """Do nothing: vLLM needs no session for `call_ranks`."""
+        """Do nothing, because vLLM needs no session for `call_ranks`."""
 
     def end_weight_update(self) -> None:
         """Do nothing, like `begin_weight_update`."""
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Deliver a message to our code in every rank, and wait until all have handled it. They
-        report through the sync's store.
+        """Deliver a message to our code in every rank, and wait until all have handled it. The
+        ranks report through the weight-sync store.
 
         Args:
             control: the message.
-            flush_cache: drop the KV cache of the old weights, also of waiting requests.
+            flush_cache: drop the KV cache of the old weights, including that of waiting requests.
         """
         self._request("/collective_rpc", {"method": RPC, "args": [control.to_json()]})
         if flush_cache and not self._call(
@@ -148,5 +147,6 @@ class VllmClient(ServerClient):
             )
 
     def set_weight_version(self, version: int | str) -> None:
-        """Name the loaded weights; later tokens carry the name in `Completion.weight_versions`."""
+        """Set the loaded weights' version, reported for later tokens in
+        `Completion.weight_versions`."""
         self._request("/update_weight_version", {"new_version": str(version)})

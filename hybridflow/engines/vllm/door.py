@@ -1,8 +1,8 @@
 """Authentication for a vLLM server: every path requires the engine's key.
 
 vLLM's own `--api-key` protects the paths under `/v1`, `/v2` and `/inference`, but not those that
-change weights and memory (vllm/entrypoints/serve/middleware/authenticate.py:14). `Door` is its
-`--middleware`; standard library only.
+change weights and memory (vllm/entrypoints/serve/middleware/authenticate.py:14). `Door` is passed
+to vLLM as `--middleware`. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Door:
         self._expected = f"Bearer {os.environ[KEY]}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Forward a request with the right key. Other connections than HTTP (web sockets) are not
-        answered."""
+        """Forward a request that has the right key. Connections other than HTTP (web sockets) get
+        no answer."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         shown = next((value for name, value in scope["headers"] if name == b"authorization"), b"")

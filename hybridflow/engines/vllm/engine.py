@@ -27,18 +27,19 @@ class VllmEngine(ServedEngine):
     client_class = VllmClient
 
     def receive(self, order: Order, plan: str) -> Outcome:
-        """Receive weights like `ServedEngine.receive`, and record the version for later tokens."""
+        """Receive weights as `ServedEngine.receive` does, and record the version for later
+        tokens."""
         outcome = super().receive(order, plan)
         if outcome.status == "served":
             self.client.tokens.version = str(order.version)
         return outcome
 
     def sleep(self) -> None:
-        """Release memory. On CPU the server reports success but frees nothing."""
+        """Release device memory. On CPU the server reports success but frees nothing."""
         self.client.release_memory()
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Allocate memory. Weights are empty until the next sync."""
+        """Reallocate device memory. Weights are empty until the next sync."""
         self.client.resume_memory(tags)
 
     # ---- the server

@@ -13,8 +13,8 @@ from hybridflow.engines.vllm.door import KEY
 from hybridflow.errors import EngineError
 from hybridflow.process.surroundings import SAFE_PATH
 
-BLOCK_TOKENS = 32  # of the KV cache; the minimum of vLLM's attention on CPUs
-# modules; the last three are imported by our code in the ranks
+BLOCK_TOKENS = 32  # tokens per KV-cache block, the minimum for vLLM's CPU attention
+# required modules; our code in the ranks imports the last three
 NEEDED = ("vllm", "torch", "numpy", "xxhash")
 IMPORTS = "imports"  # folder with a link to this package
 _LOOK = f"import importlib.util as u; print(*(n for n in {NEEDED} if u.find_spec(n) is None))"
@@ -22,7 +22,7 @@ _LOOK_S = 60.0
 
 
 def check_spec(spec: EngineSpec) -> None:
-    """Raise EngineError for unsupported settings, with the key and the remedy."""
+    """Raise EngineError for unsupported settings, naming key and remedy."""
     other = "choose another rollout.engine"
     sizes = {
         "rollout.nodes_per_engine": spec.nnodes,
@@ -38,12 +38,15 @@ def check_spec(spec: EngineSpec) -> None:
             )
     if spec.return_routed_experts:
         raise EngineError(
-            "vLLM does not return the experts of tokens; set actor.router_replay to none or "
-            f"r2, or {other}",
+            "returning routed experts is not supported with vLLM; set actor.router_replay to none "
+            f"or r2, or {other}",
             engine=spec.name,
         )
     if model_config(spec).get("quantization_config"):
-        said = f"vLLM does not support quantised weights; set rollout.quantization=null, or {other}"
+        said = (
+            "quantised weights are not supported with vLLM; set rollout.quantization=null, or "
+            f"{other}"
+        )
         raise EngineError(said, engine=spec.name)
 
 
@@ -65,17 +68,17 @@ def check_python(spec: EngineSpec) -> None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise EngineError(
-            f"rollout.python={python} does not run: {error}; {remedy}", engine=spec.name
+            f"could not run rollout.python={python}: {error}; {remedy}", engine=spec.name
         ) from error
     if missing := found.stdout.split():
         raise EngineError(
-            f"rollout.python={python} has no module {', '.join(missing)}; {remedy}",
+            f"{', '.join(missing)} not found in rollout.python={python}; {remedy}",
             engine=spec.name,
         )
 
 
 def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
-    """Return vLLM's arguments for the spec, by name, before they become a command line."""
+    """Return vLLM's command-line arguments for the spec as {name: value}."""
     longest = model_config(spec).get("max_position_embeddings") or spec.max_total_tokens
     blocks = -(-spec.max_total_tokens // BLOCK_TOKENS)
     arguments: dict[str, Any] = {
@@ -90,10 +93,10 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         "block-size": BLOCK_TOKENS,
         "seed": spec.seed,
         "skip-tokenizer-init": True,  # we send and receive token ids
-        "generation-config": "vllm",  # the model's own sampling settings are not used
+        "generation-config": "vllm",  # ignore the model's own sampling settings
         "enable-scale-out": True,  # the path for token ids in and out
         "logprobs-mode": "processed_logprobs",
-        # an event is sent at the first token, after this many more, and at the end
+        # tokens between events; the first token and the last also send one
         "stream-interval": 64,
         "middleware": "hybridflow.engines.vllm.door.Door",
         "worker-extension-cls": "hybridflow.engines.vllm.worker.WeightExtension",
@@ -103,12 +106,12 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
     if not spec.cache_prefixes:
         arguments["no-enable-prefix-caching"] = True
     if spec.ranks == 1:
-        # a single rank in the scheduler's process: no rendezvous, no listener
+        # a single rank runs in the scheduler's process: no rendezvous, no listener
         arguments["distributed-executor-backend"] = "uni"
     if spec.device == "cpu":
         arguments["enforce-eager"] = True  # compiling on a CPU needs a C++ toolchain and minutes
-        # vLLM keeps one block unused. On a GPU the memory fraction decides: a number would be used
-        # even if memory is insufficient
+        # vLLM keeps one block unused. On a GPU the memory fraction decides, because an explicit
+        # number would be used even if memory is insufficient.
         arguments["num-gpu-blocks-override"] = blocks + 1
     if spec.memory_saver and spec.device == "cuda":
         arguments["enable-sleep-mode"] = True
@@ -118,12 +121,12 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
 
 
 def environment(spec: EngineSpec, folder: str, key: str) -> dict[str, str]:
-    """Return the server's environment: the caller's, without its distributed rank, restricted to
-    loopback."""
+    """Return the server's environment: this process's environment without its distributed rank,
+    restricted to loopback."""
     env = common_environment(spec, folder)
     env |= {
-        KEY: key,  # not in the command line, which every user of the machine can read
-        # only this package is shared: vLLM's environment has a separate torch
+        KEY: key,  # not on the command line, which every user of the machine can read
+        # shares only this package, because vLLM's environment has a separate torch
         "PYTHONPATH": os.path.join(folder, IMPORTS),
         "VLLM_SERVER_DEV_MODE": "1",  # pause, sleep and collective_rpc; protected by `door`
         "VLLM_HOST_IP": HOST,
@@ -136,6 +139,6 @@ def environment(spec: EngineSpec, folder: str, key: str) -> dict[str, str]:
         env |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
         # GiB; the number of blocks decides how much is used
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        # engines of one machine would share the first cores
+        # otherwise all engines on a machine would be bound to the first cores
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return env

@@ -1,7 +1,7 @@
-"""The `--worker-extension-cls` inside every rank of a vLLM server: receives new weights.
+"""The `--worker-extension-cls` that receives new weights inside every rank of a vLLM server.
 
-vLLM may store weights in another layout than its loader wrote: on a CPU it packs each linear layer
-for oneDNN and drops the parameter (vllm/model_executor/layers/utils.py,
+vLLM may store weights in another layout than its loader wrote. On CPU, for example, it packs each
+linear layer for oneDNN and drops the parameter (vllm/model_executor/layers/utils.py,
 `dispatch_cpu_unquantized_gemm`). Tracing the loader does not reveal such a layout. If every layer
 is known to compute with its parameters as loaded, slices are written to the traced locations.
 Otherwise the rank receives whole tensors and passes them to vLLM's own reload.
@@ -25,7 +25,7 @@ from hybridflow.sync.session import Board
 from hybridflow.sync.stream import receive_stream
 
 _log = logging.getLogger(__name__)
-# vLLM's processing of these weights after a load changes nothing on a GPU
+# methods that leave weights unchanged after a load on a GPU
 _AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
@@ -36,20 +36,19 @@ class WeightExtension:
     _weight_receiver: WeightReceiver | None = None
 
     def take_weight_message(self, text: str) -> None:
-        """Handle a `Control` as JSON. Called by `collective_rpc`; never raises, because an error in
-        a rank would end the server."""
+        """Handle a `Control` message in JSON. Called by `collective_rpc`; never raises, because an
+        error in a rank would terminate the server."""
         try:
             if self._weight_receiver is None:
                 self._weight_receiver = receiver_of(self)
             self._weight_receiver.handle(Control.from_json(text))
         except BaseException:
-            # a report that cannot be posted is missing, which the engine's worker treats as a
-            # failure
-            _log.exception("a weight-sync message could not be answered")
+            # the engine's worker treats a missing report as a failure
+            _log.exception("could not answer a weight-sync message")
 
 
 def receiver_of(worker: Any) -> WeightReceiver:
-    """Create the receiver for the rank of vLLM's worker: for slices if possible, else for whole
+    """Create the receiver for the rank of a vLLM worker: for slices if possible, else for whole
     tensors."""
     model = worker.model_runner.get_model()
     if computes_with_what_was_loaded(model):
@@ -65,7 +64,7 @@ def computes_with_what_was_loaded(model: torch.nn.Module) -> bool:
         method = getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in _AS_LOADED:
             return False
-        # one kind of attention computes scales there, DeepSeek's computes other weights
+        # `Attention` only computes scales there, but DeepSeek's attention computes other weights
         if (
             hasattr(module, "process_weights_after_loading")
             and type(module).__name__ != "Attention"
@@ -75,9 +74,9 @@ def computes_with_what_was_loaded(model: torch.nn.Module) -> bool:
 
 
 class WholeTensors(WeightReceiver):
-    """Receives every tensor of the checkpoint whole, and passes them to vLLM's loader.
+    """Receives every checkpoint tensor whole and passes it to vLLM's loader.
 
-    During a sync the rank holds a second copy of the whole model, not only of its own shard. All
+    During a sync the rank holds a second copy of the full model, not only of its own shard. All
     tensors are received and verified before vLLM loads the first. If vLLM fails after that, the
     engine stays paused.
     """

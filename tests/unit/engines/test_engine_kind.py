@@ -139,10 +139,7 @@ def test_one_that_ends_more_often_within_an_hour_than_allowed_is_given_up(world:
         states = world.settled()
     assert states == ["failed", "up"]
     reason = world.states()[0].reason
-    assert (
-        "rollout.max_restarts=1 allows no more restarts in this hour" in reason
-        and "ended" in reason
-    )
+    assert "limit rollout.max_restarts=1 per hour reached" in reason and "ended" in reason
     assert len(world.answers()) == 4
 
 
@@ -154,7 +151,7 @@ def test_a_restart_that_fails_is_told(world: World) -> None:
     with pytest.raises(EnginesLostError, match=r"(?s)engine-0 is \w+: .*engine-1 is \w+: "):
         world.answers()
     assert world.settled() == ["failed", "failed"]
-    assert "could not be restarted: engine engine-0: ended" in world.states()[0].reason
+    assert "restart failed: engine engine-0: ended" in world.states()[0].reason
 
 
 def test_one_without_weights_answers_nobody(world: World) -> None:

@@ -157,19 +157,19 @@ def test_a_traced_module_can_be_on_meta() -> None:
     [
         (
             lambda toy, weights: toy.down.data.copy_(torch.ones(HIDDEN, 6)),
-            "fills down from something other than an HF tensor",
+            "fills down from a source that is not an HF tensor",
         ),
         (
             lambda toy, weights: toy.embed.data.copy_(dict(weights)["down.weight"].T[:8]),
-            "not a rectangle from down.weight for embed",
+            "a slice of down.weight for embed that is not a rectangle",
         ),
         (
             lambda toy, weights: toy.embed.data.T.copy_(dict(weights)["embed.weight"][:8]),
-            "embed in a shape that is not a rectangle",
+            "to a slice of embed that is not a rectangle",
         ),
         (
             lambda toy, weights: toy.embed.data[::2].copy_(dict(weights)["k.weight"]),
-            "embed in a shape that is not a rectangle",
+            "to a slice of embed that is not a rectangle",
         ),
     ],
 )
@@ -201,7 +201,7 @@ def test_zeros_that_a_loader_pads_with_are_padding() -> None:
         pad.add_(1.0)
         toy.joined.data.copy_(pad)
 
-    with pytest.raises(WeightSyncError, match="other than an HF tensor"):
+    with pytest.raises(WeightSyncError, match="a source that is not an HF tensor"):
         trace_layout(toy, overwritten, TENSORS, torch.float32)
 
 

@@ -155,7 +155,7 @@ def test_an_aborted_answer_keeps_what_had_come_and_the_server_is_told_its_name(
 def test_a_refusal_is_told_in_the_servers_words(fake: Fake, client: VllmClient) -> None:
     fake.says = ["refused"]
     with pytest.raises(
-        EngineError, match=r"engine-0: /inference/v1/generate refused: .*longer than the maximum"
+        EngineError, match=r"engine-0: /inference/v1/generate failed: .*longer than the maximum"
     ):
         client.generate([[1] * 600], GREEDY, 4)
 
@@ -259,10 +259,10 @@ def test_an_interpreter_without_vllm_is_refused_at_the_start(tmp_path: Path) -> 
         spec(tmp_path, python=str(bare)), tmp_path / "engine.log", lambda: None
     )
     with pytest.raises(
-        EngineError, match=r"rollout\.python=.* has no module vllm, torch.*set rollout\.python"
+        EngineError, match=r"vllm, torch.* not found in rollout\.python=.*set rollout\.python"
     ):
         engine.start()
-    with pytest.raises(EngineError, match=r"rollout\.python=/nowhere does not run"):
+    with pytest.raises(EngineError, match=r"could not run rollout\.python=/nowhere"):
         check_python(spec(tmp_path, python="/nowhere"))
 
 
@@ -280,7 +280,9 @@ def test_the_server_is_given_what_the_spec_says_and_no_key_on_its_command_line(
 
 def test_a_token_that_the_model_lacks_never_reaches_the_server(tmp_path: Path) -> None:
     engine = VllmEngine(spec(tmp_path), tmp_path / "engine.log")
-    with pytest.raises(EngineError, match="prompt 1 has token 96, but the model has 96"):
+    with pytest.raises(
+        EngineError, match="prompt 1 contains token 96, but the model's token ids are 0 to 95"
+    ):
         engine.generate([[1], [2, 96]], GREEDY, 4)
 
 

@@ -110,4 +110,6 @@ def test_a_loader_that_cannot_be_traced_is_reported(bench: Bench) -> None:
     receiver = weight_receiver.receiver_of(Odd())
     receiver.handle(Control(DESCRIBE, HOST, bench.store.port, WAIT_S, "odd", 0, 1))
     report = session.read_reports(bench.store, "odd", [0], WAIT_S)[0]
-    assert report.error.startswith("rank 0: ") and "other than an HF tensor" in report.error
+    assert (
+        report.error.startswith("rank 0: ") and "a source that is not an HF tensor" in report.error
+    )

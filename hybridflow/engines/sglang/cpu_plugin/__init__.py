@@ -4,8 +4,8 @@ sgl_kernel.
 SGLang finds `activate` through the entry point group `sglang.srt.platforms`
 (sglang/srt/platforms/__init__.py, `_resolve_platform`). Its in-tree CPU platform is enabled by
 SGLANG_USE_CPU_ENGINE=1 and imports compiled sgl_kernel operators, which the package index does not
-offer for plain CPU machines. If that variable is set, they are assumed to be installed, and this
-plugin is inactive.
+provide for plain CPU machines. If that variable is set, the operators are assumed to be installed,
+and this plugin is inactive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def wanted() -> bool:
 
 
 def activate() -> str | None:
-    """Entry point: returns the platform class to use, or None to leave the choice to SGLang."""
+    """Return the platform class to use, or None to leave the choice to SGLang. Entry point."""
     if not wanted():
         return None
     from hybridflow.engines.sglang.cpu_plugin import torchvision_stand_in

@@ -3,10 +3,10 @@ SGLang processes.
 
 Upstream loops over the sequences of a batch in Python, in every layer
 (sglang/srt/layers/attention/torch_native_backend.py, `_run_sdpa_forward_extend` and
-`_run_sdpa_forward_decode`): with a hundred short sequences that loop takes most of an engine's
-time. Here sequences of similar length are padded into one block and computed in one call. Cases
-that this does not cover (cross attention, a separate cache for sliding windows, other cache dtypes,
-very long sequences) are left to upstream.
+`_run_sdpa_forward_decode`). With a hundred short sequences that loop takes most of an engine's
+time. Here sequences of similar length are padded into one block and computed in one call. Other
+cases (cross attention, a separate cache for sliding windows, other cache dtypes, very long
+sequences) are left to upstream.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from hybridflow.engines.sglang.cpu_plugin.padded import BLOCK_SCORES, Block, mak
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """Drop-in replacement for "torch_native"."""
+    """Drop-in replacement for SGLang's "torch_native" attention backend."""
 
-    # of this forward pass, by sliding window
+    # blocks of this forward pass, by sliding window
     _blocks: dict[int | None, list[Block]] | None = None
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """Return the length of the sequences that data-parallel attention pads a batch with, so
-        that all ranks run the same shape."""
+        """Return the length of the dummy sequences with which data-parallel attention pads a batch
+        so that all ranks run the same shape."""
         return 1
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Discard the blocks of the last forward pass. Called once before each pass; its layers
+        """Discard the blocks of the last forward pass. Called once before each pass, whose layers
         share the new blocks."""
         super().init_forward_metadata(forward_batch)
         self._blocks = None
@@ -92,7 +92,7 @@ class BatchedAttention(TorchNativeAttnBackend):
             self._blocks[sliding_window_size] = made
         blocks = self._blocks[sliding_window_size]
         if query.shape[0] > (count := sum(block.queries for block in blocks)):
-            # rows that data-parallel attention pads a prompt with belong to no sequence
+            # rows added by data-parallel attention as padding belong to no sequence
             output[count:].zero_()
         for block in blocks:
             block.attend(query, output, k_cache, v_cache, scaling)
@@ -129,10 +129,10 @@ def create_batched_attention(runner: Any) -> BatchedAttention:
 
 def use_host_copies() -> None:
     """Disable the triton kernel and pinned memory that data-parallel attention uses for copies
-    unless `is_cpu()`, which is false on this platform.
+    unless `is_cpu()` is true, which it is not on this platform.
 
-    sglang/srt/layers/dp_attention.py:644, sglang/srt/model_executor/forward_batch_info.py:1948 and
-    2015 (the only readers of the flag).
+    See sglang/srt/layers/dp_attention.py:644, and sglang/srt/model_executor/forward_batch_info.py
+    lines 1948 and 2015 (the only uses of the flag).
     """
     from sglang.srt.layers import dp_attention
     from sglang.srt.model_executor import forward_batch_info
@@ -142,13 +142,13 @@ def use_host_copies() -> None:
 
 
 def use_absorbed_latents() -> None:
-    """Make latent attention (DeepSeek) run absorbed, also for prompts: one key head of latent +
-    rotary width, with its first columns as values.
+    """Make latent attention (DeepSeek) run in absorbed form for prompts too: one key head of latent
+    + rotary width, whose first columns are the values.
 
     For an unknown backend SGLang uses the rule of "triton"
-    (deepseek_common/attention_backend_handler.py:56): a prompt without cached prefix passes keys
-    and values of all heads as arguments. "torch_native" ignores these and reads the cache, which
-    contains latents.
+    (deepseek_common/attention_backend_handler.py:56), which passes the keys and values of all heads
+    as arguments for a prompt without cached prefix. "torch_native" ignores them and reads the
+    cache, which contains latents.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (

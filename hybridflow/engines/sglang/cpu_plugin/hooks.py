@@ -1,4 +1,4 @@
-"""General SGLang plugin (entry point group `sglang.srt.plugins`): small fixes of paths that
+"""General SGLang plugin (entry point group `sglang.srt.plugins`): small fixes for code paths that
 upstream only runs on accelerators."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hybridflow.engines.sglang.packed_answers import pack_answers
 
 
 def register() -> None:
-    """Entry point: runs once in every SGLang process, from `load_plugins()`."""
+    """Register all hooks. Entry point, called once in every SGLang process by `load_plugins()`."""
     close_sockets()
     close_paths()
     pack_answers()
@@ -49,11 +49,10 @@ def register() -> None:
 def fork_children(_: Any, server_args: Any) -> None:
     """Start the scheduler and the detokenizer by fork.
 
-    sglang/srt/entrypoints/engine.py:1995 requests spawn because CUDA does not survive a fork; each
-    child then imports SGLang again (about 8 CPU seconds each). Without CUDA the imports can be
-    shared, which makes a start about twice as fast and halves the memory. With several
-    data-parallel ranks the children are started by a process that already runs threads, so spawn is
-    kept.
+    sglang/srt/entrypoints/engine.py:1995 requests spawn because CUDA does not survive a fork, so
+    each child imports SGLang again (about 8 CPU seconds). Without CUDA the imports can be shared,
+    which makes a start about twice as fast and halves the memory. With several data-parallel ranks
+    the children are started by a process that already runs threads, so spawn is kept.
     """
     import multiprocessing
 
@@ -62,8 +61,8 @@ def fork_children(_: Any, server_args: Any) -> None:
 
 
 def all_gather_into_tensor(group: Any, output: Any, input: Any) -> None:
-    """Replace upstream's custom operator for data-parallel attention, which is registered only for
-    accelerators (distributed/parallel_state.py:1372)."""
+    """Replace upstream's custom all-gather operator for data-parallel attention, because it is
+    registered only for accelerators (distributed/parallel_state.py:1372)."""
     group._all_gather_into_tensor(output, input)
 
 
@@ -73,8 +72,8 @@ def reduce_scatter_tensor(group: Any, output: Any, input: Any) -> None:
 
 
 def reduce_scatterv(group: Any, input_: Any, output: Any = None, sizes: Any = None) -> Any:
-    """Replace the reduce-scatter used with expert parallelism: upstream uses NCCL
-    (distributed/parallel_state.py:1265); its own fallback is an all-reduce and a slice."""
+    """Replace the reduce-scatter used with expert parallelism, for which upstream uses NCCL
+    (distributed/parallel_state.py:1265), by its fallback of an all-reduce and a slice."""
     return group._deterministic_reduce_scatterv(input_, output, sizes)
 
 
@@ -82,8 +81,8 @@ def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     """Support latent attention without scaled rotary embedding (Moonlight).
 
     sglang/srt/layers/rotary_embedding/factory.py:478 supports only YaRN on CPU; the factory for
-    other devices also has the plain one. Arguments: head_size, rotary_dim, max_position, base,
-    is_neox_style, rope_scaling, dtype, partial_rotary_factor, device.
+    other devices also supports plain embeddings. Arguments: head_size, rotary_dim, max_position,
+    base, is_neox_style, rope_scaling, dtype, partial_rotary_factor, device.
     """
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
@@ -109,10 +108,10 @@ def allocate_host_buffer(dims: Any, dtype: Any, device: str, *_: Any, **__: Any)
 def skip_foreign_experts(
     original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, moe_runner_config: Any
 ) -> Any:
-    """Support expert parallelism (`--ep-size` > 1), where experts of other ranks have id -1.
+    """Support expert parallelism (`--ep-size` > 1), in which experts of other ranks have id -1.
 
     sglang/srt/layers/moe/fused_moe_native.py:77 scatters by expert id and fails on -1. Here those
-    (token, slot) pairs add nothing; the sum over ranks follows as on an accelerator.
+    (token, slot) pairs contribute nothing; the sum over ranks follows as on an accelerator.
     """
     import torch
     from torch.nn import functional
@@ -123,7 +122,8 @@ def skip_foreign_experts(
         return original(layer, x, topk_output, moe_runner_config)
     if moe_runner_config.activation != "silu":
         raise NotImplementedError(
-            f"--ep-size > 1 on CPU with the activation {moe_runner_config.activation!r}"
+            f"activation {moe_runner_config.activation!r} is not supported with --ep-size > 1 on "
+            "CPU"
         )
     total = torch.zeros_like(x)
     for expert in range(layer.w13_weight.shape[0]):

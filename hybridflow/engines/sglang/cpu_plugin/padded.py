@@ -1,5 +1,5 @@
-"""Attention of many sequences of different lengths in a few calls: similar ones are padded into one
-block. Torch only."""
+"""Attention over many sequences of different lengths in a few calls, by padding sequences of
+similar length into one block. Torch only."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ BLOCK_KEYS = 1 << 14  # sequences x keys; limits the copy of the KV cache
 
 
 class Block:
-    """Sequences computed together: the indices of their queries and keys, and the visibility mask.
+    """A group of sequences computed together: the indices of their queries and keys, and the
+    visibility mask.
 
-    Everything that all layers of a forward pass share is prepared once. Each layer gathers its keys
-    and values, makes one call, and scatters the rows back.
+    Everything that is the same for all layers of a forward pass is prepared once. Each layer
+    gathers its keys and values, makes one call, and scatters the rows back.
 
     Args:
         rows: `[n, t]` index of each query in the flat batch; padding repeats the sequence's last
             query.
         keys: `[n, l]` slot of each key in the KV cache; padding repeats the sequence's first key,
-            so no value of another sequence is ever read.
-        visible: `[n, t, l]` True if a query sees a key.
-        valid: `[n, t]` True if a query is not padding.
+            so values of other sequences are never read.
+        visible: `[n, t, l]` True if the query attends to the key.
+        valid: `[n, t]` True if the query is not padding.
     """
 
     def __init__(
@@ -48,16 +49,16 @@ class Block:
         v_cache: torch.Tensor,
         scaling: float | None,
     ) -> None:
-        """Write the attention of this block's queries to `output`.
+        """Write the attention output of this block's queries to `output`.
 
-        Query heads that share a key head are treated as additional queries of it, so nothing is
-        repeated for grouped-query attention.
+        Query heads that share a key head are treated as additional queries of that head, so
+        grouped-query attention needs no repeated keys.
 
         Args:
             query, output: `[tokens, heads, width]`.
             k_cache, v_cache: `[slots, kv heads, width]`; the values' width may differ from the
                 keys' (latent attention).
-            scaling: factor on the scores; None: 1 / sqrt(width).
+            scaling: factor applied to the scores; None for 1 / sqrt(width).
         """
         n, t = self.shape
         heads = query.shape[1]
@@ -78,13 +79,13 @@ class Block:
     def _gathered(self, cache: torch.Tensor) -> torch.Tensor:
         """Return the block's keys or values, `[n, kv heads, l, width]`.
 
-        Copies whole rows of the cache: indexing by two axes costs about three times as much.
+        Copies full rows of the cache, because indexing two axes takes about three times as long.
         """
         rows = cache.reshape(len(cache), -1).index_select(0, self._keys)
         return rows.view(self.shape[0], self.length, *cache.shape[1:]).transpose(1, 2)
 
     def _mask(self, shared: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the additive mask `[n, 1, shared * t, l]`: 0 if a query sees a key, else -inf."""
+        """Return the additive mask `[n, 1, shared * t, l]`: 0 for visible keys, else -inf."""
         if (shared, dtype) not in self._masks:
             added = torch.zeros(self._visible.shape, dtype=dtype).masked_fill_(
                 ~self._visible, float("-inf")
@@ -94,8 +95,8 @@ class Block:
 
 
 def group_by_length(queries: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Yield groups of sequence indices, longest first, of bounded padded size. A single sequence
-    always fits."""
+    """Yield groups of sequence indices, longest first, with bounded padded size. A single sequence
+    may exceed the bound."""
     order = sorted(
         (i for i in range(len(lengths)) if queries[i] > 0), key=lambda i: (-lengths[i], -queries[i])
     )
@@ -121,10 +122,10 @@ def make_blocks(
     lengths: list[int],
     window: int | None = None,
 ) -> list[Block]:
-    """Build the blocks of a batch in which sequence i has `lengths[i]` keys, the last `queries[i]`
-    of which are its queries.
+    """Build the blocks of a batch in which sequence i has `lengths[i]` keys and its queries are the
+    last `queries[i]` positions.
 
-    A query sees its own key and those before it; with a window, only the `window` keys before it.
+    A query attends to its own key and all keys before it, or only `window` of those before it.
     """
     starts = torch.tensor([0, *queries]).cumsum(0)
     blocks = []

@@ -11,17 +11,17 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
 class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
-    """CPU as an out-of-tree device: with `is_cpu()` true SGLang would use its sgl_kernel paths,
-    with OOT it uses the native ones."""
+    """CPU as an out-of-tree (OOT) device. If `is_cpu()` were true, SGLang would use its sgl_kernel
+    paths; for an OOT device it uses the native ones."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
-    # no triton, no graphs: every field has its conservative default
+    # no triton, no graphs: every field keeps its conservative default
     capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
-        """Return attention implemented with plain torch operators."""
+        """Return the name of the attention backend implemented with plain torch operators."""
         return "torch_native"
 
     def get_dispatch_key_name(self) -> str:
@@ -29,5 +29,5 @@ class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
-        """Return False: there is no device to pin host memory for."""
+        """Return False, because there is no device to pin host memory for."""
         return False

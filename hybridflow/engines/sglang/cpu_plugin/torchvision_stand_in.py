@@ -1,4 +1,4 @@
-"""Stand-in for the three torchvision modules that SGLang imports at module scope and never calls
+"""Stand-in for the three torchvision modules that SGLang imports at module scope but never calls
 for a text model.
 
 sglang/srt/configs/deepseek_ocr.py:7-8 imports `InterpolationMode` and `functional` unconditionally,
@@ -30,9 +30,9 @@ def install() -> None:
     """Register the stand-in unless a real torchvision exists. Safe to call again."""
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         return
-    # transformers checks with find_spec and caches the answer
-    # (transformers/utils/import_utils.py:847-856). With the stand-in registered it would find it
-    # and then fail on missing parts, so trigger its check first.
+    # transformers checks with find_spec and caches the result
+    # (transformers/utils/import_utils.py:847-856). It would find a registered stand-in and then
+    # fail on missing parts, so trigger its check first.
     from transformers.utils import is_torchvision_available, is_torchvision_v2_available
 
     is_torchvision_available()
