@@ -1,7 +1,7 @@
-"""The batch: immutable named columns, dense, jagged or object. Other rooms import everything from
-here.
+"""The batch: immutable named columns, dense, jagged or object. Other packages import everything
+from here.
 
-The functions that need pyarrow are imported on first access.
+Functions that need pyarrow are imported on first access.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,10 +1,10 @@
-"""Batches as Arrow tables, parquet files and IPC streams. Any Arrow tool reads them, and loading is
-safe (no pickle).
+"""Batches as Arrow tables, parquet files and IPC streams. Any Arrow tool can read them, and loading
+is safe (no pickle).
 
 Jagged columns become lists, dense columns with inner dimensions fixed-size lists, and object
-columns strings. Objects that are not all strings are stored as JSON, with tags for tuples, integer
-keys and arrays. Field metadata records the column kind so that a round trip returns the same batch.
-Tables written by other tools are read by their Arrow types.
+columns strings. Objects other than strings are stored as JSON, with tags for tuples, integer keys
+and arrays. Field metadata records the column kind, so a round trip returns the same batch. Tables
+from other tools are read according to their Arrow types.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hybridflow.errors import DataError, SchemaError, StorageError
 
 _KEY = b"hybridflow"
 _PARQUET_MARK = b"PAR1"  # the first bytes of every parquet file
-# end mark of an IPC stream, which Arrow's own reader does not require
+# end marker of an IPC stream, which Arrow's own reader does not require
 _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-# Precedes the 4-byte checksum (little-endian). Both follow the end mark, where stream readers have
-# already stopped.
+# Precedes the 4-byte checksum (little-endian). Both follow the end marker, at which stream readers
+# stop.
 _CHECKSUM_MARK = b"HFcrc32\x00"
 
 
@@ -39,7 +39,7 @@ def to_table(batch: DataProto) -> pa.Table:
     """Convert a batch to an Arrow table. The meta is stored in the schema.
 
     Raises:
-        SchemaError: a column has no Arrow form. Names the column.
+        SchemaError: a column cannot be represented in Arrow. Names the column.
     """
     arrays = []
     fields = []
@@ -55,8 +55,8 @@ def to_table(batch: DataProto) -> pa.Table:
 
 
 def from_table(table: pa.Table) -> DataProto:
-    """Convert an Arrow table from `to_table` or another tool to a batch. Lists become jagged
-    columns.
+    """Convert an Arrow table to a batch. It may come from `to_table` or another tool. Lists become
+    jagged columns.
 
     Raises:
         SchemaError: a column has missing values or an unsupported type. Names the column.
@@ -72,12 +72,12 @@ def from_table(table: pa.Table) -> DataProto:
 
 
 def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) -> None:
-    """Write the rows of all `batches`, which have the same columns, to one file. The write is
+    """Write the rows of all `batches`, which must have the same columns, to one file. The write is
     atomic.
 
     Raises:
         StorageError: the disk is full or the file cannot be written.
-        SchemaError: a column has no Arrow form.
+        SchemaError: a column cannot be represented in Arrow.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -85,14 +85,14 @@ def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         for table in map(to_table, [batches] if isinstance(batches, DataProto) else batches):
-            with _naming(f"{path}: cannot be written"):
+            with _naming(f"could not write {path}"):
                 writer = writer or pq.ParquetWriter(
                     temporary, table.schema, compression="zstd", write_page_checksum=True
                 )
                 writer.write_table(table)
         if writer is None:
-            raise DataError(f"{path}: there are no batches to write, so its columns are unknown")
-        with _naming(f"{path}: cannot be written"):
+            raise DataError(f"{path}: no batches to write; the columns would be unknown")
+        with _naming(f"could not write {path}"):
             writer.close()
             os.replace(temporary, path)
     finally:
@@ -103,13 +103,14 @@ def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) ->
 
 
 def read_parquet(path: str | Path) -> DataProto:
-    """Read all rows of one file. Errors are those of `iter_parquet`."""
+    """Read all rows of one file. Raises the same errors as `iter_parquet`."""
     with _open_parquet(path) as file:
         return from_table(file.read())
 
 
 def parquet_rows(path: str | Path) -> int:
-    """Return the row count of one file from its footer. Errors are those of `iter_parquet`."""
+    """Return the row count of one file from its footer. Raises the same errors as
+    `iter_parquet`."""
     with _open_parquet(path) as file:
         return int(file.metadata.num_rows)
 
@@ -127,7 +128,7 @@ def iter_parquet(
         path: the parquet file.
         required, optional: columns that the file must have, and columns that are read if present.
         rows: maximum rows per batch.
-        most_bytes: maximum decompressed bytes of these columns in a row group; None: half of the
+        most_bytes: maximum decompressed bytes of these columns per row group; None for half of the
             machine's memory.
 
     Raises:
@@ -152,8 +153,8 @@ def iter_parquet(
 def pick_parquet(
     path: str | Path, numbers: Sequence[int], columns: Sequence[str], most_bytes: int
 ) -> DataProto:
-    """The rows with these numbers, in this order, with those of the columns that the file has. Row
-    groups without one of them are not read. Errors and `most_bytes` as in `iter_parquet`."""
+    """Read the rows with these numbers, in this order. Columns missing from the file are skipped,
+    as are row groups without any of the rows. For `most_bytes` and errors, see `iter_parquet`."""
     found: dict[int, pa.RecordBatch] = {}
     with _open_parquet(path) as file:
         names = [name for name in columns if name in file.schema_arrow.names]
@@ -172,7 +173,7 @@ def pick_parquet(
                     at += len(piece)
             first = end
         if missing := [number for number in numbers if number not in found]:
-            raise DataError(f"{path}: row {missing[0]} is not there, though its footer says so")
+            raise DataError(f"{path}: row {missing[0]} is missing, although the footer counts it")
         return from_table(pa.Table.from_batches([found[number] for number in numbers]))
 
 
@@ -187,7 +188,7 @@ def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
     if start and not start.startswith(_PARQUET_MARK):
         kind = "JSON lines" if start.lstrip().startswith(b"{") else "another format"
         raise DataError(
-            f"{path}: not a readable parquet file: it begins with {start!r}, so it is {kind}; "
+            f"{path}: not a readable parquet file: it starts with {start!r}, so it is {kind}; "
             "convert it, for example with pandas' DataFrame.to_parquet"
         )
     try:
@@ -208,7 +209,8 @@ def _refuse_bomb(
     most_bytes: int | None = None,
     columns: Sequence[str] | None = None,
 ) -> None:
-    """Refuse a row group that takes too much memory, as it can only be decompressed as a whole."""
+    """Reject a row group that needs too much memory, because it can only be decompressed in one
+    piece."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for number in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(number)
@@ -234,7 +236,7 @@ def _refuse_bomb(
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Convert pyarrow's errors to DataError, and I/O failures such as a full disk to StorageError.
+    """Convert pyarrow errors to DataError, and I/O failures such as a full disk to StorageError.
 
     pyarrow raises ArrowInvalid for a damaged footer, OSError for a damaged page and ValueError for
     a bad name.
@@ -268,11 +270,11 @@ def from_stream(data: bytes | memoryview) -> DataProto:
             table = reader.read_all()
         table.validate(full=True)  # offsets of a damaged stream may be out of bounds
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise DataError(f"{len(data)} bytes are not a whole Arrow stream: {error}") from error
+        raise DataError(f"{len(data)} bytes are not a complete Arrow stream: {error}") from error
     if bytes(stream[-len(_STREAM_END) :]) != _STREAM_END:
         raise DataError(
-            f"an Arrow stream of {len(data)} bytes lacks its end mark: it was cut off after a "
-            "whole batch"
+            f"an Arrow stream of {len(data)} bytes has no end marker; it was truncated after a "
+            "complete batch"
         )
     return from_table(table)
 
@@ -289,8 +291,8 @@ def _without_checksum(data: memoryview) -> memoryview:
     actual = zlib.crc32(stream)
     if actual != expected:
         raise DataError(
-            f"an Arrow stream of {len(data)} bytes is damaged: its checksum is {actual:08x}, the "
-            f"sender's was {expected:08x}"
+            f"an Arrow stream of {len(data)} bytes is damaged: expected checksum {expected:08x}, "
+            f"got {actual:08x}"
         )
     return stream
 
@@ -308,7 +310,7 @@ def _numeric_array(name: str, column: Column) -> pa.Array:
     for size in reversed(values.shape[1:]):
         if size == 0:
             raise SchemaError(
-                f"column {name!r}: an inner dimension of size 0 has no Arrow form "
+                f"column {name!r}: Arrow does not support an inner dimension of size 0 "
                 f"({describe(values)})"
             )
         array = pa.FixedSizeListArray.from_arrays(array, size)
@@ -328,7 +330,7 @@ def _object_array(name: str, column: np.ndarray) -> tuple[pa.Array, dict[str, An
             texts.append(json.dumps(_tagged(value)))
         except (TypeError, ValueError) as error:
             raise SchemaError(
-                f"column {name!r} row {i} cannot be written as JSON: {error}"
+                f"column {name!r}, row {i}: not JSON-serializable: {error}"
             ) from error
     return pa.array(texts, pa.large_string()), {"json": True}
 
@@ -373,7 +375,7 @@ def _untagged(value: Any) -> Any:
 def _read_array(content: Any) -> np.ndarray:
     kind, shape, entries = content
     array = np.empty(len(entries), np.dtype(kind))
-    # a slice assignment would read equally long lists as a matrix
+    # a slice assignment would interpret lists of equal length as a matrix
     for i, entry in enumerate(entries):
         array[i] = _untagged(entry)
     return array.reshape(shape)
@@ -414,14 +416,14 @@ def _column(name: str, array: pa.Array, note: Mapping[str, Any]) -> Column:
         or pa.types.is_null(kind)
     ):
         raise SchemaError(
-            f"column {name!r} has the Arrow type {kind}, which has no form in a batch"
+            f"column {name!r} has Arrow type {kind}, which is not supported in a batch"
         )
     values = array.to_pylist()
     if note.get("json"):
         try:
             values = [_untagged(json.loads(text)) for text in values]
         except (TypeError, ValueError) as error:
-            raise SchemaError(f"column {name!r} should hold JSON: {error}") from error
+            raise SchemaError(f"column {name!r} contains invalid JSON: {error}") from error
     return objects(values)
 
 

@@ -18,7 +18,7 @@ Column: TypeAlias = np.ndarray | Jagged
 def objects(values: Sequence[Any]) -> np.ndarray:
     """Return an object column `[B]` with these values.
 
-    Items are assigned one by one, because numpy would turn equally long lists into a matrix.
+    Items are assigned one by one, because numpy would turn lists of equal length into a matrix.
     """
     column = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
@@ -29,8 +29,8 @@ def objects(values: Sequence[Any]) -> np.ndarray:
 class Deferred(abc.ABC):
     """An immutable column whose rows are stored elsewhere, for example in an object store.
 
-    A batch with such a column can be sliced, reordered and sent without fetching it.
-    `single_controller` implements it.
+    A batch with such a column can be sliced, reordered and sent without fetching it. The
+    implementation is in `single_controller`.
     """
 
     @abc.abstractmethod
@@ -42,7 +42,7 @@ class Deferred(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self) -> tuple[Column, bool]:
-        """Fetch the rows, as views where possible. Returns (column, True if it holds bfloat16
+        """Fetch the rows, as views if possible. Returns (column, True if it contains bfloat16
         bits).
 
         The result is not cached.
@@ -60,14 +60,14 @@ class Deferred(abc.ABC):
 
     @abc.abstractmethod
     def concat(self, others: Sequence[Deferred]) -> Deferred:
-        """Append the rows of `others`, which are of the same class."""
+        """Append the rows of `others`, which must be of the same class."""
 
     def slice(self, start: int, stop: int) -> Deferred:
-        """Rows `start..stop`."""
+        """Return rows `start..stop`."""
         return self.take(np.arange(start, stop))
 
 
-# the storage type inside a batch; users of the batch see a Column
+# the storage type inside a batch; its users get a Column
 Held: TypeAlias = Column | Deferred
 
 
@@ -93,18 +93,18 @@ def checked_column(name: str, column: object) -> Held:
         return column
     if not isinstance(column, np.ndarray):
         raise SchemaError(
-            f"column {name!r} must be a numpy array or Jagged, not {describe(column)}"
+            f"column {name!r} must be a numpy array or Jagged, got {describe(column)}"
         )
     if column.dtype.kind == "U":
         column = column.astype(object)
     if column.ndim < 1 or (column.dtype == object and column.ndim != 1):
         raise SchemaError(
-            f"column {name!r} must be dense [B, ...] or objects [B], not {describe(column)}"
+            f"column {name!r} must be dense [B, ...] or objects [B], got {describe(column)}"
         )
     if column.dtype != object and not is_numeric(column.dtype):
         raise SchemaError(
-            f"column {name!r} has dtype {column.dtype}; bool, integers, floats up to 64 bits and "
-            "objects are supported"
+            f"column {name!r} has unsupported dtype {column.dtype}; use bool, integers, floats of "
+            "up to 64 bits, or objects"
         )
     return read_only(column)
 
@@ -116,7 +116,8 @@ def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise SchemaError(
-                f"meta {key!r} is not JSON-able ({error}); per-row values belong in a column"
+                f"meta {key!r} is not JSON-serializable ({error}); per-row values belong in a "
+                "column"
             ) from error
     return dict(meta)
 
@@ -136,8 +137,8 @@ def merged_meta(what: str, metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def row_type(column: Held) -> str:
-    """Describe a row's kind, dtype and trailing shape. Columns can be concatenated only if these
-    agree."""
+    """Describe kind, dtype and trailing shape of the rows. Columns can be concatenated only if
+    these agree."""
     if isinstance(column, Deferred):
         return "deferred"
     values = column.values if isinstance(column, Jagged) else column
@@ -150,7 +151,7 @@ def row_type(column: Held) -> str:
 def same_row_type(a: Held, b: Held) -> bool:
     """Return True if both columns have the same `row_type`.
 
-    For arrays this avoids formatting the dtype, which takes numpy 10 us.
+    For arrays this avoids formatting the dtype, which takes 10 us in numpy.
     """
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.dtype == b.dtype and a.shape[1:] == b.shape[1:]
@@ -182,11 +183,11 @@ def same_column(a: Held, b: Held) -> bool:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Compare two objects of a row, or two meta values. Types must match at every level; NaN equals
-    NaN.
+    """Return True if two objects of a column, or two meta values, are equal. Types must match at
+    every level; NaN equals NaN.
 
     Raises:
-        SchemaError: the values' type has an `==` that fails.
+        SchemaError: `==` fails for the values' type.
     """
     if a is b:
         return True
@@ -211,7 +212,7 @@ def _same_object(a: Any, b: Any) -> bool:
         return bool(equal.all() if hasattr(equal, "all") else equal)
     except Exception as error:
         raise SchemaError(
-            f"two values of type {type(a).__qualname__} cannot be compared: {error}"
+            f"could not compare two values of type {type(a).__qualname__}: {error}"
         ) from error
 
 

@@ -1,8 +1,8 @@
 """`Jagged`: rows of different lengths in two numpy arrays, without padding.
 
 Row `i` is `values[offsets[i]:offsets[i + 1]]`. The same pair is used across processes: the numpy
-buffers go out-of-band through Ray's object store, and torch, Arrow and Megatron's packed sequences
-(`cu_seqlens`) share the layout without a copy.
+buffers pass out-of-band through Ray's object store, and torch, Arrow and Megatron's packed
+sequences (`cu_seqlens`) use the same layout without a copy.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hybridflow.errors import SchemaError
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Return True for the dtypes that torch and Arrow share: bool, integers and floats of up to 64
-    bits."""
+    """Return True for dtypes that both torch and Arrow support: bool, and integers and floats of up
+    to 64 bits."""
     return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
@@ -32,14 +32,14 @@ def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Jagged:
-    """B rows of different lengths.
+    """A column of B rows of different lengths.
 
     Args:
         values: `[sum(t), ...]` numeric, all rows concatenated.
         offsets: `[B + 1]` int64, non-decreasing from 0 to `len(values)`.
 
     Raises:
-        SchemaError: the offsets do not fit the values, or the values are not numeric.
+        SchemaError: the offsets do not match the values, or the values are not numeric.
     """
 
     values: npt.NDArray[Any]
@@ -50,7 +50,7 @@ class Jagged:
         offsets = self.offsets
         if not isinstance(values, np.ndarray) or not is_numeric(values.dtype) or values.ndim < 1:
             raise SchemaError(
-                f"jagged values must be a numeric array [sum(t), ...], not {describe(values)}"
+                f"jagged values must be a numeric array [sum(t), ...], got {describe(values)}"
             )
         if (
             not isinstance(offsets, np.ndarray)
@@ -59,12 +59,12 @@ class Jagged:
             or not len(offsets)
         ):
             raise SchemaError(
-                f"jagged offsets must be an int64 array [B + 1], not {describe(offsets)}"
+                f"jagged offsets must be an int64 array [B + 1], got {describe(offsets)}"
             )
         offsets = offsets.astype(np.int64, copy=False)
         if offsets[0] != 0 or offsets[-1] != len(values):
             raise SchemaError(
-                f"jagged offsets must run from 0 to {len(values)}, not from {offsets[0]} to "
+                f"jagged offsets must run from 0 to {len(values)}, got {offsets[0]} to "
                 f"{offsets[-1]}"
             )
         if len(offsets) > 1 and int(np.diff(offsets).min()) < 0:
@@ -76,8 +76,8 @@ class Jagged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Jagged:
-        """Build from a list of arrays or lists, each `[t_i, ...]`. With no rows the values are
-        one-dimensional."""
+        """Build from a list of arrays or lists, each `[t_i, ...]`. If there are no rows, the values
+        are one-dimensional."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         for i, array in enumerate(arrays):
             if array.ndim == 0 or array.shape[1:] != arrays[0].shape[1:]:
@@ -121,15 +121,15 @@ class Jagged:
         return f"Jagged({len(self)} rows, {len(self.values)} values, {self.dtype})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Contiguous arrays pickle as out-of-band buffers of exactly the view's bytes; strided ones
-        # are copied in-band.
+        # Contiguous arrays are pickled as out-of-band buffers of exactly the view's bytes, strided
+        # ones are copied in-band.
         return Jagged, (np.ascontiguousarray(self.values), np.ascontiguousarray(self.offsets))
 
     def row(self, i: int) -> npt.NDArray[Any]:
         """Return row `i` `[t_i, ...]` as a view. Negative `i` counts from the end; IndexError if
         out of range."""
         if not -len(self) <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
+            raise IndexError(f"row {i} is out of range for {len(self)} rows")
         i %= len(self)
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 

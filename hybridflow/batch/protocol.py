@@ -1,11 +1,11 @@
-"""`DataProto`: the immutable batch of named columns that is passed between the driver, the workers
-and the disk.
+"""`DataProto`: the immutable batch of named columns that is passed between driver, workers and
+disk.
 
 A column is a dense array `[B, ...]`, a `Jagged` (rows of different lengths) or an object array
 `[B]` (strings, dicts). Columns are stored as numpy arrays, which move through Ray's object store 20
-times faster than torch tensors. Torch views are created where tensors are needed, and
-`hybridflow.batch.arrow` reads and writes files and streams. numpy has no bfloat16, so such a column
-is stored as uint16 and tagged.
+times faster than torch tensors. Torch views are created on demand, and `hybridflow.batch.arrow`
+reads and writes files and streams. numpy has no bfloat16, so a bfloat16 column is stored as uint16
+and tagged.
 
 A column may also be `Deferred`: its rows stay in the object store until they are read. A batch with
 deferred columns is sliced, reordered and sent like any other.
@@ -51,9 +51,9 @@ RowIndex: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | np.ndarray
 
 
 class DataProto:
-    """B rows of named columns, plus a few JSON-able values that apply to all rows (`meta`).
+    """A batch of B rows in named columns, plus JSON-serializable values for all rows (`meta`).
 
-    Construct with `from_columns`. All errors are `SchemaError` and name the column.
+    Construct it with `from_columns`. All errors are `SchemaError` and name the column.
     """
 
     __slots__ = ("_bfloat16", "_columns", "_length", "_meta")
@@ -75,7 +75,9 @@ class DataProto:
         tags = frozenset(bfloat16)
         for name in tags:
             if getattr(checked.get(name), "dtype", None) != np.uint16:
-                raise SchemaError(f"column {name!r} is tagged bfloat16 but is not there as uint16")
+                raise SchemaError(
+                    f"column {name!r} is tagged bfloat16 but is missing or not uint16"
+                )
         object.__setattr__(self, "_columns", MappingProxyType(checked))
         object.__setattr__(self, "_meta", MappingProxyType(checked_meta(meta)))
         object.__setattr__(self, "_bfloat16", tags)
@@ -106,8 +108,8 @@ class DataProto:
     ) -> DataProto:
         """Build a batch from dense `[B, ...]`, `Jagged` and object `[B]` columns.
 
-        `bfloat16` names the uint16 columns that hold bfloat16 bits. Arrays are not copied, except
-        that numpy string arrays are converted to object arrays.
+        `bfloat16` names the uint16 columns that contain bfloat16 bits. Arrays are not copied,
+        except that numpy string arrays are converted to object arrays.
         """
         return cls(columns, meta or {}, bfloat16)
 
@@ -119,14 +121,16 @@ class DataProto:
             if len(checked_column(name, column)) != len(self):
                 wrong[name] = len(column)
         if wrong and set(self._columns) - set(columns):
-            raise SchemaError(f"a batch of {len(self)} rows cannot take " + named_lengths(wrong))
+            raise SchemaError(
+                f"new columns must have {len(self)} rows like the batch, got {named_lengths(wrong)}"
+            )
         return DataProto({**self._columns, **columns}, self._meta, self._bfloat16 - set(columns))
 
     def with_torch(self, **tensors: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> DataProto:
         """Return a batch with columns added from tensors `[B, ...]` or pairs (values `[sum(t),
         ...]`, offsets `[B + 1]`).
 
-        Works like `with_columns`; bfloat16 tensors are tagged.
+        Otherwise the same as `with_columns`; bfloat16 tensors are tagged.
         """
         from hybridflow.batch.torch_views import to_numpy
 
@@ -164,7 +168,7 @@ class DataProto:
 
     @property
     def bfloat16(self) -> frozenset[str]:
-        """Names of the uint16 columns that hold bfloat16 bits."""
+        """Names of the uint16 columns that contain bfloat16 bits."""
         return self._bfloat16
 
     @property
@@ -209,8 +213,8 @@ class DataProto:
     def pieces(self, names: Iterable[str], nbytes: int = 4 << 20) -> Iterator[DataProto]:
         """Yield the named columns in consecutive, fetched pieces of about `nbytes`.
 
-        Iterating over the pieces never holds a whole deferred column. A batch without deferred
-        columns is one piece.
+        Iterating over the pieces never keeps an entire deferred column in memory. A batch without
+        deferred columns is yielded as one piece.
         """
         part = self.select(names)
         far = part.deferred and part.nbytes
@@ -229,16 +233,14 @@ class DataProto:
         """Return column `name` as a dense or object array. Raises SchemaError if it is jagged."""
         column = self[name]
         if isinstance(column, Jagged):
-            raise SchemaError(f"column {name!r} is jagged; a dense column is needed here")
+            raise SchemaError(f"column {name!r} must be dense here, but is jagged")
         return column
 
     def jagged(self, name: str) -> Jagged:
         """Return column `name` as `Jagged`. Raises SchemaError if it is not jagged."""
         column = self[name]
         if not isinstance(column, Jagged):
-            raise SchemaError(
-                f"column {name!r} is a {describe(column)}; a jagged column is needed here"
-            )
+            raise SchemaError(f"column {name!r} must be jagged here, got a {describe(column)}")
         return column
 
     def torch(self, name: str) -> Any:
@@ -256,7 +258,9 @@ class DataProto:
         if isinstance(column, Jagged):
             return view(column.values, is_bfloat16), view(column.offsets)
         if column.dtype == object:
-            raise SchemaError(f"column {name!r} holds Python objects; it has no tensor form")
+            raise SchemaError(
+                f"column {name!r} contains Python objects and cannot be converted to a tensor"
+            )
         return view(column, is_bfloat16)
 
     def equals(self, other: DataProto) -> bool:
@@ -295,7 +299,7 @@ class DataProto:
         return DataProto(columns, self._meta, self._bfloat16 & set(columns))
 
     def drop(self, names: Iterable[str]) -> DataProto:
-        """Return all but the named columns."""
+        """Return all columns except the named ones."""
         dropped = self.select(names)
         return self.select(name for name in self._columns if name not in dropped)
 
@@ -312,9 +316,12 @@ class DataProto:
         return DataProto(dict(zip(names, self._columns.values(), strict=True)), self._meta, tags)
 
     def union(self, other: DataProto) -> DataProto:
-        """Merge columns and meta of both batches. A name in both must have equal values."""
+        """Merge the columns and meta of two batches. A name in both must have equal values."""
         if self._columns and other._columns and len(self) != len(other):
-            raise SchemaError(f"union of {len(self)} rows with {len(other)} rows")
+            raise SchemaError(
+                f"union: batches must have the same number of rows, got {len(self)} and "
+                f"{len(other)}"
+            )
         for name in self._columns:
             if name in other._columns and not (
                 same_column(self._columns[name], other._columns[name])
@@ -333,7 +340,7 @@ class DataProto:
 
     def rows(self, index: RowIndex) -> DataProto:
         """Select rows by int (one row), slice, list, boolean mask or index array. Consecutive rows
-        are views."""
+        are returned as views."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             return (
@@ -343,10 +350,12 @@ class DataProto:
             index = [int(index)]
         array = np.asarray(index)
         if array.ndim != 1:
-            raise SchemaError(f"a row index is one-dimensional, got {describe(array)}")
+            raise SchemaError(f"a row index must be one-dimensional, got {describe(array)}")
         if array.dtype == bool:
             if len(array) != len(self):
-                raise SchemaError(f"a mask of {len(array)} values for {len(self)} rows")
+                raise SchemaError(
+                    f"a row mask must have {len(self)} values, one per row, got {len(array)}"
+                )
             array = np.flatnonzero(array)
         return self._take(_positions(array, len(self)))
 
@@ -355,8 +364,8 @@ class DataProto:
         order = np.asarray(index)
         if order.shape != (len(self),) or not np.array_equal(np.sort(order), np.arange(len(self))):
             raise SchemaError(
-                f"reorder needs a permutation of all {len(self)} rows; rows() selects or repeats "
-                "some"
+                f"reorder requires a permutation of all {len(self)} rows; use rows() to select or "
+                "repeat rows"
             )
         return self.rows(order)
 
@@ -364,14 +373,14 @@ class DataProto:
         """Repeat every row `n` times, interleaved: a a b b, so that the samples of one prompt are
         adjacent."""
         if n < 1:
-            raise SchemaError(f"repeat needs n >= 1, got {n}")
+            raise SchemaError(f"repeat requires n >= 1, got {n}")
         return self if n == 1 else self._take(np.repeat(np.arange(len(self)), n))
 
     def split(self, size: int) -> list[DataProto]:
         """Split into consecutive pieces of `size` rows; the last may be shorter. An empty batch
-        gives no pieces."""
+        yields no pieces."""
         if size < 1:
-            raise SchemaError(f"split needs size >= 1, got {size}")
+            raise SchemaError(f"split requires size >= 1, got {size}")
         parts: list[DataProto] = []
         for i in range(0, len(self), size):
             parts.append(self._slice(i, min(i + size, len(self))))
@@ -385,7 +394,7 @@ class DataProto:
         if not isinstance(plan, int):
             return [self.rows(np.asarray(index)) for index in plan]
         if plan < 1:
-            raise SchemaError(f"chunk needs at least one piece, got {plan}")
+            raise SchemaError(f"chunk requires at least one piece, got {plan}")
         small, extra = divmod(len(self), plan)
         ends = np.cumsum([small + (i < extra) for i in range(plan)]).tolist()
         chunks: list[DataProto] = []
@@ -398,7 +407,7 @@ class DataProto:
         """Concatenate all rows. Columns, types, trailing shapes, tags and shared meta values must
         agree."""
         if not parts:
-            raise SchemaError("concat of no batches: the columns would be unknown")
+            raise SchemaError("concat requires at least one batch")
         first = parts[0]
         for i, part in enumerate(parts[1:], 1):
             odd = set(part.columns) ^ set(first.columns) or part._bfloat16 ^ first._bfloat16
@@ -426,7 +435,7 @@ class DataProto:
         """Pad to a length divisible by `n` with rows from the start (cyclic). Returns (batch,
         number of rows added)."""
         if n < 1:
-            raise SchemaError(f"pad_to_divisor needs n >= 1, got {n}")
+            raise SchemaError(f"pad_to_divisor requires n >= 1, got {n}")
         padding = -len(self) % n
         if not padding:
             return self, 0
@@ -435,7 +444,7 @@ class DataProto:
     def unpad(self, num_padding: int) -> DataProto:
         """Return the batch without its last `num_padding` rows."""
         if not 0 <= num_padding <= len(self):
-            raise SchemaError(f"cannot take {num_padding} padding rows off {len(self)}")
+            raise SchemaError(f"cannot remove {num_padding} padding rows from {len(self)} rows")
         return self._slice(0, len(self) - num_padding)
 
     # ---- internals
@@ -469,14 +478,14 @@ class DataProto:
 
 
 def _positions(index: np.ndarray, rows: int) -> np.ndarray:
-    """Resolve negative positions, which count from the end. Raises SchemaError for an index outside
-    `rows`."""
+    """Convert negative indices, which count from the end. Raises SchemaError for an index out of
+    range."""
     if not len(index):
         return np.empty(0, dtype=np.int64)
     if index.dtype.kind not in "iu":
-        raise SchemaError(f"a row index holds integers or booleans, got {describe(index)}")
+        raise SchemaError(f"a row index must be integer or boolean, got {describe(index)}")
     index = index.astype(np.int64)
     outside = index[(index < -rows) | (index >= rows)]
     if len(outside):
-        raise SchemaError(f"row {outside[0]} is outside a batch of {rows} rows")
+        raise SchemaError(f"row {outside[0]} is out of range for a batch of {rows} rows")
     return np.where(index < 0, index + rows, index)

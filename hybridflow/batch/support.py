@@ -10,9 +10,9 @@ import numpy as np
 
 from hybridflow.batch.jagged import Jagged
 
-# jagged int32 [response tokens]: support size of each token; 0 means the whole vocabulary
+# jagged int32 [response tokens]: support size of each token; 0 means the full vocabulary
 SUPPORT_SIZES = "support_sizes"
-# jagged int32 [sum of the sizes]: the supports' token ids, concatenated over response tokens
+# jagged int32 [sum of sizes]: token ids of the supports, concatenated over response tokens
 SUPPORT_IDS = "support_ids"
 SUPPORT = (SUPPORT_SIZES, SUPPORT_IDS)
 
@@ -26,7 +26,7 @@ class Supports:
 
     @classmethod
     def unknown(cls, tokens: int) -> Supports:
-        """Return supports for tokens that were not sampled, or were sampled from the whole
+        """Return supports for tokens that were not sampled, or were sampled from the full
         vocabulary."""
         return cls(np.zeros(tokens, np.int32), np.empty(0, np.int32))
 
@@ -42,7 +42,7 @@ class Supports:
         return len(self.sizes)
 
     def take(self, keep: np.ndarray | slice) -> Supports:
-        """Select the supports of some tokens by slice, mask [t] or indices."""
+        """Select tokens' supports by slice, mask [t] or indices."""
         starts = np.cumsum(self.sizes, dtype=np.int64) - self.sizes
         sizes = self.sizes[keep]
         ends = np.cumsum(sizes, dtype=np.int64)

@@ -1,5 +1,5 @@
-"""Zero-copy conversion between numpy arrays and torch tensors. Only this module of the room imports
-torch."""
+"""Zero-copy conversion between numpy arrays and torch tensors. The only module of this package that
+imports torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hybridflow.errors import SchemaError
 
 
 class _Writable:
-    """Exposes an array's memory to numpy without the read-only flag, and keeps the owner alive.
+    """A wrapper that exposes an array's memory to numpy without the read-only flag, and keeps the
+    owner alive.
 
-    `torch.from_numpy` prints a UserWarning for a read-only array (torch has no read-only tensors);
-    silencing it with `warnings.catch_warnings` would not be thread-safe.
+    `torch.from_numpy` emits a UserWarning for a read-only array (torch has no read-only tensors),
+    and silencing it with `warnings.catch_warnings` would not be thread-safe.
     """
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
@@ -39,11 +40,11 @@ def view(array: npt.NDArray[Any], bfloat16: bool = False) -> torch.Tensor:
 
 
 def to_numpy(name: str, tensor: torch.Tensor) -> tuple[npt.NDArray[Any], bool]:
-    """Return an array that shares a CPU tensor's memory, and True if its bits are bfloat16 (stored
-    as uint16).
+    """Return an array that shares a CPU tensor's memory, and True if it contains bfloat16 bits
+    (stored as uint16).
 
     Tensors on other devices are copied. Raises SchemaError naming the column `name` for dtypes that
-    numpy lacks, such as fp8.
+    numpy does not have, such as fp8.
     """
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
@@ -52,6 +53,6 @@ def to_numpy(name: str, tensor: torch.Tensor) -> tuple[npt.NDArray[Any], bool]:
         return tensor.numpy(), False
     except TypeError as error:
         raise SchemaError(
-            f"column {name!r} has dtype {tensor.dtype}, which numpy lacks; convert it, or store "
-            "its bytes as uint8"
+            f"column {name!r} has dtype {tensor.dtype}, which numpy does not support; convert it, "
+            "or store its bytes as uint8"
         ) from error

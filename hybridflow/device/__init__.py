@@ -1,4 +1,4 @@
-"""Device abstraction, and movement of model parts on and off the device.
+"""Device abstraction, and offloading of model parts.
 
-The only package that uses `torch.cuda`.
+This is the only package that uses `torch.cuda`.
 """

@@ -1,13 +1,13 @@
-"""GPU memory and events shared between two processes of one node.
+"""GPU memory and events shared between two processes on one node.
 
-Memory comes from torch's allocator and is shared in the same way as in `torch.multiprocessing`:
-through a reference-counted storage handle. The block is not reused before the other process has
-released it. (A killed process never releases it, so its block stays allocated in the exporter.) The
-handle is opened on the importer's own device, whatever index the exporter's device has there: CUDA
-maps peer memory whether or not that device is visible.
+Memory comes from torch's allocator and is shared as in `torch.multiprocessing`, through a
+reference-counted storage handle. The block is not reused until the other process has released it.
+(A killed process never releases it, so the block stays allocated in the exporter.) The handle is
+opened on the importer's own device, regardless of the exporter's device index, because CUDA maps
+peer memory whether or not that device is visible.
 
 Events are kept until the process exits. An imported event must not be used after the exporter has
-destroyed it, and the exporter cannot tell when the importer has queried it for the last time.
+destroyed it, and the exporter cannot know when the importer has queried it for the last time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _imported: dict[str, torch.cuda.Event] = {}
 
 
 def export(nbytes: int, device: torch.device) -> tuple[torch.Tensor, str]:
-    """Allocate a shareable uint8 buffer `[nbytes]`. Returns it with a string handle that one other
-    process can open."""
+    """Allocate a shareable uint8 buffer `[nbytes]`. Returns the buffer and a string handle that one
+    other process can open."""
     torch.cuda.ipc_collect()  # free blocks of earlier sessions that the other side has released
     with _plain_segments():
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -43,7 +43,7 @@ def export(nbytes: int, device: torch.device) -> tuple[torch.Tensor, str]:
 def import_memory(text: str, device: torch.device) -> torch.Tensor:
     """Open a buffer that another process allocated with `export`, mapped on this process's
     `device`."""
-    torch.cuda.init()  # torch opens the handle without it, and crashes
+    torch.cuda.init()  # without it, torch crashes when it opens the handle
     handle, nbytes, offset, counter, counter_offset, event, must_wait = json.loads(text)
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index,
@@ -68,7 +68,7 @@ class Events:
             self._events = [kept.pop() for _ in range(min(count, len(kept)))]
         while len(self._events) < count:
             self._events.append(torch.cuda.Event(interprocess=True))
-        # an event that was never recorded belongs to the current device
+        # an unrecorded event belongs to the current device
         with torch.cuda.device(device):
             self.handles = [_text(event.ipc_handle()) for event in self._events]
 
@@ -80,8 +80,8 @@ class Events:
     def release(self) -> None:
         """Return the events to the pool for the next session.
 
-        Another process may still query them. That is safe: the work it waits for completes before
-        anything recorded later.
+        Another process may still query them. That is safe, because the work it waits for completes
+        before anything recorded later.
         """
         with _lock:
             _free.setdefault(self._device, []).extend(self._events)
@@ -99,9 +99,9 @@ class PeerEvents:
             self._events = [_imported[handle] for handle in handles]
 
     def is_done(self, number: int) -> bool:
-        """Return whether the last recorded work has completed.
+        """Return True if the work before the event's last record has completed.
 
-        Returns False if the driver cannot tell, as can happen for events of a killed process;
+        Returns False if the driver cannot tell, as can happen for events of a killed process, so
         callers must watch that process as well.
         """
         try:
@@ -112,8 +112,8 @@ class PeerEvents:
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Disable expandable segments inside the context: their memory cannot be exported through a
-    handle."""
+    """Return a context manager that disables expandable segments, because their memory cannot be
+    exported through a handle."""
     settings = next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "")
     if _EXPANDABLE not in settings:
         yield

@@ -1,4 +1,4 @@
-"""The device type, cpu or cuda, and the operations that depend on it. torch is imported lazily."""
+"""The device type, cpu or cuda, and operations that depend on it. torch is imported lazily."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Platform:
         the choice.
 
         Raises:
-            ResourceError: the override has another value, or requests cuda where torch cannot use
-                it. The message has the node and torch's reason (no visible device, or a driver that
-                is too old).
+            ResourceError: the override has another value, or requests cuda but torch cannot use it.
+                The message contains the node and torch's reason (no visible device, or a driver
+                that is too old).
         """
         wish = os.environ.get("HYBRIDFLOW_PLATFORM", "")
         if wish not in ("", "cpu", "cuda"):
-            raise ResourceError(f"HYBRIDFLOW_PLATFORM={wish!r}: use cpu or cuda")
+            raise ResourceError(f"HYBRIDFLOW_PLATFORM must be cpu or cuda, got {wish!r}")
         if wish == "cpu":
             return cls("cpu")
         import torch
@@ -67,17 +67,17 @@ class Platform:
 
     @property
     def cache_bytes(self) -> int:
-        """Chunk size that stays in a core's cache across several reads; 0 if chunking does not
-        help."""
+        """Chunk size in bytes that stays in a core's cache across several reads; 0 if chunking does
+        not help."""
         return 0 if self.kind == "cuda" else 1 << 20
 
     @property
     def cores(self) -> int:
-        """Number of CPU cores used for compute; 1 on cuda."""
+        """Number of CPU cores that this process uses for compute; 1 on cuda."""
         return 1 if self.kind == "cuda" else len(os.sched_getaffinity(0))
 
     def device(self, local_rank: int = 0) -> torch.device:
-        """Return the device of the node's process with this local rank."""
+        """Return the device for the process with this local rank on its node."""
         import torch
 
         return torch.device("cuda", local_rank) if self.kind == "cuda" else torch.device("cpu")
@@ -100,8 +100,8 @@ class Platform:
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a CPU tensor to the current device without blocking the host.
 
-        The tensor is pinned first; a copy from pageable memory would wait for the work queued on
-        the device.
+        The tensor is pinned first, because a copy from pageable memory would wait for the work
+        queued on the device.
         """
         if self.kind == "cpu":
             return tensor
@@ -154,7 +154,7 @@ class Platform:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def empty_cache(self) -> None:
-        """Release unused cached memory to the CUDA driver, or on cpu from the C heap to the
+        """Return unused cached memory to the CUDA driver, or on cpu from the C heap to the
         system."""
         if self.kind == "cuda":
             _cuda().empty_cache()
@@ -178,7 +178,7 @@ def _cuda() -> Any:
 
 
 def _why_no_cuda() -> str:
-    """Return why torch cannot use a GPU here.
+    """Return the reason why torch cannot use a GPU on this machine.
 
     `torch.cuda.is_available` returns False without a reason; `torch.cuda.init` raises with one.
     """
@@ -191,8 +191,8 @@ def _why_no_cuda() -> str:
         reason = str(error).splitlines()[0]
         if "driver" in reason:
             return (
-                f"{reason} (torch's CUDA is {torch.version.cuda}; update this node's driver or "
-                "leave the node out)"
+                f"{reason} (torch was built for CUDA {torch.version.cuda}; update this node's "
+                "driver, or exclude the node)"
             )
         return reason
-    return "it could be initialised only at a second attempt; look at the node with nvidia-smi"
+    return "initialisation succeeded only on the second attempt; check the node with nvidia-smi"

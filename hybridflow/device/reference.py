@@ -1,4 +1,4 @@
-"""The policy's frozen reference: a second copy of its weights, independent of the training
+"""The policy's frozen reference, a second copy of its weights, independent of the training
 backend."""
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import torch
 
 
 class HoldsReference(ABC):
-    """Base class of models that may later get an optimizer and a frozen copy of their weights."""
+    """Base class of models that can be given an optimizer and a frozen copy of their weights."""
 
     optimizer: Any = None
     _reference: dict[str, torch.Tensor] | None = None
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's live tensors by name: the tensors that a reference copies."""
+        """Return this rank's live tensors by name, which a reference copies."""
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether `set_optimizer` was called."""
+        """True after `set_optimizer` was called."""
         return self.optimizer is not None
 
     @property
     def has_reference(self) -> bool:
-        """Whether `freeze_reference` was called or a reference was loaded."""
+        """True after `freeze_reference` was called or a reference was loaded."""
         return self._reference is not None
 
     @torch.no_grad()
@@ -37,7 +37,7 @@ class HoldsReference(ABC):
         self._reference = {name: tensor.detach().clone() for name, tensor in self.weights().items()}
 
     def reference_state(self) -> dict[str, torch.Tensor]:
-        """Return the reference's local tensors, with the same names as `weights`.
+        """Return the reference's local tensors, named as in `weights`.
 
         Raises RuntimeError if there is no reference.
         """
@@ -47,9 +47,9 @@ class HoldsReference(ABC):
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Context manager: compute with the reference weights.
+        """Return a context manager that swaps in the reference weights.
 
-        They are swapped in place, so no second model is needed.
+        Weights are swapped in place, so no second model is needed.
         """
         live = self.weights()
         held = self.reference_state()
@@ -62,7 +62,7 @@ class HoldsReference(ABC):
 
 @torch.no_grad()
 def _exchange(live: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> None:
-    # swap values, not storages: optimizers and gradient buffers hold views of the weights
+    # swap values, not storages, because optimizers and gradient buffers have views of the weights
     for name, tensor in live.items():
         before = tensor.detach().clone()
         tensor.copy_(held[name])

@@ -1,13 +1,13 @@
-"""Offloading of weights, gradients, optimizer state and reference weights, exact to the byte.
+"""Byte-exact offloading of weights, gradients, optimizer state and reference weights.
 
 Tensor objects keep their identity. A storage is resized to zero and later back to its old size, so
 all views stay valid: Megatron's flat buffers and the parameters in them, the distributed
-optimizer's shards, and `main_grad`. Only the address changes. Megatron-Core 0.16.1 keeps no
+optimizer's shards, and `main_grad`. Only the address changes. Megatron-Core 0.16.1 does not keep
 addresses between steps (NCCL-registered buffers, `nccl_ub`, would, but are not used).
 
-On CUDA the bytes go to pinned host memory that is allocated once. On CPU, device memory is the
-memory of the process, so the bytes go to an unlinked temporary file in TMPDIR. It disappears with
-the process.
+On CUDA the bytes are copied to pinned host memory that is allocated once. On CPU, device memory is
+process memory, so the bytes are written to an unlinked temporary file in TMPDIR, which disappears
+with the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridflow.errors import ResourceError
 
 Part = Literal["weights", "gradients", "optimizer", "reference"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer", "reference")
-# bytes; smaller tensors (step counters) stay: thousands of tiny copies cost more than they free
+# bytes; smaller tensors (step counters) stay, because thousands of tiny copies are not worth it
 _SMALL = 4096
 _WRITABLE = 0x200  # PyBUF_WRITE
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -48,11 +48,10 @@ class Residency:
         Args:
             tensors: for each part, a function that lists its tensors. A storage shared by two parts
                 belongs to the one that comes first in `PARTS`.
-            platform: the device that holds them.
+            platform: the device that the parts are on.
             settle: called before weights are offloaded, to wait for communication that still writes
                 to them.
-            role: the role that owns these parts; messages refer to the keys of its configuration
-                section.
+            role: the role that owns these parts; used in messages to name configuration keys.
         """
         self._tensors = tensors
         self._platform = platform
@@ -67,7 +66,7 @@ class Residency:
         return frozenset(self._asleep)
 
     def resident_bytes(self) -> dict[Part, int]:
-        """Return the bytes of each part that are on the device."""
+        """Return the bytes on the device by part."""
         sizes: dict[Part, int] = {}
         for part, storages in self._storages().items():
             sizes[part] = sum(storage.nbytes() for storage in storages)
@@ -78,18 +77,18 @@ class Residency:
         return sum(size for storages in self._asleep.values() for _, size in storages)
 
     def part_bytes(self) -> dict[Part, int]:
-        """Return the total bytes of each part, on the device or not."""
+        """Return the total bytes of each part, whether on the device or offloaded."""
         asleep = {}
         for part, storages in self._asleep.items():
             asleep[part] = sum(size for _, size in storages)
         return {part: size + asleep.get(part, 0) for part, size in self.resident_bytes().items()}
 
     def sleep(self, *parts: Part) -> int:
-        """Offload these parts; parts already offloaded are skipped. Returns the bytes freed.
+        """Offload these parts, skipping parts already offloaded. Returns the bytes freed.
 
         Raises:
-            ResourceError: there is no room to store a part. That part and the ones after it stay on
-                the device.
+            ResourceError: there is no space to store a part. That part and the ones after it stay
+                on the device.
         """
         freed = 0
         for part in parts:
@@ -111,7 +110,7 @@ class Residency:
         return freed
 
     def wake(self, *parts: Part) -> None:
-        """Bring these parts back to the device; parts already there are skipped."""
+        """Bring these parts back to the device, skipping parts already there."""
         for part in parts:
             for storage, size in self._asleep.get(part, ()):
                 storage.resize_(size)
@@ -127,9 +126,9 @@ class Residency:
         optimizer: bool = False,
         reference: bool = False,
     ) -> Iterator[None]:
-        """Context manager: keep these parts on the device.
+        """Return a context manager that keeps these parts on the device.
 
-        Parts that it had to bring back are offloaded again on exit. Can be nested.
+        Parts that were offloaded on entry are offloaded again on exit. Can be nested.
         """
         wanted = zip(PARTS, (weights, gradients, optimizer, reference), strict=True)
         parts = []
@@ -144,8 +143,8 @@ class Residency:
             self.sleep(*brought)
 
     def _key(self, part: Part) -> str:
-        """Return the configuration key that offloads the part; the reference follows the
-        weights."""
+        """Return the configuration key that controls offloading of the part; the reference uses the
+        key of the weights."""
         return f"{self.role}.offload.{'weights' if part == 'reference' else part}"
 
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
@@ -160,8 +159,8 @@ class Residency:
                 seen.add(storage._cdata)
                 if not storage.resizable():
                     raise ResourceError(
-                        f"the memory of the {part} (a tensor of shape {list(tensor.shape)}) is "
-                        "shared, for example with numpy, and cannot be offloaded; set "
+                        f"cannot offload {part}: a tensor of shape {list(tensor.shape)} shares its "
+                        "memory, for example with numpy; set "
                         f"{self._key(part)}=false"
                     )
                 found[part].append(storage)
@@ -189,9 +188,9 @@ class _FileStore:
         except OSError as error:
             size = sum(storage.nbytes() for storage in storages)
             raise ResourceError(
-                f"no room to offload {size / 2**20:.0f} MiB ({key}) to a file in "
-                f"{tempfile.gettempdir()}: {error.strerror}. They are still in memory. Set TMPDIR "
-                f"to a folder with room, or {key}=false"
+                f"could not offload {size / 2**20:.0f} MiB ({key}) to a file in "
+                f"{tempfile.gettempdir()}: {error.strerror}. The data is still in memory. Set "
+                f"TMPDIR to a folder with enough space, or {key}=false"
             ) from error
 
     def read(self, storages: list[torch.UntypedStorage]) -> None:
@@ -201,7 +200,7 @@ class _FileStore:
             got = self._file.readinto(memory_of(_bytes(storage)))  # type: ignore[attr-defined]
             if got != storage.nbytes():
                 raise ResourceError(
-                    f"the file with offloaded memory ended after {got} of {storage.nbytes()} bytes"
+                    f"the offload file is truncated: expected {storage.nbytes()} bytes, got {got}"
                 )
 
 
@@ -225,8 +224,9 @@ class _PinnedStore:
             except RuntimeError as error:
                 size = sum(storage.nbytes() for storage in storages)
                 raise ResourceError(
-                    f"no room for {size / 2**20:.0f} MiB ({key}) in pinned host memory: {error}. "
-                    f"They are still on the device. Free host memory, or set {key}=false"
+                    f"could not allocate {size / 2**20:.0f} MiB ({key}) of pinned host memory: "
+                    f"{error}. The data is still on the device. Free host memory, or set "
+                    f"{key}=false"
                 ) from error
         for block, storage in zip(self._blocks, storages, strict=True):
             block.copy_(_bytes(storage), non_blocking=True)
@@ -239,11 +239,10 @@ class _PinnedStore:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return a writable view of the bytes of a contiguous tensor in host memory, valid as long as
-    the tensor.
+    """Return a writable view of a contiguous host tensor's bytes, valid as long as the tensor.
 
-    `Tensor.numpy()` does not work here: torch refuses to resize a storage that was exposed to
-    numpy. A ctypes array is slow: each length needs a separate type, created over and over.
+    `Tensor.numpy()` does not work here, because torch refuses to resize a storage that was exposed
+    to numpy. A ctypes array would be slow, because each length needs a new type.
     """
     return _view(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
 

@@ -91,7 +91,7 @@ def test_without_room_nothing_is_lost_and_the_message_says_what_to_change(tmp_pa
     )
     said = rank["said"]
     assert (
-        "no room to offload" in said["disk"]
+        "could not offload" in said["disk"]
         and "still in memory" in said["disk"]
         and "actor.offload.weights=false" in said["disk"]
     )

@@ -256,7 +256,7 @@ def test_missing_file_and_missing_values_are_named(tmp_path: Path) -> None:
 
 
 def test_objects_without_a_json_form_are_named() -> None:
-    with pytest.raises(SchemaError, match="column 'o' row 0"):
+    with pytest.raises(SchemaError, match="column 'o', row 0"):
         to_table(DataProto.from_columns({"o": np.asarray([{1, 2}], dtype=object)}))
 
 
@@ -270,7 +270,7 @@ def test_torch_views_share_memory_and_do_not_warn() -> None:
     assert tensor.data_ptr() == x.ctypes.data and tensor.tolist() == x.tolist()
     assert values.tolist() == [1, 2, 3, 4, 5, 6] and offsets.tolist() == [0, 2, 2, 3, 6]
     assert batch.rows(slice(None, None, -1)).torch("x").tolist() == x[::-1].tolist()
-    with pytest.raises(SchemaError, match="no tensor form"):
+    with pytest.raises(SchemaError, match="cannot be converted to a tensor"):
         small().torch("text")
 
 
@@ -299,12 +299,12 @@ def test_bfloat16_survives_everything(batch: DataProto) -> None:
 @pytest.mark.parametrize(
     ("column", "text"),
     [
-        ([1, 2, 3, 4], "'bad' must be a numpy array or Jagged, not list"),
-        (np.zeros(4, dtype=complex), "'bad' has dtype complex128"),
+        ([1, 2, 3, 4], "'bad' must be a numpy array or Jagged, got list"),
+        (np.zeros(4, dtype=complex), "'bad' has unsupported dtype complex128"),
         (np.zeros((), dtype=int), "'bad' must be dense"),
         (np.empty((4, 2), dtype=object), "'bad' must be dense"),
         (np.zeros(3), "'bad': 3"),
-        (np.zeros(4, dtype="datetime64[s]"), "'bad' has dtype datetime64"),
+        (np.zeros(4, dtype="datetime64[s]"), "'bad' has unsupported dtype datetime64"),
     ],
 )
 def test_bad_columns_are_named(column: Any, text: str) -> None:
@@ -330,7 +330,7 @@ def test_union_refuses_unequal_duplicates_and_lengths() -> None:
         batch.union(batch.with_columns(uid=np.arange(4, dtype=np.int32)))
     with pytest.raises(SchemaError, match="meta 't' is 1 in one part and 2"):
         batch.union(batch.with_meta(t=2))
-    with pytest.raises(SchemaError, match="4 rows with 3"):
+    with pytest.raises(SchemaError, match="rows, got 4 and 3"):
         batch.union(batch.rows(slice(3)))
     nan = DataProto.from_columns({"x": np.asarray([np.nan])})
     assert nan.union(nan).equals(nan)
@@ -389,7 +389,7 @@ def test_other_refusals_name_the_column() -> None:
         batch.rename({"uid": "ids"})
     with pytest.raises(SchemaError, match="permutation"):
         batch.reorder([0, 0, 1, 2])
-    with pytest.raises(SchemaError, match="meta 'm' is not JSON-able"):
+    with pytest.raises(SchemaError, match="meta 'm' is not JSON-serializable"):
         batch.with_meta(m=np.float32(1))
     with pytest.raises(SchemaError, match="'uid' is tagged bfloat16"):
         DataProto.from_columns({"uid": np.arange(4)}, bfloat16=["uid"])
@@ -397,9 +397,9 @@ def test_other_refusals_name_the_column() -> None:
         batch.unpad(5)
     with pytest.raises(SchemaError):
         DataProto.concat([])
-    with pytest.raises(SchemaError, match="'ids' is jagged"):
+    with pytest.raises(SchemaError, match="'ids' must be dense here"):
         batch.dense("ids")
-    with pytest.raises(SchemaError, match="'uid' is a int64 array"):
+    with pytest.raises(SchemaError, match="'uid' must be jagged here, got a int64 array"):
         batch.jagged("uid")
 
 
@@ -456,7 +456,7 @@ def test_a_damaged_stream_is_refused_wherever_the_damage_is(position, change):
     data = bytearray(to_stream(_streamed()))
     data[position % len(data)] ^= change
     with pytest.raises(
-        DataError, match=rf"of {len(data)} bytes|^{len(data)} bytes are not a whole Arrow stream"
+        DataError, match=rf"of {len(data)} bytes|^{len(data)} bytes are not a complete Arrow stream"
     ):
         from_stream(bytes(data))
 

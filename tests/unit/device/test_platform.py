@@ -25,7 +25,7 @@ def test_asking_for_what_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ResourceError, match="sees no CUDA device"):
         Platform.detect()
     monkeypatch.setenv("HYBRIDFLOW_PLATFORM", "tpu")
-    with pytest.raises(ResourceError, match="use cpu or cuda"):
+    with pytest.raises(ResourceError, match="must be cpu or cuda"):
         Platform.detect()
 
 
