@@ -1,1 +1,1 @@
-"""A run's output: terminal progress, metrics, timeline, rollout dumps, environment, HTML report."""
+"""The output of a run: terminal progress, metrics, timeline, dumps, environment, HTML report."""

@@ -1,5 +1,5 @@
-"""The report's charts as inline SVG: lines over steps and stacked bars over steps. Colours are CSS
-variables `--c0` … `--c7`, `--other`."""
+"""The report's charts as inline SVG: lines and stacked bars over steps. Colours are CSS variables
+`--c0` … `--c7`, `--other`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LEFT = 54
 RIGHT = 14
 TOP = 20
 BOTTOM = 38
-MAX_POINTS = 1500  # points of one line; longer series are drawn as means of neighbours
+MAX_POINTS = 1500  # points per line; longer series are drawn as means of neighbours
 MAX_BARS = 80
-_MARKERS_UP_TO = 40  # maximum points for drawing a dot each
+_MARKERS_UP_TO = 40  # maximum points for drawing a dot at each
 _TREND_FROM = 24  # minimum points for drawing a trend line
 
 Point = tuple[float, float | None]
@@ -29,7 +29,7 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity over steps. None is a gap. `color` is a slot of the palette; None is the grey of
+    """One quantity over steps; None is a gap. `color` is a palette index, or None for the grey of
     "other"."""
 
     label: str
@@ -41,9 +41,9 @@ class Series:
 class Chart:
     """The specification of a chart.
 
-    `trend` draws the single series faintly with its moving average on top; `include` are values
-    that the y axis must reach; `lines` are horizontal reference lines (value, text), `marks`
-    vertical ones (step, text); `notes` are labelled points (x, y, text).
+    `trend` draws a single series faintly, with its moving average on top. `include` lists values
+    that the y axis must cover. `lines` are horizontal reference lines (value, text), `marks`
+    vertical ones (step, text), and `notes` labelled points (x, y, text).
     """
 
     title: str
@@ -103,32 +103,32 @@ def draw(chart: Chart) -> Drawn | None:
 
 
 def line_of(kind: str, x1: float, x2: float, y1: float, y2: float) -> Markup:
-    """Return a line of the CSS class `kind`."""
+    """Return a line with CSS class `kind`."""
     return Markup('<line class="{}" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(kind, x1, x2, y1, y2)
 
 
 def text_of(kind: str, x: float, y: float, text: str, anchor: str = "") -> Markup:
-    """Return a text of the CSS class `kind`; `anchor` tells which of its ends or its middle is at
+    """Return text with CSS class `kind`. `anchor` (start, middle or end) is the part of the text at
     `x`."""
     at = Markup(' text-anchor="{}"').format(anchor) if anchor else ""
     return Markup('<text class="{}" x="{}" y="{}"{}>{}</text>').format(kind, x, y, at, text)
 
 
 def bar_of(x: float, y: float, width: float, height: float, color: str) -> Markup:
-    """Return a filled rectangle, from its upper left corner."""
+    """Return a filled rectangle with its upper left corner at (x, y)."""
     shape = '<rect class="bar" x="{}" y="{}" width="{}" height="{}" fill="{}"/>'
     return Markup(shape).format(x, y, width, height, color)
 
 
 def dot_of(kind: str, x: float, y: float, radius: float, color: str) -> Markup:
-    """Return a filled circle of the CSS class `kind`."""
+    """Return a filled circle with CSS class `kind`."""
     return Markup('<circle class="{}" cx="{}" cy="{}" r="{}" fill="{}"/>').format(
         kind, x, y, radius, color
     )
 
 
 def thin(points: Sequence[Point], size: int) -> list[Point]:
-    """Return the means of `size` neighbours, ignoring None; a bucket of only None stays None."""
+    """Return the means of `size` neighbours, ignoring None. A group of only None stays None."""
     if size <= 1:
         return list(points)
     found: list[Point] = []
@@ -139,8 +139,8 @@ def thin(points: Sequence[Point], size: int) -> list[Point]:
 
 
 def moving_average(points: Sequence[Point]) -> list[Point]:
-    """Return the mean of the neighbours on both sides, about an eighth of the series in all;
-    narrower at the ends, where it would lag."""
+    """Return each point's mean with its neighbours on both sides, over about an eighth of the
+    series. The window narrows at the ends, where the average would lag."""
     reach = max(2, len(points) // 16)
     found: list[Point] = []
     for index, (x, _) in enumerate(points):
@@ -159,8 +159,8 @@ def _steps_of(series: Sequence[Series]) -> list[float]:
 
 
 def _aligned(series: list[Series]) -> list[Series]:
-    """Give all series the same steps, with zero for missing phases. Otherwise bars of sparse phases
-    would be misaligned."""
+    """Extend all series to the same steps, with zero for missing phases. Otherwise the bars of
+    sparse phases would be misaligned."""
     steps = _steps_of(series)
     aligned: list[Series] = []
     for one in series:
@@ -170,8 +170,8 @@ def _aligned(series: list[Series]) -> list[Series]:
 
 
 def _usable(series: Series, log: bool) -> Series:
-    """Replace values that cannot be drawn with gaps: non-finite ones, and on a logarithmic axis
-    those not positive."""
+    """Replace values that cannot be drawn by gaps: non-finite values, and on a logarithmic axis
+    values that are not positive."""
     points = []
     for x, y in series.points:
         points.append((x, y if y is not None and math.isfinite(y) and (not log or y > 0) else None))
@@ -243,7 +243,7 @@ def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
 
 
 def _path(points: Iterable[Point], x: scale.Scale, y: scale.Scale, color: str, kind: str) -> Markup:
-    """Draw polylines between the gaps, and a dot for a single point between two gaps."""
+    """Draw polylines between gaps, and a dot for a single point between two gaps."""
     segments: list[list[tuple[float, float]]] = [[]]
     count = 0
     for at, value in points:
@@ -293,8 +293,8 @@ def _mark(at: float, text: str) -> Markup:
 
 
 def _note(px: float, py: float, text: str, rises: bool) -> Markup:
-    """Draw a labelled dot on the curve. The label is below its start if the curve rises from there,
-    otherwise above it."""
+    """Draw a labelled dot on the curve. At the left edge of a rising curve the label is below the
+    dot, otherwise above."""
     left = px < LEFT + 60
     right = px > WIDTH - RIGHT - 60
     anchor = {(True, False): "start", (False, True): "end"}.get((left, right), "middle")
@@ -311,8 +311,8 @@ def _color(slot: int | None) -> str:
 
 
 def _hover(chart: Chart, series: list[Series]) -> str:
-    """Return the data for the page's hover script: the pixel of each x, and each series' value
-    there."""
+    """Return the data for the page's hover script as JSON: the pixel of each x, and each series'
+    value there."""
     xs = _steps_of(series)
     gap = (xs[-1] - xs[0]) / max(1, len(xs) - 1) or 1.0
     x = scale.steps(xs, LEFT, WIDTH - RIGHT)

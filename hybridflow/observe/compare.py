@@ -1,4 +1,4 @@
-"""Comparison of the same step of two runs, by its dumps and metrics."""
+"""Comparison of the same step in two runs, by dumps and metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import TOKEN_COLUMNS, dump_path
 
 _COLUMNS = ("score", *TOKEN_COLUMNS)
-# depend on time, machine or engines, not on the computation of the step
+# metrics that depend on time, machine or engines, not on the step's computation
 _OTHER_METRICS = (
     *(
         "wall_time",
@@ -35,13 +35,13 @@ _OTHER_METRICS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """A column or metric that both runs have.
+    """The difference between two runs in one column or metric.
 
     Attributes:
-        values, differing: count of numbers, and of those that differ bitwise.
-        largest: largest absolute difference; NaN if only one of the two is NaN.
+        values, differing: number of values, and of values that differ.
+        largest: largest absolute difference; NaN if only one of two values is NaN.
         first_row: the first differing row; None if there is none, and for a metric.
-        shown: the two values of a metric, or of a column's first differing number.
+        shown: the two values of a metric, or of a column's first difference.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Difference:
 
 
 def compare_step(first: Path, second: Path, step: int) -> list[Difference]:
-    """Compare the columns of a step's dumps, then its metrics, of two run folders.
+    """Compare a step's dump columns, then its metrics, between two run folders.
 
     Raises:
         DataError: a dump or the step's metrics are missing or unreadable, or the dumps contain
@@ -63,8 +63,8 @@ def compare_step(first: Path, second: Path, step: int) -> list[Difference]:
     for name in ("prompt_ids", "response_ids"):
         if name not in one or name not in two or _lengths(one, name) != _lengths(two, name):
             raise DataError(
-                f"step {step}: the dumps of {first} and {second} hold other {name}; they cannot be "
-                "compared"
+                f"step {step}: cannot compare the dumps of {first} and {second}, because their "
+                f"{name} differ"
             )
     found = [_column(name, one, two) for name in _COLUMNS if name in one and name in two]
     return found + list(_metrics(_record(first, step), _record(second, step)))
@@ -102,7 +102,7 @@ def _column(name: str, one: DataProto, two: DataProto) -> Difference:
     second = two[name]
     if isinstance(first, Jagged) and isinstance(second, Jagged):
         if not np.array_equal(first.offsets, second.offsets):
-            raise DataError(f"{name} has different lengths in the two dumps")
+            raise DataError(f"{name}: row lengths differ between the two dumps")
         rows = np.repeat(np.arange(len(first.offsets) - 1), np.diff(first.offsets))
         a = first.values
         b = second.values
@@ -131,7 +131,7 @@ def _record(folder: Path, step: int) -> Mapping[str, Any]:
         if line.get("phase") == "train" and line.get("step") == step:
             last = line
     if last is None:
-        raise DataError(f"{folder / 'metrics.jsonl'} has no record of training step {step}")
+        raise DataError(f"training step {step} not found in {folder / 'metrics.jsonl'}")
     return last
 
 

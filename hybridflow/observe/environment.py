@@ -1,5 +1,5 @@
-"""The environment of a run: versions, machine size, commit. Host, user and folder names are
-omitted, so that a run folder can be shared."""
+"""The environment of a run: versions, machine size and commit. Host, user and folder names are
+omitted so that a run folder can be shared."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _GIB = 2**30
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, platform, cores, memory, accelerators and git commit as plain JSON values;
-    unknown values are null or omitted."""
+    """Return versions, platform, cores, memory, accelerators and git commit as plain JSON values.
+    Unknown values are null or omitted."""
     return {
         "hybridflow": hybridflow.__version__,
         "python": platform.python_version(),
@@ -64,14 +64,14 @@ def write_environment(run_dir: str | Path) -> Path:
 
 
 def note_in_environment(run_dir: str | Path, key: str, facts: Mapping[str, str]) -> None:
-    """Add facts to `environment.json` that become known after the start of a run."""
+    """Add facts to `environment.json` that become known only after the run has started."""
     path = Path(run_dir) / "environment.json"
     found = json.loads(path.read_text(encoding="utf-8")) | {key: dict(facts)}
     path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the installed packages that a run's numbers depend on."""
+    """Return the versions of the installed packages that affect a run's results."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -83,9 +83,9 @@ def package_versions() -> dict[str, str]:
 
 def query_gpus() -> tuple[list[str], str]:
     """Return `name, memory, driver` of each GPU from nvidia-smi (importing torch would take
-    seconds), and the error if there are none.
+    seconds), and an error message.
 
-    The error is the driver's own message, or empty if there is no nvidia-smi or no error.
+    The message is the driver's own, or empty if there is no nvidia-smi or no error.
     """
     if shutil.which("nvidia-smi") is None:
         return [], ""
@@ -96,7 +96,7 @@ def query_gpus() -> tuple[list[str], str]:
         return [], f"nvidia-smi: {error}"
     if asked.returncode:
         said = " ".join(f"{asked.stdout} {asked.stderr}".split())
-        return [], f"nvidia-smi: {said or f'ended with status {asked.returncode}'}"
+        return [], f"nvidia-smi: {said or f'exited with status {asked.returncode}'}"
     return [line.strip() for line in asked.stdout.splitlines() if line.strip()], ""
 
 

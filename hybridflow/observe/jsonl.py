@@ -1,4 +1,4 @@
-"""JSON-lines files that survive a kill: lines are appended atomically, damaged lines are skipped
+"""JSON Lines files that survive a kill: lines are appended atomically, damaged lines are skipped
 and counted, and a resumed run truncates the file."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def finite(value: Any) -> Any:
 
 
 class JsonlWriter:
-    """Appends one JSON object per line and flushes each. A truncated last line of a killed process
-    is removed when the file is opened."""
+    """Appends JSON objects, one per line, and flushes each. A truncated last line left by a killed
+    process is removed when the file is opened."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -51,7 +51,7 @@ class JsonlWriter:
             self._file.flush()
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the records for which `wanted` is false, and damaged lines."""
+        """Drop damaged lines and the records for which `wanted` is false."""
         with self._lock:
             self._close()
             _keep_records(self.path, wanted)
@@ -71,14 +71,14 @@ class JsonlWriter:
 def read_jsonl(
     path: str | Path, skipped: list[int] | None = None, most_bytes: float = math.inf
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, in order; a missing file has none.
+    """Yield the records of a file, in order. A missing file yields none.
 
     Args:
         skipped: receives the 1-based number of each line that is not a complete JSON object.
-        most_bytes: stop after the line that contains this byte.
+        most_bytes: stop after the line that contains this byte offset.
 
     Raises:
-        DataError: it is not a regular file.
+        DataError: the path is not a regular file.
     """
     path = Path(path)
     if not path.exists():
@@ -95,7 +95,7 @@ def read_jsonl(
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Format ascending numbers as ranges: `3, 7-9`; after a few ranges, the count of the rest."""
+    """Format ascending numbers as ranges: `3, 7-9`. After a few ranges only the count is given."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -110,7 +110,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def _lines(file: BinaryIO, most_bytes: float) -> Iterator[bytes | None]:
-    """Yield the lines of the first `most_bytes` of a file; None for a line longer than any
+    """Yield the lines in the first `most_bytes` of a file; None for a line longer than any
     record."""
     read = 0
     while read < most_bytes and (line := file.readline(_MOST_LINE_BYTES)):
@@ -138,7 +138,7 @@ def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
             for record in filter(wanted, read_jsonl(path, skipped)):
                 file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
             file.flush()
-            # otherwise a crash of the machine may leave an empty file under the final name
+            # otherwise a machine crash may leave an empty file under the final name
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
@@ -150,14 +150,14 @@ def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 def removed_lines(skipped: list[int]) -> str:
     """Return the explanation for skipped lines of a file."""
     return (
-        f"line {number_ranges(skipped)} is not a complete record and is skipped: the run was "
+        f"skipped line {number_ranges(skipped)}, which is not a complete record: the run was "
         "killed while writing it, or the file was damaged"
     )
 
 
 def repair(path: Path) -> None:
-    """Make the file end with a complete line, so that the next record starts a new one. Logs a
-    warning with the number of a removed line."""
+    """Make the file end with a complete line, so that the next record starts a new one. If a line
+    is removed, logs a warning with its number."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:

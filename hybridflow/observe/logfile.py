@@ -1,5 +1,5 @@
-"""Python logging into the run folder: all records of HybridFlow and the warnings of libraries. The
-terminal shows only warnings."""
+"""Python logging to the run folder: all of HybridFlow's records, and library warnings. The terminal
+shows only warnings."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _OURS = "hybridflow_handler"
 
 
 def setup_logging(run_dir: str | Path, level: int | str = logging.INFO) -> Path:
-    """Log to `RUN_DIR/hybridflow.log` (appended), and warnings also to stderr. Returns the file.
+    """Append log records to `RUN_DIR/hybridflow.log`, and also print warnings to stderr. Returns
+    the file's path.
 
     `level` applies to HybridFlow's own loggers; other libraries log warnings and above. A second
-    call replaces the first one's handlers.
+    call replaces the first call's handlers.
     """
     path = Path(run_dir) / "hybridflow.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     stop_logging()
     formatter = logging.Formatter(_FORMAT)
-    formatter.converter = time.gmtime  # UTC on every node, whatever its time zone
+    formatter.converter = time.gmtime  # UTC on every node, regardless of its time zone
     formatter.default_msec_format = "%s.%03dZ"
     file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     terminal = _CurrentStderr()
@@ -52,7 +53,7 @@ def stop_logging() -> None:
 
 
 class _Printable(logging.Formatter):
-    """A formatter for terminals, which escapes control characters from untrusted text."""
+    """A formatter for terminals that escapes control characters from untrusted text."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format the line, with control characters escaped."""
@@ -60,15 +61,15 @@ class _Printable(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that reports a write error once, e.g. for a full disk, where logging would print a
-    traceback per record."""
+    """A log file that reports a write error (e.g. a full disk) only once. By default, logging would
+    print a traceback per record."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Report a write error. Called by `emit` while handling the exception."""
         if self.level <= logging.CRITICAL:
             self.setLevel(logging.CRITICAL + 1)
             print(
-                f"hybridflow: {self.baseFilename} cannot be written: {sys.exc_info()[1]}",
+                f"hybridflow: could not write {self.baseFilename}: {sys.exc_info()[1]}",
                 file=sys.stderr,
             )
 

@@ -18,9 +18,9 @@ RIGHT = 62
 TOP = 22
 ROW = 26
 BAR = 16
-_CHARACTER = 7.5  # width of a character in the value label of a bar
+_CHARACTER = 7.5  # width of a character in a bar's value label
 _GB = 1e9
-_COLORS = 8  # parts with a separate colour; the rest is grey
+_COLORS = 8  # number of parts with their own colour; the rest are grey
 
 Phase = Mapping[str, Any]
 
@@ -31,13 +31,14 @@ def pictures(
     """Draw memory bars and the schedule of a step.
 
     Args:
-        phases: phases of `Plan.figures()`: name, begin, seconds, and the bytes of each part on the
-            busiest device; measured runs add measured_begin. Without begins they are consecutive.
+        phases: phases from `Plan.figures()`: name, begin, seconds, and the bytes of each part on
+            the busiest device; measured runs add measured_begin. Phases without a begin are
+            consecutive.
         device_bytes: memory of a device.
         measured: measured seconds by phase.
     """
     holding = [phase for phase in phases if phase["memory"]]
-    # an infeasible phase (no room for a KV cache) has no finite time
+    # the time of an infeasible phase (no space for a KV cache) is infinite
     timed = [phase for phase in phases if math.isfinite(phase["seconds"])]
     return [_memory(holding, device_bytes), _schedule(timed, measured)] if holding else []
 
@@ -49,7 +50,7 @@ def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
             largest[part] = max(largest.get(part, 0.0), size)
     parts = sorted((part for part in largest if largest[part]), key=lambda part: -largest[part])
     colors = {part: f"var(--c{slot})" for slot, part in enumerate(parts[:_COLORS])}
-    # a device with far more memory than used would make the bars too small
+    # on the scale of a device with far more memory than used, the bars would be too small
     peak = max(sum(phase["memory"].values()) for phase in phases)
     limit = device_bytes if device_bytes < 4 * peak else None
     unit, name = (_GB, "GB") if peak >= _GB else (1e6, "MB")
@@ -107,7 +108,7 @@ def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
 def _spans(
     phases: Sequence[Phase], begin: str, seconds: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """Return (begin, end) by name of the phases in `seconds`."""
+    """Return {name: (begin, end)} of the phases in `seconds`."""
     found: dict[str, tuple[float, float]] = {}
     end = 0.0
     for phase in phases:
@@ -124,7 +125,7 @@ def _seconds(value: float) -> str:
 
 
 def _axis(values: Sequence[float], characters: int = 0) -> scale.Scale:
-    """Return an axis from 0 to the largest value, with room for this many characters after the
+    """Return an axis from 0 to the largest value, leaving space for this many characters after the
     longest bar."""
     right = max(RIGHT, 5 + _CHARACTER * characters)
     return scale.linear([max([*values, 1e-9])], LEFT, WIDTH - right, (0.0,))
@@ -142,14 +143,14 @@ def _frame(names: Sequence[str], x: scale.Scale) -> Markup:
 
 
 def _middle(row: int) -> float:
-    """Return the baseline of a text in the middle of a row."""
+    """Return the y of the baseline of text in the middle of a row."""
     return TOP + ROW * row + ROW / 2 + 4
 
 
 def _bar(
     x: scale.Scale, row: int, start: float, end: float, color: str, part: int = 0, parts: int = 1
 ) -> Markup:
-    """Draw a bar in a row, or one of several stacked ones, at least one pixel wide so that every
+    """Draw a bar in a row, or one of several stacked bars, at least one pixel wide so that every
     phase is visible."""
     height = BAR / parts
     width = max(round(x(end) - x(start), 1), 1)

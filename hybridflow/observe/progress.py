@@ -6,7 +6,7 @@
         progress.update(1, {"reward": 0.31, "accuracy": 0.29}, {"gen": 4.1, "update_actor": 2.2,
         "step": 7.0})
 
-A plain line:
+Example of a plain line:
 
     GRPO 12/60  reward 0.610  accuracy 0.550 | 8.1 s: gen 4.2, update_actor 2.1 | ETA 6 min 29 s
 """
@@ -33,17 +33,17 @@ _REFRESH_PER_S = 4
 
 
 class Progress:
-    """One progress bar, and the stages around it. The bar appears with the first `update`; before
-    that there are only stages and messages.
+    """A progress bar and the stages around it. The bar appears with the first `update`; before that
+    only stages and messages are shown.
 
     Args:
         total: number of steps; 0 for a part of the job that has only stages.
         title: name of the steps, for example "GRPO".
-        initial: the step that a resumed run continues from.
-        throttle_s: minimum seconds between two plain lines, except the first and the last; for the
-            short steps of SFT.
+        initial: the step from which a resumed run continues.
+        throttle_s: minimum seconds between plain lines, except the first and the last; for short
+            steps, as in SFT.
         enabled: False shows nothing.
-        stream: output stream; None is stdout.
+        stream: output stream; None for stdout.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Progress:
             self._display = _Live(out, self._state)
         else:
             self._display = _Plain(out, self._state, throttle_s)
-        # A run that ends without leaving the `with` block must still restore the cursor.
+        # Restore the cursor even if the run exits without leaving the `with` block.
         atexit.register(self.close)
 
     def update(
@@ -74,7 +74,7 @@ class Progress:
         fields: Mapping[str, float | str],
         phases: Mapping[str, float] | None = None,
     ) -> None:
-        """Show that `step` is done, with its numbers and the seconds of its phases (a prefix
+        """Show that `step` is done, with its metrics and the seconds of its phases (a prefix
         `timing_s/` is removed)."""
         self._state.advance(step, fields, phases or {})
         self._display.updated()
@@ -85,8 +85,8 @@ class Progress:
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """Show a part of the job without steps: a spinner with elapsed seconds, and a permanent
-        line when it ends."""
+        """Show a stage of the job: a spinner with elapsed seconds, and a permanent line when it
+        ends."""
         start = time.monotonic()
         self._state.stages.append((title, start))
         self._display.stage_began(title)
@@ -101,7 +101,7 @@ class Progress:
             self._display.stage_ended(title, time.monotonic() - start, outcome)
 
     def close(self) -> None:
-        """Restore the terminal; the last state of the bar stays visible."""
+        """Restore the terminal. The bar stays visible in its last state."""
         self._display.close()
         atexit.unregister(self.close)
 
@@ -113,7 +113,7 @@ class Progress:
 
 
 class State:
-    """The displayed state: steps done, the last step's numbers, running stages, and the remaining
+    """The displayed state: steps done, the last step's metrics, running stages and remaining
     time."""
 
     def __init__(self, total: int, title: str, initial: int = 0) -> None:
@@ -130,7 +130,7 @@ class State:
     def advance(
         self, step: int, fields: Mapping[str, float | str], phases: Mapping[str, float]
     ) -> None:
-        """Store the numbers of a finished step."""
+        """Store the metrics of a finished step."""
         self.phases = {name.removeprefix("timing_s/"): seconds for name, seconds in phases.items()}
         self._step_seconds = self.phases.pop("step", None) or (sum(self.phases.values()) or None)
         if not self._marks and self._step_seconds is not None and step > self.step:
@@ -142,8 +142,8 @@ class State:
         self.fields = dict(fields)
 
     def eta_s(self) -> float | None:
-        """Estimate the remaining seconds from the mean duration of recent steps; None without
-        data."""
+        """Estimate the remaining seconds from the mean duration of recent steps; None if there is
+        no data."""
         if len(self._marks) < 2 or self._marks[-1][1] <= self._marks[0][1]:
             return None
         first, low = self._marks[0]
@@ -151,11 +151,12 @@ class State:
         return max(0.0, (last - first) / (high - low) * (self.total - self.step))
 
     def fields_text(self) -> str:
-        """Return `reward 0.610  accuracy 0.550`."""
+        """Format the metrics as `reward 0.610  accuracy 0.550`."""
         return "  ".join(f"{name} {number(value)}" for name, value in self.fields.items())
 
     def phases_text(self) -> str:
-        """Return `8.1 s: gen 4.2, update_actor 2.1`: the step, then its longest phases."""
+        """Format the step's seconds and its longest phases as `8.1 s: gen 4.2, update_actor
+        2.1`."""
         if self._step_seconds is None:
             return ""
         longest = sorted(self.phases.items(), key=lambda item: -item[1])[:_PHASES_SHOWN]
@@ -163,13 +164,13 @@ class State:
         return f"{self._step_seconds:.1f} s" + (f": {detail}" if detail else "")
 
     def eta_text(self) -> str:
-        """Return `ETA 6 min 29 s`, or "" at the end and without an estimate."""
+        """Format the remaining time as `ETA 6 min 29 s`; "" at the end or without an estimate."""
         left = self.eta_s()
         return f"ETA {duration(left)}" if left is not None and self.step < self.total else ""
 
 
 def number(value: float | str) -> str:
-    """Format a number with three decimals, or with an exponent if those would be insufficient."""
+    """Format a number with three decimals, or in exponent notation if that is not enough."""
     if isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -244,7 +245,7 @@ class _Plain(_Display):
 
 
 class _Live(_Display):
-    """A rich live region: running stages with spinners, the bar, the numbers of the last step."""
+    """A rich live region: running stages with spinners, the bar, the last step's metrics."""
 
     def __init__(self, out: TextIO, state: State) -> None:
         from rich.console import Console
@@ -254,7 +255,7 @@ class _Live(_Display):
         self._state = state
         self._console: Console = Console(file=out, highlight=False, emoji=False)
         self._unicode = "utf" in (self._console.encoding or "").lower()
-        # a single spinner, since each starts its own animation
+        # shared by all stages, since each spinner starts its own animation
         self._spinner = Spinner("dots" if self._unicode else "line")
         self._new_live = lambda: Live(
             self, console=self._console, refresh_per_second=_REFRESH_PER_S, transient=False

@@ -1,7 +1,7 @@
 """`report.html`: a self-contained page about a run, built from its folder. It loads no external
-resource, and all text from the run is escaped.
+resources, and all text from the run is escaped.
 
-The page takes `status`, `score_before`, `score_after`, `steps` and `wall_time_s` from summary.json,
+The page reads `status`, `score_before`, `score_after`, `steps` and `wall_time_s` from summary.json,
 or else computes them from the metrics. The rest of the summary is shown unchanged.
 """
 
@@ -40,11 +40,11 @@ _ROWS = 2_000
 _MOST_SECONDS = 1e10
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
-Fact = tuple[str, str, str]  # label, value, small print
+Fact = tuple[str, str, str]  # label, value, note
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into a run folder and return its path. The page lists what is missing in
+    """Write `report.html` into a run folder and return its path. The page lists files missing from
     the folder."""
     run = load_run(Path(run_dir))
     path = Path(run_dir) / REPORT_NAME
@@ -60,7 +60,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def render(run: RunFolder) -> str:
-    """Return the page as text."""
+    """Return the page as HTML text."""
     return _page(
         name=str(run.setting("name") or run.path.resolve().name),
         status=_status(run),
@@ -94,10 +94,10 @@ def render(run: RunFolder) -> str:
 
 
 def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], text: str) -> None:
-    """Write a page about a plan only, before anything runs.
+    """Write a page about a plan, before anything runs.
 
     Args:
-        plan: `phases` and `device_bytes` of `Plan.figures()`. text: the plan as a table.
+        plan: `phases` and `device_bytes` from `Plan.figures()`. text: the plan as a text table.
     """
     groups = [("Plan", pictures(plan["phases"], plan["device_bytes"], {}))]
     page = _page(
@@ -151,7 +151,7 @@ def missing(run: RunFolder) -> list[str]:
         if phase == "sft" and run.setting("sft.steps") in (0, None):
             continue
         if phase != "sft" and run.names("reward"):
-            # a reward model was trained: such a run has no RL steps and no validation
+            # a run that trains a reward model has no RL steps and no validation
             continue
         logged = run.names(phase)
         absent = [name for name in names if name not in logged]
@@ -165,8 +165,8 @@ def missing(run: RunFolder) -> list[str]:
 
 
 def shown(text: Any) -> str:
-    """Format the text of a prompt or response: shortened if very long, with visible control
-    characters."""
+    """Format the text of a prompt or response: truncated if very long, with control characters made
+    visible."""
     if text is None:
         return ""
     plain = text if isinstance(text, str) else _plain(text)
@@ -176,7 +176,7 @@ def shown(text: Any) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """Escape control characters in a value; markup of ours stays markup."""
+    """Escape control characters in a value. Our own markup stays markup."""
     return type(value)(printable(value)) if isinstance(value, str) else value
 
 
@@ -196,7 +196,7 @@ def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
 
 
 def _plan_pictures(planned: Any) -> list[Drawn]:
-    """Return the pictures of `planned` in summary.json; empty if the run had no plan or the value
+    """Return the pictures for `planned` in summary.json; empty if the run had no plan or the value
     is malformed."""
     try:
         measured = {}
@@ -215,7 +215,8 @@ def _status(run: RunFolder) -> str:
 
 
 def _accuracy(run: RunFolder, number: int, prefix: str) -> Fact | None:
-    """Return the score of a validation set; the summary contains those of the first set."""
+    """Return the score of a validation set. For the first set, the summary's values take
+    precedence."""
     points = []
     for step, value in run.points("val", f"{prefix}/score"):
         if value is not None:
@@ -290,7 +291,7 @@ def _routes(run: RunFolder) -> Fact | None:
     shares = run.values("train", name)
     if not shares:
         return None
-    whose = "its record" if kind == "r2" else "the engines"
+    whose = "the record" if kind == "r2" else "the engines"
     what = "not replayed: the trainer used its own" if kind == "compare" else f"replayed ({kind})"
     return f"Router choices unlike {whose}", f"{sum(shares) / len(shares) * 100:.2f} %", what
 
@@ -335,7 +336,7 @@ def _model(run: RunFolder) -> Fact | None:
 
 
 def _flow(run: RunFolder) -> Fact | None:
-    """The flow of a file of the user's."""
+    """Return the tile for a flow from a user file."""
     path, _, name = str(run.setting("algorithm.flow") or "").rpartition(":")
     return ("Flow", _cut(name), _cut(path)) if path.endswith(".py") else None
 
@@ -354,7 +355,7 @@ def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
 
 
 def _outside_rows(run: RunFolder) -> list[tuple[str, str]]:
-    """Return the phases of the job outside steps, for example the start of the engines."""
+    """Return rows (phase, duration) for phases outside steps, for example starting the engines."""
     rows: list[tuple[str, str]] = []
     for record in run.timeline:
         if record.get("step") is None:

@@ -25,8 +25,8 @@ EXPECTED_METRICS: dict[str, tuple[str, ...]] = {
         "timing_s/step",
     ),
 }
-# The colour of a phase does not depend on which others were logged. Phases not listed here take the
-# free colours, then "other".
+# Fixed colours, independent of which phases were logged. Phases not listed here get the remaining
+# colours, then the colour of "other".
 _PHASES = (
     "gen",
     "update_actor",
@@ -38,11 +38,11 @@ _PHASES = (
 )
 _PHASE_COLORS = {name: color for color, name in enumerate(_PHASES)}
 _MAX_STACKED = 7
-_MOST_CHARTS = 64  # of a reward's extra values
+_MOST_CHARTS = 64  # maximum charts of a reward's or a flow's extra values
 
 
 def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
-    """Return the charts of the page in reading order. Those without data are dropped when drawn."""
+    """Return the page's charts in reading order. Charts without data are dropped when drawn."""
     one = partial(_one, run)
     several = partial(_several, run)
     zero = (0.0,)
@@ -201,7 +201,7 @@ def step_phases(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, flo
 
 
 def _from_timeline(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, float]]:
-    """Compute the same from timeline.jsonl, for a run without these metrics."""
+    """Compute the result of `step_phases` from timeline.jsonl, for a run without these metrics."""
     sums: dict[str, dict[float, float]] = {}
     for record in run.timeline:
         if isinstance(record.get("step"), int) and "/" not in record["name"]:
@@ -257,8 +257,8 @@ def _reward_extras(run: RunFolder) -> list[Chart]:
 
 
 def _recorded(run: RunFolder) -> list[Chart]:
-    """A chart for each number that the flow has recorded, for the sampled score where the flow has
-    replaced it, and for score and KL divergence of further policies."""
+    """Return a chart for each number that the flow has recorded, for the sampled score if the flow
+    has replaced it, and for score and KL divergence of further policies."""
     charts = [_one(run, "Score as it was sampled", "critic/sampled_score/mean", "score")]
     end = "/critic/score/mean"
     names = sorted(name for name in run.names("train") if name.endswith(end))
@@ -274,7 +274,7 @@ def _recorded(run: RunFolder) -> list[Chart]:
 def _gradient(run: RunFolder) -> Chart:
     limit = run.setting("actor.optim.clip_grad")
     values = run.values("train", "actor/grad_norm")
-    # Only if it is near: a limit far above would flatten the curve.
+    # Show the limit only if it is close, because a limit far above would flatten the curve.
     near = isinstance(limit, int | float) and limit > 0 and values and limit <= 2 * max(values)
     lines = [(float(limit), "clipped above")] if near else []
     return _one(run, "Gradient norm", "actor/grad_norm", "L2 norm", include=(0.0,), lines=lines)
@@ -343,7 +343,7 @@ def _step_time(run: RunFolder) -> Chart:
     whole = sum(value or 0.0 for _, value in run.points("train", "timing_s/step"))
     overlap = 0 < 1.02 * whole < sum(sums.values())
     about = "timing_s/*" + (
-        "; phases on different devices overlap, and add up to more than a step" if overlap else ""
+        "; phases on different devices overlap and add up to more than a step" if overlap else ""
     )
     return Chart("Step time by phase", series, "seconds", about, kind="stack")
 
@@ -359,7 +359,7 @@ def _sum(columns: Iterable[Sequence[Point]]) -> list[tuple[float, float]]:
 def _one(
     run: RunFolder, title: str, name: str, unit: str, phase: str = "train", **settings: Any
 ) -> Chart:
-    """Return a chart of one metric. Without points it is dropped when drawn."""
+    """Return a chart of one metric. A chart without points is dropped when drawn."""
     color = 1 if phase == "sft" else 0
     return Chart(
         title, [Series(name, run.points(phase, name), color)], unit, name, phase=phase, **settings
@@ -374,7 +374,8 @@ def _several(
     about: str,
     **settings: Any,
 ) -> Chart:
-    """Return a chart of several training metrics: their labels, names and colours."""
+    """Return a chart of several training metrics; `names` has a label, metric name and colour for
+    each."""
     series = []
     for label, name, color in names:
         series.append(Series(label, run.points("train", name), color))
@@ -382,6 +383,6 @@ def _several(
 
 
 def _of(group: str, *parts: str) -> list[tuple[str, str, int]]:
-    """Return the statistics of a metric for `_several`."""
+    """Return the `names` argument of `_several` for statistics of a metric."""
     colors = {"mean": 0, "max": 1, "min": 2}
     return [(part, f"{group}/{part}", colors[part]) for part in parts]

@@ -1,9 +1,9 @@
 """Dumps of rollouts and validation answers as parquet: one file per step,
 `rollouts/step_000001.parquet`, `validation/step_000000.parquet`.
 
-The columns of `ROLLOUT_COLUMNS` have a fixed type and are optional. Those of `TOKEN_COLUMNS`
-contain a number for each token of the prompt or the response, as used by the step. Other columns
-are written as text, or as JSON if a value is not text.
+All columns are optional. Columns in `ROLLOUT_COLUMNS` have a fixed type. Columns in `TOKEN_COLUMNS`
+contain a number for each prompt or response token, as used by the step. Other columns are written
+as text, or as JSON if a value is not text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from hybridflow.batch import Column, DataProto, Jagged, read_parquet, write_parquet
 from hybridflow.errors import SchemaError
 
-# Type of a value (`Jagged`: rows of pairs of integers) and its meaning.
+# type of each column's values (`Jagged`: rows of integer pairs), and their meaning
 ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
     "step": (np.int64, "training step of the row"),
     "uid": (np.int64, "prompt of the dataset: the samples of one group share it"),
@@ -76,7 +76,7 @@ TOKEN_COLUMNS: dict[str, str] = {
     "advantages": "advantage of each response token",
     "returns": "return of each response token",
 }
-MADE_WITH = "made_with"  # in the file's meta
+MADE_WITH = "made_with"  # key in the file's meta
 _STEP_FILE = re.compile(r"step_([0-9]{1,15})\.parquet")
 
 
@@ -90,11 +90,11 @@ def dump_rollouts(
     rows: Mapping[str, Sequence[Any]] | Iterable[Mapping[str, Sequence[Any]]],
     made_with: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write columns of equal length, or consecutive pieces of them, to a parquet file. The file is
-    written atomically.
+    """Write columns of equal length, or consecutive pieces of them, to a parquet file. The write is
+    atomic.
 
     Args:
-        made_with: model and tokenizer properties for the file's meta.
+        made_with: identity of the model and tokenizer, stored in the file's meta.
     """
     pieces = [rows] if isinstance(rows, Mapping) else rows
     meta = {MADE_WITH: dict(made_with or {})}
@@ -126,7 +126,8 @@ def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
 
 
 def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
-    """Return (step, file) of every dump in a folder, by step; a missing folder has none."""
+    """Return (step, file) of every dump in a folder, ordered by step; empty if there is no
+    folder."""
     found = (
         (_STEP_FILE.fullmatch(path.name), path) for path in Path(folder).glob("step_*.parquet")
     )
@@ -138,7 +139,8 @@ def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
 
 
 def remove_dumps_after(folder: str | Path, step: int) -> int:
-    """Delete the dumps of later steps, which a resumed run repeats. Returns their number."""
+    """Delete the dumps of later steps, because a resumed run repeats them. Returns the number
+    deleted."""
     late = [path for at, path in list_dumps(folder) if at > step]
     for path in late:
         path.unlink()

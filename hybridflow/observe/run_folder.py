@@ -1,7 +1,7 @@
-"""Reader of run folders for the report. Missing or damaged files, as after a kill, are noted and
-skipped.
+"""Reader of run folders for the report. Missing or damaged files, for example after a kill, are
+skipped and listed.
 
-The folder may come from another user: no file outside it is read, sizes are limited, and values
+The folder may come from another user, so no file outside it is read, sizes are limited, and values
 that no run would write are skipped.
 """
 
@@ -30,7 +30,7 @@ from hybridflow.observe.timeline import WHOLE_STEP
 from hybridflow.observe.tokens import Decode, open_decoder, read_stretches
 from hybridflow.observe.trackers.base import PHASES
 
-CHANGES = "changes.jsonl"  # the changes at each start that resumed from a checkpoint
+CHANGES = "changes.jsonl"  # settings changed at each resume from a checkpoint
 _ROWS_PER_DUMP = 4  # the two best and the two worst
 # a step has about 150 metrics in 7 KB
 _MOST_RECORD_BYTES = 128 << 20
@@ -52,7 +52,7 @@ _TEXTS = (
     "agent_failure",
 )
 _SHOWN = (*_NUMBERS, *_TEXTS)
-_OUTSIDE = "a link out of the run folder, which is not followed"
+_OUTSIDE = "not followed, because it links to a file outside the run folder"
 _MOST_STEP = 1 << 53
 _MOST_NUMBER = 1e300
 
@@ -70,7 +70,7 @@ class Sample:
 
 @dataclass
 class RunFolder:
-    """The contents of a run folder. `missing` describes missing parts in words."""
+    """The contents of a run folder. `missing` describes missing parts in sentences."""
 
     path: Path
     config_text: str = ""
@@ -84,7 +84,7 @@ class RunFolder:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
     def points(self, phase: str, name: str) -> list[tuple[float, float | None]]:
-        """Return (step, value) of a metric, by step; the last record of a step counts."""
+        """Return (step, value) of a metric, ordered by step. A step's last record counts."""
         found = {}
         for record in self.metrics:
             if (
@@ -115,12 +115,12 @@ class RunFolder:
         return names
 
     def values(self, phase: str, name: str) -> list[float]:
-        """Return the values of a metric by step, without gaps."""
+        """Return the values of a metric in step order, without gaps."""
         return [value for _, value in self.points(phase, name) if value is not None]
 
     def setting(self, dotted: str) -> Any:
-        """Return a single value of config.yaml by its dotted key; None if it is missing, or an
-        implausible number."""
+        """Return the value of a dotted key of config.yaml; None if it is missing, or an implausible
+        number."""
         node: Any = self.config
         for part in dotted.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
@@ -129,7 +129,7 @@ class RunFolder:
         return node if _is_number(node) and abs(node) < _MOST_STEP else None
 
     def size(self, dotted: str) -> int:
-        """Return a setting that is a count; 1 if it is missing."""
+        """Return a setting that is a count, or 1 if it is missing."""
         found = self.setting(dotted)
         return found if _is_step(found) and found else 1
 
@@ -155,7 +155,7 @@ def load_run(path: Path) -> RunFolder:
     ):
         if not found:
             run.missing.append(
-                f"{name}: {'has no record' if (path / name).exists() else 'not there'}{so}"
+                f"{name}: {'has no records' if (path / name).exists() else 'not found'}{so}"
             )
     run.missing += _lost_steps(run)
     decode = (
@@ -168,7 +168,7 @@ def load_run(path: Path) -> RunFolder:
 
 
 def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, up to a limit; the rest is noted."""
+    """Yield the records of a file up to a limit, and add an entry to `missing` if more are left."""
     if path.exists() and not is_inside(path, path.parent):
         missing.append(f"{path.name}: {_OUTSIDE}")
         return
@@ -177,24 +177,24 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
         for number, record in enumerate(read_jsonl(path, skipped, _MOST_RECORD_BYTES)):
             if number == _MOST_RECORDS:
                 missing.append(
-                    f"{path.name}: has more than {_MOST_RECORDS:,} records; later ones are left out"
+                    f"{path.name}: has more than {_MOST_RECORDS:,} records; later ones are skipped"
                 )
                 break
             yield record
     except (DataError, OSError) as error:
-        missing.append(f"{path.name}: cannot be read ({str(error).rsplit(': ', 1)[-1]})")
+        missing.append(f"{path.name}: not readable ({str(error).rsplit(': ', 1)[-1]})")
         return
     if skipped:
         missing.append(f"{path.name}: {removed_lines(skipped)}")
     if path.exists() and (size := path.stat().st_size) > _MOST_RECORD_BYTES:
         missing.append(
-            f"{path.name}: has {size >> 20} MiB, of which the first {_MOST_RECORD_BYTES >> 20} are "
+            f"{path.name}: only the first {_MOST_RECORD_BYTES >> 20} MiB of {size >> 20} MiB are "
             "shown"
         )
 
 
 def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield records of steps with finite numbers only. Names of metrics are interned."""
+    """Yield the records of steps, with non-finite numbers replaced. Metric names are interned."""
     values = 0
     strange = 0
     names: dict[str, None] = {}
@@ -220,8 +220,7 @@ def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[
 
 
 def _of_numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with None for numbers that no chart can show, and without values other than
-    numbers and text."""
+    """Return the record with only numbers and text, and None for numbers that no chart can show."""
     kept: dict[str, Any] = {}
     for name, value in record.items():
         if value is None or isinstance(value, str) or _is_number(value):
@@ -252,8 +251,8 @@ def _is_step(value: object) -> bool:
 
 
 def _lost_steps(run: RunFolder) -> Iterator[str]:
-    """Yield a sentence for each kind of record with missing steps. A run that started with the
-    dumps of another may begin with any step."""
+    """Yield a sentence for each kind of record with missing steps. A run that started from another
+    run's dumps may begin at any step."""
     first = None if run.setting("trainer.rollouts_from") else 1
     for phase in ("train", "sft", "reward"):
         yield from _gaps(
@@ -278,12 +277,12 @@ def _gaps(name: str, phase: str, steps: Iterable[int], first: int | None) -> Ite
     for before, after in pairwise([(first or there[0]) - 1, *there]):
         lost.extend(range(before + 1, min(after, before + 1 + _MOST_NAMES)))
     if lost:
-        yield f"{name}: has no record of {phase} step {number_ranges(lost)}: records were lost"
+        yield f"{name}: records of {phase} step {number_ranges(lost)} are missing"
 
 
 def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[dict[str, Any]]:
-    """Return the best and the worst rows by score, half each, best first; from different prompts if
-    scores are equal."""
+    """Return the best and the worst rows by score, half each, best first. Ties prefer different
+    prompts."""
     ranked = sorted(rows, key=_score, reverse=True)
     if len(ranked) <= count:
         return ranked
@@ -313,7 +312,7 @@ def _samples(folder: Path, kind: str, decode: Decode | None, missing: list[str])
     validation answers."""
     dumps = list_dumps(folder)
     if not dumps:
-        missing.append(f"{kind}/: no dump")
+        missing.append(f"{kind}/: no dumps")
         return []
     wanted = sorted(
         {0, len(dumps) // 2, len(dumps) - 1} if kind == "rollouts" else {0, len(dumps) - 1}
@@ -326,12 +325,12 @@ def _samples(folder: Path, kind: str, decode: Decode | None, missing: list[str])
                 raise DataError(_OUTSIDE)
             found.append(_sample(path, kind, step, decode))
         except DataError as error:
-            missing.append(f"{kind}/{path.name}: cannot be read ({str(error).rsplit(': ', 1)[-1]})")
+            missing.append(f"{kind}/{path.name}: not readable ({str(error).rsplit(': ', 1)[-1]})")
     return found
 
 
 def _sample(path: Path, kind: str, step: int, decode: Decode | None) -> Sample:
-    """Read selected rows of a dump, and only the scores of the others. Raises DataError if it
+    """Read selected rows of a dump, and only the scores of the others. Raises DataError if the dump
     cannot be read."""
     if (count := parquet_rows(path)) > _MOST_ROWS:
         raise DataError(f"more than {_MOST_ROWS:,} rows")
@@ -372,7 +371,7 @@ def _score(row: Mapping[str, Any]) -> float:
 
 
 def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row that the page shows; None for a missing or invalid number."""
+    """Return the fields of a row that the page shows, with None for a missing or invalid number."""
     numbers = {}
     for name in _NUMBERS:
         numbers[name] = row[name] if _is_number(row.get(name)) else None
@@ -384,16 +383,16 @@ def _is_number(value: object) -> bool:
 
 
 def _config(path: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
-    """Return text and mapping of config.yaml; only the text if it is not a valid run
+    """Return config.yaml as text and as a mapping, which is empty if the file is not a valid run
     configuration."""
     try:
         _require_inside(path)
         return read_outside_yaml(path)
     except FileNotFoundError:
-        missing.append(f"{path.name}: not there")
+        missing.append(f"{path.name}: not found")
         return "", {}
     except (OSError, ValueError) as error:
-        missing.append(f"{path.name}: cannot be read ({error}), so settings are not known")
+        missing.append(f"{path.name}: not readable ({error}), so settings are unknown")
     with suppress(OSError, ValueError):
         _require_inside(path)
         return read_outside_bytes(path, MOST_BYTES).decode("utf-8"), {}
@@ -405,16 +404,14 @@ def _json(path: Path, meaning: str, missing: list[str]) -> dict[str, Any]:
         _require_inside(path)
         return read_outside_json(path, _MOST_JSON_BYTES)
     except FileNotFoundError:
-        missing.append(f"{path.name}: not there" + (f" ({meaning})" if meaning else ""))
+        missing.append(f"{path.name}: not found" + (f" ({meaning})" if meaning else ""))
     except (OSError, ValueError) as error:
-        wrong = (
-            "not valid JSON" if str(error).startswith("not JSON") else f"cannot be read ({error})"
-        )
+        wrong = "not valid JSON" if str(error).startswith("not JSON") else f"not readable ({error})"
         missing.append(f"{path.name}: {wrong}")
     return {}
 
 
 def _require_inside(path: Path) -> None:
-    """Raise ValueError if a file of the run folder is a link to a file outside."""
+    """Raise ValueError if a file in the run folder is a link to a file outside."""
     if not is_inside(path, path.parent):
         raise ValueError(_OUTSIDE)

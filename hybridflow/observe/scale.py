@@ -1,4 +1,4 @@
-"""Axes of the report's charts: round ticks, tick texts, and the map from values to pixels."""
+"""Axes of the report's charts: round ticks, tick labels, and the mapping from values to pixels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps [low, high] to pixels [start, end], linearly or logarithmically, with its ticks."""
+    """A linear or logarithmic mapping of [low, high] to pixels [start, end], with ticks."""
 
     low: float
     high: float
@@ -19,7 +19,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a value."""
+        """Return the pixel position of a value."""
         low, high, at = (
             (math.log10(v) for v in (self.low, self.high, value))
             if self.log
@@ -49,7 +49,7 @@ def linear(
     high = max(found)
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         pad = abs(low) * 0.1 or 1.0
-        # A constant non-negative series keeps zero as its lower end.
+        # The axis of a constant non-negative series starts at zero.
         low, high = (0.0, high + pad) if low >= 0 else (low - pad, high + pad)
     step = nice_step(high - low, 4)
     first = math.floor(low / step + 1e-9)
@@ -59,7 +59,7 @@ def linear(
 
 
 def steps(values: Iterable[float], start: float, end: float) -> Scale:
-    """Return a scale of step numbers: it ends with the data, and its ticks are integers."""
+    """Return a scale for step numbers that ends with the data and has integer ticks."""
     found = list(values)
     low = min(found)
     high = max(found)
@@ -83,7 +83,7 @@ def logarithmic(values: Iterable[float], start: float, end: float) -> Scale:
 
 
 def nice_step(span: float, count: int) -> float:
-    """Return 1, 2 or 5 times a power of ten, so that about `count` steps cover the span."""
+    """Return 1, 2 or 5 times a power of ten such that about `count` steps cover the span."""
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
     return next(factor * power for factor in (1, 2, 5, 10) if raw <= factor * power * (1 + 1e-9))

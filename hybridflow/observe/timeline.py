@@ -2,11 +2,11 @@
 it.
 
 One line per finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ...,
-"depth": 1}`; start and end are Unix seconds, `seconds` comes from a monotonic clock. A phase inside
-another is named `outer/inner`, except inside the phase `step`, which is the whole step. The record
-of a phase that raised has `"error"`, the exception's name. Phases of roles on separate devices
-overlap, and the update of such a critic may extend into the next step: its record has the step that
-it belongs to.
+"depth": 1}`. Start and end are Unix timestamps; `seconds` comes from a monotonic clock. A nested
+phase is named `outer/inner`, except inside `step`, which spans the whole step. The record of a
+phase that raised has `"error"`, the exception's name. Phases of roles on separate devices overlap,
+and the update of such a critic may extend into the next step; its record has the number of the step
+that it belongs to.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 from hybridflow.observe.jsonl import JsonlWriter, read_jsonl
 
 WHOLE_STEP = "step"
-_STEPS_HELD = 256  # steps whose sums stay in memory; metrics are read right after a step
+_STEPS_HELD = 256  # steps whose sums are kept in memory; metrics are read right after a step
 
 
 class Span:
     """A running phase.
 
     Args:
-        record: receives its record.
+        record: called with the phase's record when it ends.
     """
 
     def __init__(
@@ -71,8 +71,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Record the `with` block as a phase. Without `step`, the step of the enclosing phase is
-        used."""
+        """Record the `with` block as a phase. `step` defaults to the enclosing phase's step."""
         span = self.begin(name, step)
         before = self._open.set((*self._open.get(), (span.name, span.step)))
         error = ""
@@ -86,16 +85,15 @@ class Timeline:
             span.end(error=error)
 
     def begin(self, name: str, step: int | None = None) -> Span:
-        """Start a phase that the caller ends, possibly overlapping with others. Without `step`, the
-        step of the enclosing phase is used."""
+        """Start a phase that the caller ends and that may overlap with others. `step` defaults to
+        the enclosing phase's step."""
         around = self._open.get()
         outer, outer_step = around[-1] if around else (WHOLE_STEP, None)
         full = name if outer == WHOLE_STEP else f"{outer}/{name}"
         return Span(full, outer_step if step is None else step, len(around), self._record)
 
     def step_seconds(self, step: int) -> dict[str, float]:
-        """Return the seconds of each finished phase of a step, by name; repeated phases are
-        summed."""
+        """Return {phase: seconds} of a step's finished phases. Repeated phases are summed."""
         with self._lock:
             return dict(self._sums.get(step, {}))
 
@@ -127,8 +125,8 @@ class Timeline:
 def read_timeline(
     path: str | Path, skipped: list[int] | None = None, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
-    """Return the records of a timeline file, in order of their ends. Arguments and errors are those
-    of `read_jsonl`."""
+    """Return the records of a timeline file, ordered by end. Takes the same arguments and raises
+    the same errors as `read_jsonl`."""
     records: list[dict[str, Any]] = []
     for record in read_jsonl(path, skipped, most_bytes):
         if isinstance(record.get("name"), str) and isinstance(record.get("seconds"), int | float):

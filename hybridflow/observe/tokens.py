@@ -1,5 +1,5 @@
-"""The tokens of a dumped response for the report: the difference between engine and trainer at
-each, the weight version that sampled it, and tokens that were not sampled."""
+"""The tokens of a dumped response for the report, with each token's log-prob difference between
+engine and trainer, its weight version, and whether it was sampled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridflow.batch import DataProto, Jagged, pick_parquet
 from hybridflow.config.outside_json import MOST_BYTES
 from hybridflow.errors import DataError
 
-MOST_TOKENS = 600  # maximum shown of a response
+MOST_TOKENS = 600  # maximum shown per response
 # thresholds of |trainer - engine| log-probability for stronger colours
 LEVELS = (1e-3, 1e-2, 0.05, 0.2, 1.0)
 
@@ -25,8 +25,8 @@ Decode = Callable[[Sequence[int]], str]
 @dataclass(frozen=True)
 class Token:
     """A token of a response. `kind` is its CSS class: `obs` for a token that was not sampled, else
-    `same`, or how much more or less likely the trainer finds it: `more1` to `more5`, `less1` to
-    `less5`."""
+    `same`, or by how much the trainer's log-prob is higher (`more1` to `more5`) or lower (`less1`
+    to `less5`)."""
 
     text: str
     kind: str
@@ -35,15 +35,16 @@ class Token:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive tokens sampled by one weight version, or shown to the policy."""
+    """A run of consecutive tokens that were sampled by one weight version, or not sampled at
+    all."""
 
     title: str
     tokens: list[Token]
 
 
 def open_decoder(folder: Path) -> Decode | None:
-    """Return a decoder using the tokenizer in a run's `model/`, or None if there is no readable
-    one."""
+    """Return a decoder using the tokenizer in a run's `model/` folder, or None if there is no
+    readable one."""
     path = folder / "tokenizer.json"
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
         return None
@@ -51,13 +52,13 @@ def open_decoder(folder: Path) -> Decode | None:
         import tokenizers
     except ImportError:
         logging.getLogger(__name__).warning(
-            "tokenizers is not installed: the texts of single tokens are omitted"
+            "tokenizers is not installed, so the texts of single tokens are omitted"
         )
         return None
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except BaseException as error:
-        # damaged files raise a bare Exception, and panics not even that
+        # damaged files raise a bare Exception, and Rust panics are not even an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         return None
@@ -68,7 +69,7 @@ def open_decoder(folder: Path) -> Decode | None:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            raise ValueError(f"the tokenizer does not decode these tokens: {error}") from error
+            raise ValueError(f"the tokenizer could not decode these tokens: {error}") from error
 
     return decode
 
@@ -76,8 +77,8 @@ def open_decoder(folder: Path) -> Decode | None:
 def read_stretches(
     path: Path, rows: Sequence[int], decode: Decode | None, most_bytes: int = 1 << 30
 ) -> list[list[Stretch]]:
-    """Return the tokens of each of these rows of a dump, from the first on. Empty if the dump has
-    none, or more than `most_bytes` of them in a row group."""
+    """Return the stretches of tokens in these rows of a dump, one list per row. The lists are empty
+    if the dump has no tokens, or more than `most_bytes` of them in a row group."""
     empty: list[list[Stretch]] = [[] for _ in rows]
     if decode is None:
         return empty
@@ -87,13 +88,13 @@ def read_stretches(
             return empty
         return [_stretches(picked, row, decode) for row in range(len(rows))]
     except (DataError, IndexError, ValueError, TypeError, AttributeError, OverflowError):
-        # not written by a run
+        # the file was not written by a run
         return empty
 
 
 def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text that each token adds to those before it. A character in several tokens counts
-    for the last one."""
+    """Return the text that each token adds to the tokens before it. A character that spans several
+    tokens counts for the last one."""
     texts = list[str]()
     start = 0
     shown = ""
@@ -104,7 +105,7 @@ def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
             continue
         texts.append(text[len(shown) :])
         shown = text
-        # tokens far back do not affect the text, and would be decoded again for each token
+        # tokens far back do not affect the text, and decoding them again for each token is slow
         if end - start > 32:
             start = end - 1
             shown = decode(ids[start:end])

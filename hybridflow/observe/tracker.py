@@ -1,4 +1,4 @@
-"""Distribution of a run's metrics to the trackers in `trainer.loggers`."""
+"""Distribution of a run's metrics to the trackers listed in `trainer.loggers`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tracker:
     """Sends metrics to several trackers.
 
     Args:
-        run_dir: the run folder, where trackers write once the first metrics arrive.
+        run_dir: the run folder, to which trackers write once the first metrics arrive.
         loggers: names of trackers (`hybridflow.observe.trackers`), or `path/to/file.py:name`.
 
     Raises:
@@ -31,7 +31,7 @@ class Tracker:
         """Record the metrics of one step. Values are numbers, including numpy and torch scalars."""
         _check_phase(phase)
         if reserved := RESERVED & metrics.keys():
-            raise ValueError(f"a metric cannot be named {sorted(reserved)[0]!r}")
+            raise ValueError(f"metric name {sorted(reserved)[0]!r} is reserved")
         values = {name: _number(name, value) for name, value in metrics.items()}
         wall_time = time.time()
         for sink in self._sinks:
@@ -58,7 +58,7 @@ class Tracker:
 
 def _check_phase(phase: str) -> None:
     if phase not in PHASES:
-        raise ValueError(f"no phase named {phase!r}; phases are {', '.join(PHASES)}")
+        raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
 
 
 def _number(name: str, value: object) -> float:

@@ -1,1 +1,1 @@
-"""Trackers, which store a run's metrics, one file each. `base.py` defines the protocol."""
+"""Trackers that store a run's metrics, one module each. `base.py` defines the protocol."""

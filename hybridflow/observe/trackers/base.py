@@ -1,6 +1,6 @@
 """The protocol of a tracker, and its registration.
 
-A built-in tracker is a file of this package with the same name; `trainer.loggers` also takes
+A built-in tracker is the file of that name in this package; `trainer.loggers` also accepts
 `path/to/file.py:name`.
 """
 
@@ -26,10 +26,10 @@ class Sink(Protocol):
         NaN."""
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Drop the phase's records after `step`, which will be logged again."""
+        """Drop the phase's records after `step`, because they will be logged again."""
 
     def close(self) -> None:
-        """Flush and close files."""
+        """Flush and close all files."""
 
 
 F = TypeVar("F", bound=Callable[[Path], Sink])

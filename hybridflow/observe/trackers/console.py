@@ -1,4 +1,4 @@
-"""The console: one line per step with the main metrics."""
+"""The console tracker: one line per step with the main metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybridflow.observe.trackers.base import Phase, tracker
 
-# In display order; a phase with none of them shows all its metrics.
+# in display order; a phase that has none of these shows all its metrics
 CONSOLE_KEYS = (
     "critic/score/mean",
     "val/score",
@@ -29,7 +29,7 @@ CONSOLE_KEYS = (
 
 @tracker("console")
 class ConsoleTracker:
-    """Prints a line for each step. Not used with a progress display, which shows the same."""
+    """Prints a line for each step. Not used with a progress display, which shows the same data."""
 
     def __init__(self, run_dir: Path) -> None:
         """Ignore the run folder."""
@@ -48,7 +48,7 @@ class ConsoleTracker:
         )
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Do nothing: printed lines stay."""
+        """Do nothing, because printed lines stay."""
 
     def close(self) -> None:
-        """Do nothing: there is no open file."""
+        """Do nothing, because there is no open file."""

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one flat object per line.
 
-`{"step": 3, "phase": "train", "wall_time": 1700000000.0, "critic/score/mean": 0.5, ...}`. A value
-that is NaN or infinite is written as null, and the line gets a `"warning"` that names it.
+`{"step": 3, "phase": "train", "wall_time": 1700000000.0, "critic/score/mean": 0.5, ...}`. A NaN or
+infinite value is written as null, and the line gets a `"warning"` that names it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridflow.observe.trackers.base import Phase, tracker
 
 @tracker("jsonl")
 class JsonlTracker:
-    """Writes `metrics.jsonl` in the run folder."""
+    """Writes metrics to `metrics.jsonl` in the run folder."""
 
     def __init__(self, run_dir: Path) -> None:
         self._writer = JsonlWriter(run_dir / "metrics.jsonl")

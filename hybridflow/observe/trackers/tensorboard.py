@@ -1,7 +1,7 @@
 """TensorBoard scalars without TensorFlow or torch: event records are written directly to a file.
 
-TensorBoard's own EventFileWriter is not used: it tries to import TensorFlow, starts a thread, and
-puts the host's name in the file name.
+TensorBoard's own EventFileWriter is not used, because it tries to import TensorFlow, starts a
+thread, and includes the host name in the file name.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TensorBoardTracker:
         self._records.flush()
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Rewrite the earlier records from metrics.jsonl. Without that file TensorBoard itself
-        drops the older of duplicate records."""
+        """Rewrite the earlier records from metrics.jsonl. If that file is missing, TensorBoard
+        itself drops the older of duplicate records."""
         if not self._metrics.exists():
             return
         self.close()
@@ -52,12 +52,13 @@ class TensorBoardTracker:
                 self._write(record["step"], record["wall_time"], scalars)
         if self._records is not None:
             self._records.flush()
-        for path in old:  # only now: a kill in between duplicates records, but loses none
+        # not earlier, so that a kill in between duplicates records but loses none
+        for path in old:
             path.unlink()
 
     def close(self) -> None:
-        """Close the event file. A later `log` starts another one, which TensorBoard reads after
-        this one."""
+        """Close the event file. A later `log` starts a new one, which TensorBoard reads after this
+        one."""
         if self._records is not None:
             self._records.close()
             self._records = None
@@ -81,7 +82,7 @@ class TensorBoardTracker:
 
         self._folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
-        # Zero-padded, because TensorBoard reads the files of a folder in order of their names.
+        # Zero-padded, because TensorBoard reads a folder's files in name order.
         path = (
             self._folder
             / f"events.out.tfevents.{int(now):010d}.{os.getpid()}.{next(self._count):04d}"

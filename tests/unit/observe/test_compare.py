@@ -69,10 +69,10 @@ def test_a_number_that_is_nan_in_one_run_alone_differs(tmp_path: Path) -> None:
 def test_other_tokens_and_missing_steps_are_refused(tmp_path: Path) -> None:
     one = run_of(tmp_path / "one", [0] * 5, {})
     two = run_of(tmp_path / "two", [0] * 5, {}, ids=6)
-    with pytest.raises(DataError, match="hold other response_ids"):
+    with pytest.raises(DataError, match="because their response_ids differ"):
         compare_step(one, two, 4)
     with pytest.raises(DataError, match=r"step_000005\.parquet: no such file"):
         compare_step(one, one, 5)
     (one / "metrics.jsonl").write_text("")
-    with pytest.raises(DataError, match="no record of training step 4"):
+    with pytest.raises(DataError, match="training step 4 not found in"):
         compare_step(one, one, 4)

@@ -213,7 +213,7 @@ def test_a_killed_run_is_reported_from_what_there_is(tmp_path: Path) -> None:
         "3 of 30",
         "12.5 % → 75.0 %",
         "environment.json: not valid JSON",
-        "step_000003.parquet: cannot be read",
+        "step_000003.parquet: not readable",
     ):
         assert piece in text
     assert "Rollouts of step 1" in text
