@@ -1,1 +1,2 @@
-"""What `hybridflow doctor` looks at before a device is held: this machine, and a model folder."""
+"""The checks of `hybridflow doctor`, which run before a device is allocated: this machine, and a
+model folder."""

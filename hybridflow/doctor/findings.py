@@ -1,4 +1,4 @@
-"""A line of the doctor's table, and the table."""
+"""The findings of `hybridflow doctor`, and their table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Level = Literal["ok", "unused", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. `remedy` is empty where nothing is to be done."""
+    """One line of the table. `remedy` is empty if no action is needed."""
 
     topic: str
     level: Level
@@ -20,12 +20,12 @@ class Finding:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """1 when something would end a run."""
+    """Return 1 if any finding would make a run fail, else 0."""
     return int(any(finding.level == "error" for finding in findings))
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """The findings as text, with the remedy under each line that has one."""
+    """Format the findings as text, each with its remedy on the next line."""
     width = max(len(finding.topic) for finding in findings)
     lines = []
     for finding in findings:

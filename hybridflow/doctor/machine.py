@@ -1,5 +1,5 @@
-"""What of this machine, its packages and its cluster a run would use, what not and why, each with
-its remedy."""
+"""Checks of this machine, its packages and its cluster: whether a run would use each, why not, and
+the remedy."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hybridflow.observe.environment import query_gpus
 from hybridflow.process.obstacles import obstacles
 
 _GIB = 2**30
-# What a run cannot do without, with a test of it here; the exact versions are in requirements/.
+# required packages; the exact versions are in requirements/
 NEEDED = ("torch", "megatron-core", "ray", "transformers", "numpy", "pyarrow", "hydra-core")
 LOCKED = ((3, 11), (3, 12))  # requirements/cpu.txt and gpu.txt
-# Package -> (module, what uses it when it is there).
+# optional package -> (module, its use)
 FASTER = {
     "transformer-engine": ("transformer_engine", "fused layers and FP8 of Megatron"),
     "apex": ("apex", "fused normalisation and gradient accumulation of Megatron"),
@@ -38,8 +38,8 @@ FASTER = {
 
 
 def examine(config: RunConfig | None = None) -> list[Finding]:
-    """All findings on this machine. With a recipe, also what that recipe needs: GPUs, memory,
-    folders."""
+    """Return all findings for this machine. Given a recipe, also check its requirements: GPUs,
+    memory, folders."""
     gpus, trouble = query_gpus()
     findings = [
         *_versions(),
@@ -58,14 +58,15 @@ def _versions() -> Iterator[Finding]:
     remedy = (
         ""
         if right
-        else "the locks are for Python 3.11 (cpu) and 3.12 (gpu): PYTHON=/path/to/python make setup"
+        else "versions are pinned for Python 3.11 (cpu) and 3.12 (gpu): run "
+        "PYTHON=/path/to/python make setup"
     )
     yield Finding("python", "ok" if right else "warning", version, remedy)
     for name in (*NEEDED, RunConfig().rollout.engine):
         found = _version(name)
         if found is None:
             yield Finding(
-                name, "error", "is not installed", "make setup (LANE=gpu on a machine with GPUs)"
+                name, "error", "not installed", "run make setup (LANE=gpu on a machine with GPUs)"
             )
         else:
             yield Finding(name, "ok", found)
@@ -73,7 +74,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding(
             "kernels",
             "error",
-            "hybridflow_kernels is absent",
+            "hybridflow_kernels is not installed",
             "build the package with its folder kernels/",
         )
 
@@ -85,18 +86,18 @@ def _devices(gpus: Sequence[str], trouble: str, config: RunConfig | None) -> Ite
     wanted = config.cluster.procs_per_node if config is not None else 0
     if trouble:
         remedy = (
-            "mend the driver: load its module, or reboot after an update; without it the GPUs stay "
+            "fix the driver: load its module, or reboot after an update; without it the GPUs stay "
             "unused"
         )
         yield Finding("gpu", "error", trouble, remedy)
         return
     if not gpus:
-        where = "no GPU: nvidia-smi is absent or shows none; runs use CPUs and gloo"
+        where = "no GPU: nvidia-smi is not installed or lists none; runs use CPUs and gloo"
         yield Finding(
             "gpu",
             "unused",
             where,
-            "on a GPU machine: install the driver, ask Slurm for --gpus-per-node",
+            "on a GPU machine, install the driver or request --gpus-per-node from Slurm",
         )
         return
     yield Finding("gpu", "ok", f"{len(gpus)} x {gpus[0]}")
@@ -105,14 +106,13 @@ def _devices(gpus: Sequence[str], trouble: str, config: RunConfig | None) -> Ite
         yield Finding(
             "torch.cuda",
             "error",
-            "torch was built without CUDA, the GPUs stay unused",
-            "make setup LANE=gpu",
+            "torch was built without CUDA, so the GPUs stay unused",
+            "run make setup LANE=gpu",
         )
     if wanted > len(gpus):
-        what = f"the recipe wants {wanted} ranks on a node, which has {len(gpus)} GPUs"
-        yield Finding(
-            "recipe", "error", what, f"cluster.procs_per_node={len(gpus)} and more cluster.nodes"
-        )
+        what = f"the recipe needs {wanted} ranks per node, but this node has {len(gpus)} GPUs"
+        remedy = f"set cluster.procs_per_node={len(gpus)} and raise cluster.nodes"
+        yield Finding("recipe", "error", what, remedy)
 
 
 def _faster(has_gpus: bool) -> Iterator[Finding]:
@@ -128,11 +128,11 @@ def _faster(has_gpus: bool) -> Iterator[Finding]:
             yield Finding(
                 name,
                 "warning",
-                f"is absent: {use} is slower",
-                f"launch/containers/ builds it in; or install {name}",
+                f"not installed: {use} is slower",
+                f"use an image of launch/containers/, or install {name}",
             )
         else:
-            yield Finding(name, "unused", f"is absent; {use}, on GPUs alone")
+            yield Finding(name, "unused", f"not installed; {use}, only on GPUs")
 
 
 def _network(has_gpus: bool) -> Iterator[Finding]:
@@ -140,7 +140,7 @@ def _network(has_gpus: bool) -> Iterator[Finding]:
     if devices:
         yield Finding("rdma", "ok", ", ".join(devices))
         if not os.access("/dev/infiniband/rdma_cm", os.R_OK | os.W_OK):
-            what = "/dev/infiniband/rdma_cm may not be opened"
+            what = "/dev/infiniband/rdma_cm is not accessible"
             remedy = "mount /dev/infiniband into the container"
             yield Finding("rdma", "warning", what, remedy)
     else:
@@ -148,7 +148,7 @@ def _network(has_gpus: bool) -> Iterator[Finding]:
         yield Finding(
             "rdma",
             level,
-            "no InfiniBand or RoCE device; nodes talk over TCP",
+            "no InfiniBand or RoCE device; nodes communicate over TCP",
             "load the drivers (ibstat)" * has_gpus,
         )
     name = socket.gethostname()
@@ -164,15 +164,17 @@ def _network(has_gpus: bool) -> Iterator[Finding]:
         return
     loopback = address.startswith("127.")
     remedy = (
-        "set `interface` in the site file, so that nodes do not meet on loopback"
+        "set `interface` in the site file so that nodes do not connect on loopback"
         if loopback
         else ""
     )
-    yield Finding("host name", "warning" if loopback else "ok", f"{name} is {address}", remedy)
+    what = f"{name} resolves to {address}"
+    yield Finding("host name", "warning" if loopback else "ok", what, remedy)
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     if first < FIRST_PORT + 2000:
-        what = f"ephemeral ports begin at {first}; Ray's lie between {FIRST_PORT} and them"
-        yield Finding("ports", "error", what, 'sysctl net.ipv4.ip_local_port_range="32768 60999"')
+        what = f"ephemeral ports start at {first}; Ray needs ports from {FIRST_PORT} up to there"
+        remedy = 'run sysctl net.ipv4.ip_local_port_range="32768 60999"'
+        yield Finding("ports", "error", what, remedy)
     else:
         yield Finding("ports", "ok", f"{FIRST_PORT} to {first - 1} for Ray's services")
 
@@ -181,17 +183,17 @@ def _limits() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     few = files != resource.RLIM_INFINITY and files < 65536
     remedy = (
-        "LimitNOFILE=infinity for slurmd, or nofile in /etc/security/limits.conf" if few else ""
+        "set LimitNOFILE=infinity for slurmd, or nofile in /etc/security/limits.conf" if few else ""
     )
     yield Finding("nofile", "warning" if few else "ok", f"{_amount(files)} open files", remedy)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     rdma = any(Path("/sys/class/infiniband").glob("*"))
     short = rdma and locked != resource.RLIM_INFINITY
-    remedy = "LimitMEMLOCK=infinity for slurmd: RDMA pins memory" if short else ""
+    remedy = "set LimitMEMLOCK=infinity for slurmd, because RDMA pins memory" if short else ""
     yield Finding("memlock", "warning" if short else "ok", f"{_amount(locked)} bytes", remedy)
     free = shutil.disk_usage("/dev/shm").free / _GIB
     remedy = (
-        "--shm-size of the container, or remount it larger: Ray keeps objects there"
+        "raise the container's --shm-size or remount it larger; Ray stores objects there"
         if free < 1
         else ""
     )
@@ -209,12 +211,12 @@ def _disk(config: RunConfig | None) -> Iterator[Finding]:
             yield Finding(
                 "disk",
                 "error",
-                f"{folder} may not be written",
+                f"{folder} is not writable",
                 "choose another output_dir or TMPDIR",
             )
             continue
         free = shutil.disk_usage(there).free / _GIB
-        remedy = "clear it, or choose another output_dir or TMPDIR" if free < 5 else ""
+        remedy = "free space, or choose another output_dir or TMPDIR" if free < 5 else ""
         yield Finding(
             "disk", "warning" if free < 5 else "ok", f"{folder}: {free:.0f} GiB free", remedy
         )
@@ -233,7 +235,7 @@ def _disk(config: RunConfig | None) -> Iterator[Finding]:
     }
     several = config is not None and config.cluster.nodes > 1
     remedy = "set output_dir to a folder that all nodes mount" if several and not shared else ""
-    what = f"output folder on {kind}{'' if shared else ', which nodes do not share as a rule'}"
+    what = f"output folder on {kind}{'' if shared else ', usually not shared between nodes'}"
     yield Finding("shared filesystem", "warning" if remedy else "ok", what, remedy)
 
 
@@ -242,8 +244,8 @@ def _cluster(config: RunConfig | None) -> Iterator[Finding]:
         yield Finding(
             "slurm",
             "unused",
-            "no sinfo here",
-            "on a login node: load Slurm's module" if _in_slurm() else "",
+            "sinfo not found",
+            "on a login node, load the Slurm module" if _in_slurm() else "",
         )
     else:
         done = subprocess.run(
@@ -255,26 +257,26 @@ def _cluster(config: RunConfig | None) -> Iterator[Finding]:
         lines = "; ".join(done.stdout.splitlines())
         if done.returncode:
             said = (
-                done.stderr.strip().splitlines() or [f"sinfo ended with status {done.returncode}"]
+                done.stderr.strip().splitlines() or [f"sinfo exited with status {done.returncode}"]
             )[-1]
             level: Level = "error" if _in_slurm() else "warning"
             yield Finding(
                 "slurm",
                 level,
                 said,
-                "ask whether slurmctld is up (scontrol ping), and look at SLURM_CONF",
+                "check that slurmctld is up (scontrol ping), and check SLURM_CONF",
             )
         else:
             yield Finding("slurm", "ok", lines)
     address = config.cluster.address if config is not None else os.environ.get("RAY_ADDRESS")
     if not address or address == "auto":
-        yield Finding("ray cluster", "unused", "none is named; a run starts its own")
+        yield Finding("ray cluster", "unused", "none given; a run starts its own")
         return
     from hybridflow.single_controller.cluster import wait_for_nodes
 
     try:
         wait_for_nodes(address, config.cluster.nodes if config is not None else 1, 10.0)
-        yield Finding("ray cluster", "ok", f"{address} answers")
+        yield Finding("ray cluster", "ok", f"{address} responds")
     except HybridFlowError as error:
         yield Finding(
             "ray cluster", "error", str(error), "check the address and RAY_AUTH_TOKEN_PATH"
@@ -282,13 +284,13 @@ def _cluster(config: RunConfig | None) -> Iterator[Finding]:
 
 
 def recipe_findings(load: Callable[[], RunConfig]) -> tuple[RunConfig | None, list[Finding]]:
-    """The recipe, or the finding that says why it is refused."""
+    """Load the recipe. Returns the configuration, or None if it is rejected, and findings."""
     try:
         config = load()
     except HybridFlowError as error:
         return None, [
             Finding(
-                "recipe", "error", str(error), "correct the key; --print-config shows every setting"
+                "recipe", "error", str(error), "correct the key; --print-config lists all settings"
             )
         ]
     world = derived.world_size(config)
@@ -305,8 +307,8 @@ def _version(name: str) -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA version that torch was built for, which its version file says without importing
-    torch."""
+    """Return the CUDA version for which torch was built, read from its version file without
+    importing torch; None for a build without CUDA."""
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -316,7 +318,7 @@ def _torch_cuda() -> str | None:
 
 
 def _filesystem(folder: Path) -> str:
-    """The type of the filesystem that would hold `folder`."""
+    """Return the type of the filesystem on which `folder` is, or would be created."""
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     mounted = [
         part for part in psutil.disk_partitions(all=True) if there.is_relative_to(part.mountpoint)

@@ -1,7 +1,7 @@
-"""A verdict on a model folder before a device is held: what of it a run would read, and what a
-recipe does with it.
+"""Checks of a model folder before a device is allocated: how a run would read it, and whether a
+recipe fits.
 
-Everything is asked of the run's own loader, tokenizer, planner and export.
+All checks use the same loader, tokenizer, planner and export as a run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hybridflow.planning.job import job_of
 from hybridflow.planning.plan import make_plan
 from hybridflow.planning.transfer import transfer_of
 
-PARITY_TIMEOUT_S = 120.0  # of a copy that takes 7 s on two cores
+PARITY_TIMEOUT_S = 120.0  # a copy takes 7 s on two cores
 _GB = 1e9
 
 
 def examine(folder: Path, config: RunConfig | None = None) -> list[Finding]:
-    """All findings on a folder. With a recipe whose `model.path` is this folder, also what that
-    recipe does with it."""
+    """Return all findings for a model folder, and for a recipe that has this folder as
+    `model.path`."""
     try:
         use_family(config.model.family if config is not None else None)
         hf = derived.hf_config(ModelConfig(path=str(folder)))
@@ -42,16 +42,15 @@ def examine(folder: Path, config: RunConfig | None = None) -> list[Finding]:
     found = [Finding("config", "ok", _described(family)), *weights.findings(folder, family)]
     found += tokens.findings(folder, hf, _observed(config))
     if exit_code(found):
-        found.append(
-            Finding("parity", "unused", "not looked at before the errors above are mended")
-        )
+        found.append(Finding("parity", "unused", "skipped until the errors above are fixed"))
     else:
         found += [*_copy(folder, hf, config.actor.backend if config is not None else "megatron")]
     return found + ([*_fitting_recipes(hf)] if config is None else [*_recipe(config, hf)])
 
 
 def _observed(config: RunConfig | None) -> str | None:
-    """The role of messages that the recipe puts after answers."""
+    """Return the role of the messages that the recipe inserts after answers; None if there are
+    none."""
     if config is None or config.rollout.agent.loop == "single_turn":
         return None
     return config.rollout.agent.observation_role
@@ -60,11 +59,10 @@ def _observed(config: RunConfig | None) -> str | None:
 def _remedy_of_config(folder: Path) -> str:
     if not (folder / "config.json").is_file():
         return (
-            "give the folder of a model as it was downloaded: hf download ORG/NAME --local-dir "
-            "FOLDER"
+            "pass the folder of a model as downloaded by: hf download ORG/NAME --local-dir FOLDER"
         )
     return (
-        "docs/recipes.md lists the families; a map of your own: "
+        "docs/recipes.md lists the supported families; for your own, set "
         "model.family=path/to/file.py:MODEL_TYPE"
     )
 
@@ -77,7 +75,7 @@ def _described(family: Family) -> str:
 
 
 def _copy(folder: Path, hf: Mapping[str, Any], backend: Backend) -> Iterator[Finding]:
-    """The same architecture with small sizes and random weights, beside transformers."""
+    """Compare a small random copy of the architecture with transformers."""
     topic = "parity"
     try:
         found = compare_with_transformers(miniature(hf), folder, backend, PARITY_TIMEOUT_S)
@@ -94,7 +92,7 @@ def _copy(folder: Path, hf: Mapping[str, Any], backend: Backend) -> Iterator[Fin
         f"{found.reference}'s"
     )
     wrong = not found.log_probs < BOUND  # a NaN is wrong
-    remedy = "do not train it; report it with this config.json" if wrong else ""
+    remedy = "do not train this model; report it with this config.json" if wrong else ""
     yield Finding(
         topic,
         "error" if wrong else "ok",
@@ -102,29 +100,28 @@ def _copy(folder: Path, hf: Mapping[str, Any], backend: Backend) -> Iterator[Fin
         remedy,
     )
     lost = found.exported != 0.0  # a NaN too
-    what = "the copy's export is loaded by transformers" + (
-        f" and differs by {found.exported:.1e}" if lost else ", bit for bit as it was trained"
+    what = "transformers loads the copy's export" + (
+        f", but results differ by {found.exported:.1e}" if lost else ", bitwise identical"
     )
     yield Finding("export", "error" if lost else "ok", what, remedy if lost else "")
 
 
 def _fitting_recipes(hf: Mapping[str, Any]) -> Iterator[Finding]:
-    """Recipes whose sizes are this model's."""
+    """Yield a finding with the recipes for a model of this size."""
     if names := recipes_for(hf):
         remedy = f"--recipe {names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
-        yield Finding("recipe", "unused", "none is named; there are recipes of this size", remedy)
+        yield Finding("recipe", "unused", "none given; recipes of this size exist", remedy)
     else:
         remedy = (
-            "a size of your own: copy the nearest recipe and take out model.hf_config "
-            "(docs/recipes.md)"
+            "for a new size, copy the nearest recipe and remove model.hf_config (docs/recipes.md)"
         )
         yield Finding(
-            "recipe", "unused", "none is named, and no shipped recipe has these sizes", remedy
+            "recipe", "unused", "none given, and no shipped recipe has these sizes", remedy
         )
 
 
 def _recipe(config: RunConfig, hf: Mapping[str, Any]) -> Iterator[Finding]:
-    """The recipe's layout, memory and time of a step, and the weight sync."""
+    """Yield findings on the recipe's layout, memory, step time and weight sync."""
     wrong = refused(config)
     for problem in wrong:
         yield Finding(
@@ -141,7 +138,7 @@ def _recipe(config: RunConfig, hf: Mapping[str, Any]) -> Iterator[Finding]:
     )
     shape = " ".join(f"{short}{size}" for short, size in sizes if size > 1)
     yield Finding(
-        "layout", "ok", f"{derived.world_size(config)} ranks, {shape or 'data-parallel alone'}"
+        "layout", "ok", f"{derived.world_size(config)} ranks, {shape or 'data-parallel only'}"
     )
     yield from _planned(config, hf)
     yield from _sync(config, hf)
@@ -155,23 +152,23 @@ def _planned(config: RunConfig, hf: Mapping[str, Any]) -> Iterator[Finding]:
             job_of(config, read_cluster(None, cluster.nodes, each, cluster.device), hf=hf)
         )
     except HybridFlowError as error:
-        yield Finding("plan", "error", str(error), "hybridflow plan says more")
+        yield Finding("plan", "error", str(error), "for details, run hybridflow plan")
         return
     figures = plan.figures()
-    where = f"{figures['peak_bytes'] / _GB:.0f} of {figures['device_bytes'] / _GB:.0f} GB a device"
+    where = f"{figures['peak_bytes'] / _GB:.0f} of {figures['device_bytes'] / _GB:.0f} GB"
     memory = (
-        f"{where} at most ({figures['peak_phase']}), host "
-        f"{figures['host_bytes_per_node'] / _GB:,.0f} GB a node"
+        f"peak {where} per device ({figures['peak_phase']}), host "
+        f"{figures['host_bytes_per_node'] / _GB:,.0f} GB per node"
     )
     if not plan.fits:
         remedy = (
-            "hybridflow plan --config-name RECIPE model.path=FOLDER names the nearest change that "
-            "fits"
+            "run hybridflow plan --config-name RECIPE model.path=FOLDER for the nearest change "
+            "that fits"
         )
         yield Finding("memory", "error", f"{memory}: {'; '.join(figures['problems'])}", remedy)
     else:
         yield Finding("memory", "ok", memory)
-    seconds = f"{figures['step_seconds']:,.0f} s a step, mostly {figures['bottleneck']}"
+    seconds = f"{figures['step_seconds']:,.0f} s per step, mostly {figures['bottleneck']}"
     yield Finding(
         "time", "ok", f"{seconds}, on {figures['devices']} {figures['device']} (docs/planning.md)"
     )
@@ -181,13 +178,13 @@ def _sync(config: RunConfig, hf: Mapping[str, Any]) -> Iterator[Finding]:
     try:
         made = transfer_of(config, hf)
     except HybridFlowError as error:
-        yield Finding("sync", "error", str(error), "hybridflow plan --transfer says more")
+        yield Finding("sync", "error", str(error), "for details, run hybridflow plan --transfer")
         return
     figures = made.figures()
     unused = figures["unused"]
     what = (
-        f"{figures['slices']:,} slices to {figures['engines']} engines, each engine element "
-        "written once"
+        f"{figures['slices']:,} slices to {figures['engines']} engines, writing each engine "
+        "element once"
     )
     yield Finding(
         "sync",

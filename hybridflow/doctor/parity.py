@@ -1,9 +1,9 @@
-"""A tiny random copy of a model through a run's own loader, forward pass and export, beside
-transformers.
+"""Comparison of a tiny random copy of a model with transformers, using a run's own loader, forward
+pass and export.
 
-`python -P -m hybridflow.doctor.parity FOLDER` is a process of its own: Megatron's groups and a
-loopback port are gone when it ends. FOLDER has `config.json` of the copy (`models.miniature`) and
-`tokenizer`, the published folder.
+`python -P -m hybridflow.doctor.parity FOLDER SOURCE BACKEND` runs in a separate process, so that
+Megatron's groups and a loopback port are released when it exits. FOLDER contains the copy's
+`config.json` (`models.miniature`); SOURCE is the published folder.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from hybridflow.models import Family
 
-# Between rounding and faults: two float32 results of these sizes differ by up to 5e-6, and a scale
-# of experts that is 0.04% off, a rotary base 0.1% off or an epsilon of another power of ten moves a
-# log-prob by 1e-4 to 0.2
+# Separates rounding from faults: two float32 results of these sizes differ by up to 5e-6. An expert
+# scale off by 0.04%, a rotary base off by 0.1% or an epsilon off by a power of ten changes a log-
+# prob by 1e-4 to 0.2.
 BOUND = 5e-5
 Backend = Literal["megatron", "fsdp"]  # `actor.backend`
 _SEED = 7
@@ -39,13 +39,13 @@ _RESULT = "parity.json"
 
 @dataclass(frozen=True)
 class Parity:
-    """What the copy showed.
+    """The result of the comparison.
 
     Attributes:
         log_probs: largest difference of a log-prob from transformers in float64.
-        exported: the same, of transformers on what the run exported.
-        parameters: of the copy.
-        reference: transformers' class.
+        exported: the same difference for transformers on the exported model.
+        parameters: the copy's number of parameters.
+        reference: name of the transformers class.
     """
 
     log_probs: float
@@ -57,16 +57,16 @@ class Parity:
 def compare_with_transformers(
     copy: Mapping[str, Any], source: Path, backend: Backend, timeout_s: float
 ) -> Parity:
-    """Run the comparison in a process of its own.
+    """Run the comparison in a separate process.
 
     Args:
-        copy: the config of a small model. source: the published folder, whose tokenizer an export
-            copies.
-        backend: `actor.backend` of the run.
+        copy: the config of the small model. source: the published folder, whose tokenizer is copied
+            to an export.
+        backend: the run's `actor.backend`.
 
     Raises:
-        ModelError: the backend or transformers cannot build the model, or it takes longer than
-            `timeout_s`.
+        ModelError: the backend or transformers cannot build the model, or the comparison takes
+            longer than `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="hybridflow-doctor-") as name:
         folder = Path(name)
@@ -102,14 +102,14 @@ def compare_with_transformers(
             ) from error
         if done.returncode or not (folder / _RESULT).exists():
             said = done.stderr.strip().splitlines() or [
-                f"its process ended with status {done.returncode}"
+                f"its process exited with status {done.returncode}"
             ]
             raise ModelError(said[-1])
         return Parity(**json.loads((folder / _RESULT).read_text(encoding="utf-8")))
 
 
 def main(folder: Path, source: Path, backend: Backend) -> None:
-    """The child's work; the result is written into `folder`."""
+    """Run the comparison in the child process and write the result to `folder`."""
     from hybridflow.models import family_of
     from hybridflow.models.family import num_parameters
 
@@ -131,7 +131,7 @@ def main(folder: Path, source: Path, backend: Backend) -> None:
 
 
 def sequences(vocabulary: int) -> torch.Tensor:
-    """[rows, tokens] int64."""
+    """Draw token ids [rows, tokens] int64."""
     import torch
 
     return torch.randint(
@@ -140,7 +140,8 @@ def sequences(vocabulary: int) -> torch.Tensor:
 
 
 def write_weights(family: Family, folder: Path) -> None:
-    """Norms and biases differ from one and zero, so that one that is left out shows."""
+    """Write random weights. Norms and biases differ from one and zero, so that omitting one is
+    detected."""
     import torch
     from safetensors.torch import save_file
 
@@ -150,7 +151,7 @@ def write_weights(family: Family, folder: Path) -> None:
         drawn = torch.empty(shape).normal_(0.0, 1.0, generator=generator)
         if len(shape) == 1:
             return 0.1 * drawn + float("norm" in name)
-        # as small as a trained model's, so that the epsilon of a norm is seen
+        # as small as in a trained model, so that the epsilon of a norm matters
         return drawn * 0.02 if "embed_tokens" in name else drawn / shape[-1] ** 0.5
 
     tensors = {name: values(name, shape) for name, shape in family.tensors().items()}
@@ -160,8 +161,8 @@ def write_weights(family: Family, folder: Path) -> None:
 def _ours(
     hf: Mapping[str, Any], folder: Path, backend: Backend, ids: torch.Tensor, source: Path
 ) -> torch.Tensor:
-    """Log-probs of all tokens but the first of each row, float64; the policy is exported to
-    `folder`/exported."""
+    """Compute our log-probs of all tokens except the first of each row, float64, and export the
+    policy to `folder`/exported."""
     from dataclasses import replace
 
     import torch
@@ -199,26 +200,28 @@ def _ours(
 
 
 def reference_class(family: Family) -> Any:
-    """transformers' class of the architecture: `kimi_k2`, which it does not know, is
-    DeepSeek-V3's."""
+    """Return the transformers class of the architecture. `kimi_k2`, which transformers lacks, uses
+    DeepSeek-V3's class."""
     import transformers
 
     found = getattr(transformers, family.architecture, None)
     if found is None:
         raise ModelError(
-            f"transformers {transformers.__version__} has no {family.architecture} to compare with"
+            f"{family.architecture} not found in transformers {transformers.__version__}; there is "
+            "nothing to compare with"
         )
     return found
 
 
 def log_probs(reference: Any, family: Family, folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probs of all tokens but the first of each row by transformers, in float64."""
+    """Compute the log-probs of all tokens except the first of each row with transformers, in
+    float64."""
     import torch
 
-    # it writes into nested settings
+    # deepcopy, because transformers modifies nested settings
     given = deepcopy({**family.hf, "model_type": reference.config_class.model_type})
     config = reference.config_class.from_dict(given)
-    # a grouped product has no float64
+    # grouped matrix products do not support float64
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model, loaded = reference.from_pretrained(
         folder,
@@ -232,7 +235,8 @@ def log_probs(reference: Any, family: Family, folder: Path, ids: torch.Tensor) -
         {*loaded["missing_keys"], *loaded["unexpected_keys"], *loaded["mismatched_keys"]}
     ):
         raise ModelError(
-            f"transformers finds other tensors than the family's: {', '.join(map(str, absent[:4]))}"
+            "tensors differ between transformers and the family's map: "
+            f"{', '.join(map(str, absent[:4]))}"
         )
     with torch.no_grad():
         logits = model.eval()(ids).logits[:, :-1].double()

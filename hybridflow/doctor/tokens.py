@@ -1,5 +1,5 @@
-"""What a folder's tokenizer and chat template do with a conversation, and whether the model's
-vocabulary holds them."""
+"""Checks of a folder's tokenizer and chat template on a conversation, and of the model's vocabulary
+size."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SAMPLE = "Solve 12 + 345 = ?\n\tdef f(x): return x ** 2  # Größe, 你好，�
 
 
 def findings(folder: Path, hf: Mapping[str, Any], observed: str | None) -> Iterator[Finding]:
-    """Tokenizer, vocabulary, ends of answers, and the template's turns.
+    """Yield findings on the tokenizer, the vocabulary, end tokens and the template's turns.
 
     Args:
-        observed: the role of messages that a recipe puts after answers; None where an answer is the
-            end.
+        observed: role of the messages that a recipe inserts after answers; None if the answer ends
+            the conversation.
     """
     try:
         tokenizer = load_tokenizer(folder)
@@ -30,7 +30,7 @@ def findings(folder: Path, hf: Mapping[str, Any], observed: str | None) -> Itera
             "tokenizer",
             "error",
             str(error),
-            "a folder whose tokenizer is whole: model.tokenizer=FOLDER",
+            "set model.tokenizer to a folder with a complete tokenizer",
         )
         return
     ids = tokenizer.encode(_SAMPLE)
@@ -40,12 +40,12 @@ def findings(folder: Path, hf: Mapping[str, Any], observed: str | None) -> Itera
             "tokenizer",
             "warning",
             what,
-            "answers will be read so; compare with the model's own examples",
+            "answers will be decoded this way; compare with the model's own examples",
         )
     else:
         what = (
-            f"{tokenizer.vocab_size:,} tokens; {len(_SAMPLE)} characters of text and code become "
-            f"{len(ids)}, and back"
+            f"{tokenizer.vocab_size:,} tokens; {len(_SAMPLE)} characters of text and code "
+            f"round-trip through {len(ids)} tokens"
         )
         yield Finding("tokenizer", "ok", what)
     yield _vocabulary(tokenizer, hf)
@@ -56,20 +56,19 @@ def _vocabulary(tokenizer: Tokenizer, hf: Mapping[str, Any]) -> Finding:
     rows = int(hf.get("vocab_size") or 0)
     if rows < tokenizer.vocab_size:
         what = (
-            f"the model has {rows:,} rows of embeddings, and the tokenizer ids up to "
+            f"the model has {rows:,} embedding rows, but the tokenizer's ids go up to "
             f"{tokenizer.vocab_size - 1:,}"
         )
-        return Finding(
-            "vocabulary", "error", what, "the tokenizer of this model: model.tokenizer=FOLDER"
-        )
+        return Finding("vocabulary", "error", what, "set model.tokenizer to this model's tokenizer")
     beyond = sorted(stop for stop in tokenizer.stop_ids if stop >= rows)
     if beyond:
         remedy = "correct eos_token_id in generation_config.json and config.json"
-        return Finding("vocabulary", "error", f"answers end at {beyond}, of {rows:,} ids", remedy)
+        what = f"stop ids {beyond} exceed the {rows:,} embedding rows"
+        return Finding("vocabulary", "error", what, remedy)
     return Finding(
         "vocabulary",
         "ok",
-        f"{rows:,} rows of embeddings, {rows - tokenizer.vocab_size:,} without a token",
+        f"{rows:,} embedding rows, {rows - tokenizer.vocab_size:,} of them without a token",
     )
 
 
@@ -79,14 +78,17 @@ def _template(tokenizer: Tokenizer, observed: str | None) -> Iterator[Finding]:
         tokenizer.render_chat([{"role": "user", "content": "?"}])
     except DataError as error:
         remedy = (
-            "a base model has none: put chat_template.jinja of its instruct model into the folder"
+            "base models have none; copy chat_template.jinja from the instruct model to the folder"
         )
         yield Finding("chat template", "error", str(error), remedy)
-        yield Finding("answers end", "warning", f"at {names}; no template says at which", remedy)
+        what = f"at {names}; there is no template to choose among them"
+        yield Finding("answers end", "warning", what, remedy)
         return
     report = tokenizer.template.report()
     thinking = (
-        "the prompt opens a thinking" if report.opens_thinking else "the prompt opens no thinking"
+        "the prompt opens a thinking block"
+        if report.opens_thinking
+        else "the prompt opens no thinking block"
     )
     dropped = (
         f"; earlier thinking is dropped before {', '.join(report.drops_thinking)}"
@@ -99,13 +101,15 @@ def _template(tokenizer: Tokenizer, observed: str | None) -> Iterator[Finding]:
         yield _observation(report, role, role == observed)
     if report.example_call:
         known = format_of(report.example_call)
-        form = f"rollout.agent.call_format={known} reads" if known else "no call format here reads"
+        form = f"rollout.agent.call_format={known} parses" if known else "no call format parses"
         yield Finding(
             "tool calls", "ok" if known else "unused", f"{form} {_short(report.example_call)}"
         )
     else:
         yield Finding(
-            "tool calls", "unused", "the template writes none; rollout.agent.loop=tools needs them"
+            "tool calls",
+            "unused",
+            "the template writes none; rollout.agent.loop=tools requires them",
         )
 
 
@@ -115,7 +119,7 @@ def _end(report: TemplateReport, names: str) -> Finding:
         return Finding(
             "answers end",
             "ok",
-            f"with {end}, as the template writes it; generation stops at {names}",
+            f"with {end}, as in the template; generation stops at {names}",
         )
     marks = {form.before.strip() for form in report.observations.values()}
     if (
@@ -124,15 +128,15 @@ def _end(report: TemplateReport, names: str) -> Finding:
         and all(mark.startswith(report.stop_tokens) for mark in marks)
     ):
         return Finding(
-            "answers end", "ok", f"with the mark of the next role; generation stops at {names}"
+            "answers end", "ok", f"with the next role's header; generation stops at {names}"
         )
     if end is None and not report.closes_answer.strip():
         what = f"at {names}; the template writes nothing after an answer"
     else:
-        what = f"at {names}, and the template closes an answer with {_short(report.closes_answer)}"
+        what = f"at {names}, but the template closes an answer with {_short(report.closes_answer)}"
     remedy = (
-        "name the token that the model was trained to end with in eos_token_id of "
-        "generation_config.json"
+        "set eos_token_id in generation_config.json to the token with which the model was trained "
+        "to end"
     )
     return Finding(
         "answers end", "warning", f"{what}: answers may run to data.max_response_length", remedy
@@ -142,22 +146,22 @@ def _end(report: TemplateReport, names: str) -> Finding:
 def _observation(report: TemplateReport, role: str, is_needed: bool) -> Finding:
     topic = f"{role} after an answer"
     if role in report.problems:
-        remedy = "another rollout.agent.observation_role, or another template"
+        remedy = "choose another rollout.agent.observation_role or another template"
         if is_needed:
             return Finding(topic, "error", report.problems[role], remedy)
         return Finding(
-            topic, "warning", report.problems[role], f"only runs of several turns need it: {remedy}"
+            topic, "warning", report.problems[role], f"needed only for multi-turn runs: {remedy}"
         )
     form = report.observations[role]
     written = {
-        "raw": "as it is",
-        "trimmed": "without white space around it",
+        "raw": "unchanged",
+        "trimmed": "without surrounding white space",
         "json": "as JSON",
-        "other": "in its way",
+        "other": "in another form",
     }
-    needs = ", after an answer with calls alone" if role == "tool" and report.needs_calls else ""
+    needs = ", only after an answer with calls" if role == "tool" and report.needs_calls else ""
     around = f"{_short(form.before)} TEXT {_short(form.after)}"
-    return Finding(topic, "ok", f"{around}, the text {written[form.text]}{needs}")
+    return Finding(topic, "ok", f"{around}, with the text {written[form.text]}{needs}")
 
 
 def _tokens(tokenizer: Tokenizer) -> str:

@@ -1,5 +1,5 @@
-"""Whether a folder's weights are all there, in shapes and precisions that a run reads, and what
-training leaves as it is."""
+"""Checks of a folder's weights: completeness, shapes and precisions, and tensors that training does
+not change."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ _FP8 = "F8_E4M3"
 
 
 def findings(folder: Path, family: Family) -> Iterator[Finding]:
-    """Files, shapes, precisions, and tensors that the family does not map. Reads headers alone."""
+    """Yield findings on files, shapes, precisions, and tensors that the family does not map. Reads
+    only headers."""
     tensors = family.tensors()
     try:
         check_weights(folder, tensors)
         source = SafetensorsFolder(folder)
         forms = {name: source.form(name) for name in tensors}
     except ModelError as error:
-        yield Finding("weights", "error", str(error), "complete the folder, then ask again")
+        yield Finding("weights", "error", str(error), "complete the folder, then run this again")
         return
     wrong = []
     for name, shape in tensors.items():
         if forms[name][0] != shape:
-            wrong.append(f"{name} is {forms[name][0]}, not {shape}")
+            wrong.append(f"{name} has {forms[name][0]}, expected {shape}")
     if wrong:
-        remedy = "config.json is of another model, or the folder was put together from two"
+        remedy = "config.json belongs to another model, or the folder mixes two models"
         yield Finding(
             "weights",
             "error",
-            f"{len(wrong)} tensors have other shapes, for example {wrong[0]}",
+            f"{len(wrong)} tensors have unexpected shapes, for example {wrong[0]}",
             remedy,
         )
         return
@@ -47,10 +48,8 @@ def findings(folder: Path, family: Family) -> Iterator[Finding]:
         if not _is_read(source, name, kind):
             unread.append(f"{name} ({kind})")
     if unread:
-        remedy = "the model's folder in bfloat16, or in block-wise fp8 with its scales"
-        yield Finding(
-            "weights", "error", f"of a precision that is not read: {', '.join(unread[:3])}", remedy
-        )
+        remedy = "use the model in bfloat16, or in block-wise fp8 with its scales"
+        yield Finding("weights", "error", f"unsupported precision: {', '.join(unread[:3])}", remedy)
         return
     kinds = ", ".join(
         f"{count} in {kind}"
@@ -66,7 +65,7 @@ def findings(folder: Path, family: Family) -> Iterator[Finding]:
             "other weights",
             "ok",
             line.replace(
-                f"were copied from {folder} as they came", "go into an export as they came"
+                f"were copied unchanged from {folder}", "are copied unchanged to an export"
             ),
         )
 

@@ -44,10 +44,10 @@ def test_gpus_without_cuda_and_too_few_for_the_recipe_are_errors(
     monkeypatch.setattr(machine, "_torch_cuda", lambda: None)
     topics = by_topic(examine(load_config("e2e")))
     assert (
-        topics["torch.cuda"].remedy == "make setup LANE=gpu"
+        topics["torch.cuda"].remedy == "run make setup LANE=gpu"
         and topics["torch.cuda"].level == "error"
     )
-    assert "wants 4 ranks on a node, which has 2 GPUs" in topics["recipe"].what
+    assert "needs 4 ranks per node, but this node has 2 GPUs" in topics["recipe"].what
     assert topics["apex"].level == "warning" and topics["apex"].remedy
 
 
@@ -155,7 +155,7 @@ def test_the_table_counts_and_shows_remedies_below() -> None:
         (["submit", "--config-name", "e2e"], "login node of a Slurm cluster"),
         (
             ["render", "--config-name", "e2e", "cluster.address=1.2.3.4:6379"],
-            "starts its own Ray cluster; leave the key out",
+            "starts its own Ray cluster; remove the key",
         ),
         (["render", "--config-name", "e2e", "trainer.resume=disable"], "trainer.resume=disable"),
         (["render", "--config-name", "e2e", "--site", "none.yaml"], "could not read"),

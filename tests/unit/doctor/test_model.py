@@ -200,10 +200,10 @@ BROKEN: dict[Callable[[Path], None], tuple[str, str, str]] = {
     of_integers: (
         "weights",
         "error",
-        "of a precision that is not read: model.layers.0.mlp.up_proj.weight (I8)",
+        "unsupported precision: model.layers.0.mlp.up_proj.weight (I8)",
     ),
-    of_another_shape: ("weights", "error", "tensors have other shapes"),
-    with_few_rows: ("vocabulary", "error", "the model has 400 rows of embeddings"),
+    of_another_shape: ("weights", "error", "tensors have unexpected shapes"),
+    with_few_rows: ("vocabulary", "error", "the model has 400 embedding rows"),
     of_an_unknown_family: ("config", "error", "model_type 'mamba' has no parameter map"),
     with_another_activation: ("config", "error", "hidden_act='gelu'"),
     without_half_of_config: ("config", "error", "not JSON"),
@@ -221,7 +221,7 @@ BROKEN: dict[Callable[[Path], None], tuple[str, str, str]] = {
         "warning",
         "changes earlier messages",
     ),
-    with_a_stop_beyond_the_vocabulary: ("vocabulary", "error", "answers end at [999999]"),
+    with_a_stop_beyond_the_vocabulary: ("vocabulary", "error", "stop ids [999999] exceed"),
 }
 
 
