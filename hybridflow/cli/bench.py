@@ -13,16 +13,16 @@ from hybridflow.errors import ConfigError
 BENCH = """\
 examples:
   hybridflow bench list                                   suites, and what each measures
-  hybridflow bench run micro                              a suite; or one measurement by its name
+  hybridflow bench run micro                              a suite, or one measurement by name
   hybridflow bench run gate tries=5                       settings of a measurement
-  hybridflow bench compare runs/bench/A runs/bench/B      slower metrics of B; exit status 1 if any
-  hybridflow bench baseline runs/bench/A runs/bench/B     the runs are the baseline of this hardware
+  hybridflow bench compare runs/bench/A runs/bench/B      slower metrics in B; exit status 1 if any
+  hybridflow bench baseline runs/bench/A runs/bench/B     store them as this hardware's baseline
   hybridflow bench compare runs/bench/C                   against that baseline
   hybridflow bench report runs/bench/*/ --format html --out page.html
   hybridflow bench archive runs/bench/A                   results, pages and logs in one file
   hybridflow slurm submit --bench preflight --nodes 16    on every node of a Slurm job
 
-docs/benchmarking.md says what each suite proves and what to do when it fails.
+docs/benchmarking.md explains what each suite proves and what to do if it fails.
 """
 FORMATS = ("table", "html", "prometheus", "json")
 _RUNS = Path("runs/bench")
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     actions = add_actions(
         commands, "bench", "benchmark suites for clusters, with baselines and a gate", BENCH
     )
-    add_command(actions, "list", "the suites and their measurements", BENCH, run_list)
+    add_command(actions, "list", "list suites and their measurements", BENCH, run_list)
     run = add_command(actions, "run", "run a suite, or one measurement", BENCH, run_suite)
     run.add_argument(
         "what", metavar="SUITE", help="a suite, a measurement, or path/to/file.py:name"
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         "--nodes",
         nargs="+",
         metavar="NAME",
-        help="all nodes that run this suite into the same folder",
+        help="all nodes that run this suite with the same output folder",
     )
     compare = add_command(
         actions, "compare", "compare a run with another, or with the baseline", BENCH, run_compare
@@ -59,11 +59,11 @@ def add(commands: Any) -> None:
         "first",
         type=Path,
         metavar="A",
-        help="the older run; alone: the run to compare with the baseline",
+        help="the older run; without B, the run to compare with the baseline",
     )
     compare.add_argument("second", type=Path, nargs="?", metavar="B", help="the run to compare")
     compare.add_argument(
-        "--bound", type=float, metavar="X", help="0.05 for 5%%, overriding the metrics' own"
+        "--bound", type=float, metavar="X", help="0.05 for 5%%, overriding the metrics' own bounds"
     )
     baseline = add_command(
         actions, "baseline", "store runs as the baseline of this hardware", BENCH, run_baseline
@@ -89,7 +89,7 @@ def add(commands: Any) -> None:
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="folders or files; a folder of runs is all",
+        help="folders or files; a folder of runs means all of them",
     )
     report.add_argument("--format", choices=FORMATS, default="table")
     report.add_argument(
@@ -102,7 +102,7 @@ def add(commands: Any) -> None:
     )
     archive.add_argument("run", type=Path, metavar="RUN")
     for parser in (report, archive):
-        parser.add_argument("--out", type=Path, metavar="FILE", help="where to write")
+        parser.add_argument("--out", type=Path, metavar="FILE", help="output file")
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -114,10 +114,10 @@ def run_list(args: argparse.Namespace) -> int:
         print(f"{suite}: {about}")
         for name, entry in entries.items():
             if suite in entry.suites:
-                marks = ", each node" * entry.per_node + ", needs a GPU" * entry.needs_gpu
+                marks = ", on each node" * entry.per_node + ", needs a GPU" * entry.needs_gpu
                 print(f"  {name:<12} {entry.summary}{marks}")
     if found := comparisons():
-        print(f"in no suite, by name: {', '.join(found)} (docs/benchmarking.md)")
+        print(f"not in a suite, run by name: {', '.join(found)} (docs/benchmarking.md)")
     return 0
 
 
@@ -131,8 +131,8 @@ def run_suite(args: argparse.Namespace) -> int:
     nodes = tuple(args.nodes or [args.node])
     if args.node not in nodes or len(set(nodes)) < len(nodes):
         raise ConfigError(
-            f"--node {args.node!r} is not one of --nodes {' '.join(nodes)}, or a node is named "
-            "twice"
+            f"--node must be one of --nodes, without duplicates; got --node {args.node!r} --nodes "
+            f"{' '.join(nodes)}"
         )
     label = args.what.replace("/", "-").replace(".py:", "-")
     folder = args.out or _RUNS / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -154,7 +154,7 @@ def run_compare(args: argparse.Namespace) -> int:
     from hybridflow.errors import DataError
 
     if args.bound is not None and not 0 < args.bound < 10:
-        raise ConfigError(f"--bound {args.bound:g}: expected a fraction such as 0.05 for 5%")
+        raise ConfigError(f"--bound must be a fraction such as 0.05 for 5%, got {args.bound:g}")
     if args.second is None:
         second = files.load(args.first)
         first = files.find_baseline(args.baselines, second)
@@ -162,7 +162,8 @@ def run_compare(args: argparse.Namespace) -> int:
         first, second = (files.pooled(files.load_all([path])) for path in (args.first, args.second))
     if first.suite != second.suite:
         raise DataError(
-            f"A is a result of {first.suite}, B of {second.suite}; compare two of one suite"
+            f"A is a result of {first.suite}, but B is of {second.suite}; compare two results of "
+            "the same suite"
         )
     found = compare(first, second, args.bound)
     print(show.compared(found))
@@ -179,8 +180,8 @@ def run_baseline(args: argparse.Namespace) -> int:
     for other in runs[1:]:
         if words := results.differences(runs[0], other).get("hardware"):
             raise DataError(
-                f"these runs are of several kinds of machines ({'; '.join(words)}); give those of "
-                "one"
+                f"these runs are from different kinds of machines ({'; '.join(words)}); pass runs "
+                "from one kind"
             )
     path = files.baseline_path(args.baselines, runs[-1])
     results.write(path, files.pooled(runs))
@@ -218,7 +219,7 @@ def run_archive(args: argparse.Namespace) -> int:
     from hybridflow.bench import files
 
     if not args.run.is_dir():
-        raise ConfigError(f"{args.run}: no such folder; give one that `hybridflow bench run` wrote")
+        raise ConfigError(f"{args.run}: no such folder; pass one written by `hybridflow bench run`")
     print(
         files.archive(args.run, args.out or args.run.with_name(f"{args.run.resolve().name}.tar.gz"))
     )

@@ -18,10 +18,10 @@ examples:
   hybridflow checkpoint verify runs/tiny-moe-grpo/checkpoints/global_step_150
   hybridflow checkpoint export runs/tiny-moe-grpo exported --dtype bfloat16
                                                                      a Hugging Face folder, no GPU
-  hybridflow checkpoint export runs/lora adapter --adapter           low-rank adapters alone
+  hybridflow checkpoint export runs/lora adapter --adapter           only the low-rank adapters
   hybridflow checkpoint import downloads/Qwen3-30B-A3B models/start  checked weights for model.path
 
-CHECKPOINT is a run folder, its checkpoints/ (the latest then), one checkpoint, or its policy/
+CHECKPOINT is a run folder or its checkpoints/ (meaning the latest), one checkpoint, or its policy/
 folder.
 """
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     inspect = add_command(
         actions, "inspect", "print a checkpoint's properties and contents", CHECKPOINT, run_inspect
     )
-    about = "read every file again and compare it with the manifest"
+    about = "read every file and compare it with the manifest"
     verify = add_command(actions, "verify", about, CHECKPOINT, run_verify)
     about = "write a checkpoint's model as a Hugging Face folder"
     export = add_command(actions, "export", about, CHECKPOINT, run_export)
@@ -51,14 +51,14 @@ def add(commands: Any) -> None:
         add(
             "--dtype",
             choices=("float32", "bfloat16", "float16"),
-            help="of the weights (default: as they are)",
+            help="dtype of the weights (default: unchanged)",
         )
-        about = "of one file: 500M, 4Gi (default: 4Gi)"
+        about = "maximum size of one file: 500M, 4Gi (default: 4Gi)"
         add("--max-shard-size", type=_size, default=4 << 30, metavar="SIZE", help=about)
         add(
             "--family",
             metavar="FILE.py:TYPE",
-            help="your own map of the model's tensors, as model.family names it",
+            help="your own map of the model's tensors, in the form of model.family",
         )
     export.add_argument(
         "--adapter", action="store_true", help="only the low-rank adapters, in PEFT's format"
@@ -67,7 +67,7 @@ def add(commands: Any) -> None:
         "--tokenizer", type=Path, metavar="DIR", help="tokenizer files to copy (default: the run's)"
     )
     about = (
-        "the model's original folder, from which weights that training does not use are copied "
+        "the model's original folder, from which weights not used in training are copied "
         "(default: the run's model.path)"
     )
     export.add_argument("--published", type=Path, metavar="DIR", help=about)
@@ -103,7 +103,7 @@ def _verify(args: argparse.Namespace) -> int:
         say_error(problem)
     for folder in tools.roles(args.checkpoint):
         manifest, found = tools.verify(folder, whole=folder.resolve() != args.checkpoint.resolve())
-        # roles share the driver's part
+        # all roles report the driver's problems
         problems = [problem for problem in found if problem not in said]
         said += problems
         report = {
@@ -160,5 +160,5 @@ def _size(text: str) -> int:
     """Parse a size: `4Gi` -> 4294967296, `500M` -> 500000000."""
     found = re.fullmatch(r"(\d+)\s*([KMG]?I?)B?", text.strip().upper())
     if found is None or int(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a size as 500M or 4Gi")
+        raise argparse.ArgumentTypeError(f"expected a size such as 500M or 4Gi, got {text!r}")
     return int(found[1]) * _UNITS[found[2]]

@@ -1,4 +1,4 @@
-"""Code shared by the commands: parsers, the options that select a recipe, and running it."""
+"""Code shared by all commands: parsers, the options that select a recipe, and running a job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_command(
     """Add the parser of a command to `commands`. A command with actions has no handler."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
-        allow_abbrev=False,  # the meaning of an abbreviation would change with new options
+        allow_abbrev=False,  # new options would change the meaning of abbreviations
         formatter_class=argparse.RawDescriptionHelpFormatter,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
@@ -35,8 +35,8 @@ def add_command(
 
 
 def add_actions(commands: Any, name: str, summary: str, epilog: str) -> Any:
-    """Add a command that requires one of several actions. Returns the object to add the actions
-    to."""
+    """Add a command that requires one of several actions. Returns the object to which actions are
+    added."""
     group = add_command(commands, name, summary, epilog, None)
     return group.add_subparsers(metavar="ACTION", required=True)
 
@@ -48,7 +48,7 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
         "--config-dir",
         type=Path,
         metavar="DIR",
-        help="a folder with recipes and groups of your own, searched first",
+        help="a folder with your own recipes and groups, searched first",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that override the recipe's"
@@ -56,7 +56,7 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
 
 
 def say(text: str) -> None:
-    """Print text with names and values from files, escaping control characters."""
+    """Print text that may contain names and values from files, escaping control characters."""
     encoding = sys.stdout.encoding or "utf-8"
     print(printable(text).encode(encoding, errors="backslashreplace").decode(encoding), flush=True)
 
@@ -83,7 +83,7 @@ def run_job(job: str, run: RunConfig) -> None:
     from hybridflow.trainer.preload import Preload
 
     with Preload(run, with_engines=job == "train" and generates(run)) as preload:
-        # torch is imported here, while the servers are loading
+        # imports torch while the servers are loading
         from hybridflow.models.check import check
 
         check(run, job)

@@ -11,8 +11,8 @@ from hybridflow.cli.command import add_actions, add_command
 CONFIG = """\
 examples:
   hybridflow config keys actor.optim              type, default and meaning of each key of a group
-  hybridflow config keys                          every key
-  hybridflow config schema > configs/schema.json  for editors: completion and checks of recipes
+  hybridflow config keys                          all keys
+  hybridflow config schema > configs/schema.json  for editors: completion and checking of recipes
 """
 
 
@@ -21,9 +21,9 @@ def add(commands: Any) -> None:
     actions = add_actions(commands, "config", "explain the keys of a configuration", CONFIG)
     keys = add_command(actions, "keys", "print type, default and meaning of keys", CONFIG, run_keys)
     keys.add_argument(
-        "prefix", nargs="?", default="", metavar="KEY", help="a key or group (default: every key)"
+        "prefix", nargs="?", default="", metavar="KEY", help="a key or group (default: all keys)"
     )
-    add_command(actions, "schema", "print a JSON schema of recipes", CONFIG, run_schema)
+    add_command(actions, "schema", "print the JSON schema of recipes", CONFIG, run_schema)
 
 
 def run_keys(args: argparse.Namespace) -> int:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 DOCTOR = """\
 examples:
   hybridflow doctor                              this machine
-  hybridflow doctor --config-name tiny-moe-grpo  and what this recipe needs
+  hybridflow doctor --config-name tiny-moe-grpo  this machine and a recipe's requirements
   srun --nodes=4 --ntasks-per-node=1 hybridflow doctor --errors-only
   hybridflow doctor --nodes                      the same on every node of this shell's Slurm job
   hybridflow doctor --model downloads/Qwen3-8B   a model folder as a run would read it, no GPU
   hybridflow doctor --model downloads/Qwen3-8B --recipe grpo-qwen3-8b-1x8
 
-Levels: ok; unused, with the reason; warning, slower or at risk; error, a run would end. The exit
-status is 1 when there is an error.
+Levels: ok; unused (with the reason); warning (slower or at risk); error (a run would fail). The
+exit status is 1 if there is an error.
 """
 
 
@@ -41,11 +41,11 @@ def add(commands: Any) -> None:
         DOCTOR,
         run,
     )
-    add_recipe(parser, "also check what this recipe needs", "--recipe")
-    about = "check this model folder, or hub id in the cache, instead of the machine"
+    add_recipe(parser, "also check this recipe's requirements", "--recipe")
+    about = "check this model folder, or cached hub id, instead of the machine"
     parser.add_argument("--model", metavar="FOLDER", help=about)
     parser.add_argument(
-        "--nodes", action="store_true", help="on every node of the allocation, by srun"
+        "--nodes", action="store_true", help="run on every node of the allocation, using srun"
     )
     parser.add_argument("--errors-only", action="store_true", help="hide checks that passed")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -83,8 +83,8 @@ def _of_machine(args: argparse.Namespace) -> list[Finding]:
 
 
 def _of_model(args: argparse.Namespace) -> list[Finding]:
-    """Check a model folder, without a recipe's data and machine: it may be on the machine where it
-    was downloaded."""
+    """Check a model folder, but not a recipe's data or machine, because this may be the machine to
+    which the model was downloaded."""
     from hybridflow.config import hub
     from hybridflow.doctor import machine, model
 
@@ -93,7 +93,7 @@ def _of_model(args: argparse.Namespace) -> list[Finding]:
         found = hub.cached(args.model, "model")
         if found is None:
             raise ConfigError(
-                f"--model {args.model}: {hub.missing(args.model, 'model')}, or give a folder"
+                f"--model {args.model}: {hub.missing(args.model, 'model')}, or pass a folder"
             )
         folder = found
     if args.config_name is None:
@@ -105,7 +105,7 @@ def _of_model(args: argparse.Namespace) -> list[Finding]:
 
 def _on_every_node(args: argparse.Namespace) -> int:
     if shutil.which("srun") is None or "SLURM_JOB_ID" not in os.environ:
-        raise ResourceError("--nodes asks the nodes of a Slurm job: run it under salloc or sbatch")
+        raise ResourceError("--nodes requires a Slurm job; run it under salloc or sbatch")
     words = [word for word in sys.argv[1:] if word != "--nodes"]
     command = [
         "srun",

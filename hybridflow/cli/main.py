@@ -1,8 +1,8 @@
 """`hybridflow train | sft | train-reward | prepare | report | replay | plan | reshard | checkpoint
 | slurm | doctor | bench | migrate | config | version`.
 
-Handlers import their dependencies when they run: `--help` must be instant and must work if torch,
-Ray or Hydra are broken.
+Handlers import their dependencies when they run, because `--help` must be instant and must work
+even if torch, Ray or Hydra are broken.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
 
 TOP = """\
-Reinforcement learning of large language models: Megatron trains, engines generate, Ray starts the
+Reinforcement learning for large language models: Megatron trains, engines generate, Ray starts the
 processes.
 
 examples:
   hybridflow train                                             list the recipes
   hybridflow train --config-name tiny-moe-grpo                 run the demo
-  hybridflow train --config-name tiny-moe-grpo --print-config  show every setting, start nothing
+  hybridflow train --config-name tiny-moe-grpo --print-config  print all settings, start nothing
   hybridflow train --config-name tiny-moe-grpo --explain       batch sizes and where they are set
-  hybridflow plan --config-name grpo-qwen3-8b-1x8              memory and seconds of a step, no GPU
-  hybridflow report runs/tiny-moe-grpo                         write report.html again
+  hybridflow plan --config-name grpo-qwen3-8b-1x8              memory and time of a step, no GPU
+  hybridflow report runs/tiny-moe-grpo                         rewrite report.html
 """
 
 JOB = """\
@@ -50,9 +50,9 @@ examples:
   hybridflow {job} --config-name tiny-moe-grpo algorithm=dr-grpo    a file of configs/algorithm/
   hybridflow {job} --config-dir my-configs --config-name my-recipe  your own recipes
 
-Any key of the configuration can be overridden, whether or not the recipe mentions it; lists are
-written key=[a,b], null is null. An interrupted run goes on from its last checkpoint when the same
-command is given again (trainer.resume=disable starts anew).
+Any configuration key can be overridden, whether or not the recipe sets it. Lists are written
+key=[a,b], and null as null. Repeat the command to continue an interrupted run from its last
+checkpoint (trainer.resume=disable starts over).
 """
 
 PREPARE = """\
@@ -67,7 +67,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code. User errors become one message without a
+    """Run one command and return the exit code. User errors are printed as one message without a
     traceback."""
     try:
         args = parse(list(sys.argv[1:] if argv is None else argv))
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say_error("interrupted")
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has exited. Point stdout elsewhere, or the interpreter reports an
-        # error when flushing at exit.
+        # The reader (head, less) has exited. Redirect stdout, because the interpreter would report
+        # an error when flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line. `key=value` words may be before, between and after the options."""
+    """Parse the command line. `key=value` words may come before, between and after options."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     words = [*getattr(args, "overrides", ()), *rest]
@@ -117,8 +117,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _option_hint(parser: argparse.ArgumentParser, word: str, argv: list[str]) -> str:
-    """Return a hint for an unknown option: a setting if it is the name of one, else the nearest
-    option."""
+    """Return a hint for an unknown option: the setting if it names one, else the nearest option."""
     from hybridflow.config.keys import exists
     from hybridflow.config.schema import RunConfig
 
@@ -161,7 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_job(
         commands,
         "train-reward",
-        "train a reward model on pairs, the recipe's reward_training section",
+        "train a reward model on pairs, with the recipe's reward_training section",
     )
 
     tasks = "\n".join(f"  {name:<12} {text}" for name, text in PREPARE_TASK.summaries().items())
@@ -172,7 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--source",
         type=Path,
         metavar="DIR",
-        help="folder with the raw files of a published data set (default: the Hugging Face cache)",
+        help="folder with the raw files of a published dataset (default: the Hugging Face cache)",
     )
     prepare.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to write (default: data/TASK)"
@@ -204,7 +203,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         near = difflib.get_close_matches(args.task, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"there is no task named {args.task}{hint} (choose one of {', '.join(names)}, or "
+            f"unknown task {args.task}{hint} (choose one of {', '.join(names)}, or "
             "path/to/file.py:name)"
         )
     if args.source is not None and not args.source.exists():
@@ -228,8 +227,8 @@ def run_report(args: argparse.Namespace) -> int:
         (args.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "summary.json")
     ):
         raise ConfigError(
-            f"{args.run_dir} is not the folder of a run: it has no config.yaml, metrics.jsonl or "
-            "summary.json; give a folder that a job wrote, for example runs/tiny-moe-grpo"
+            f"{args.run_dir} is not a run folder: config.yaml, metrics.jsonl and summary.json not "
+            "found; pass a folder written by a job, for example runs/tiny-moe-grpo"
         )
     from hybridflow.observe.report import write_report
 
@@ -245,12 +244,12 @@ def run_version(args: argparse.Namespace) -> int:
 
 
 def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
-    """Return the checked configuration of a job, or None if the command only prints a text, which
-    is then printed."""
+    """Return the checked configuration of a job, or None if the command only prints text, which is
+    then printed."""
     if args.config_name is None:
         if args.overrides or args.print_config or args.explain:
             raise ConfigError(
-                f"--config-name is missing; `hybridflow {job}` alone lists the recipes"
+                f"--config-name is missing; `hybridflow {job}` without arguments lists the recipes"
             )
         _list_recipes(args, job)
         return None
@@ -287,12 +286,12 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 
 
 def _epochs(run: RunConfig) -> str:
-    """Describe the steps per epoch. Rows that are too long are dropped only later."""
+    """Describe the steps per epoch, counting also rows that will be dropped as too long."""
     files = run.data.train_files
     batch = run.data.train_batch_size
     epochs = run.trainer.total_epochs
     if not files or not all(Path(file).is_file() for file in files):
-        return "Epoch: not known before data.train_files are there"
+        return "Epoch: unknown until data.train_files exist"
     from hybridflow.config import derived
     from hybridflow.data.files import count_rows
 
@@ -301,10 +300,10 @@ def _epochs(run: RunConfig) -> str:
     given = f"trainer.total_steps {steps} = {steps * batch / max(rows, 1):,.2f} epochs"
     if epochs is not None:
         given = f"trainer.total_epochs {epochs} = {steps} steps"
-    fits = "" if rows >= batch else "; error: a batch has more rows than the files"
+    fits = "" if rows >= batch else "; error: the batch is larger than the files"
     return (
         f"Epoch: {rows} rows of data.train_files / data.train_batch_size {batch} = "
-        f"{rows / batch:,.1f} steps; {given} (before rows that are too long are dropped){fits}"
+        f"{rows / batch:,.1f} steps; {given} (before dropping rows that are too long){fits}"
     )
 
 
@@ -312,11 +311,11 @@ def _placement(run: RunConfig, job: str) -> str:
     from hybridflow.placement import preview
 
     if run.cluster.in_process:
-        return "Placement: everything in this process (cluster.in_process)"
+        return "Placement: all roles in this process (cluster.in_process)"
     found = preview(run, job)
     if found is None:
         return (
-            f"Placement: as the nodes at cluster.address={run.cluster.address} allow "
+            f"Placement: depends on the nodes at cluster.address={run.cluster.address} "
             "(cluster.devices_per_node is null)"
         )
     return found.describe()
@@ -346,7 +345,9 @@ def _parse_option(word: str) -> tuple[str, Any]:
     string."""
     key, found, text = word.partition("=")
     if not found or not key:
-        raise ConfigError(f"option {word!r}: write key=value, for example num_train=4000")
+        raise ConfigError(
+            f"options must have the form key=value, for example num_train=4000; got {word!r}"
+        )
     try:
         return key, json.loads(text)
     except json.JSONDecodeError:
@@ -357,16 +358,16 @@ def _add_job(commands: Any, name: str, summary: str) -> None:
     parser = add_command(
         commands, name, summary, JOB.format(job=name), partial(run_configured, job=name)
     )
-    add_recipe(parser, "a recipe; without it, the recipes are listed")
+    add_recipe(parser, "name of a recipe; without it, recipes are listed")
     parser.add_argument(
         "--print-config",
         action="store_true",
-        help="print the whole resolved configuration as YAML and stop",
+        help="print the full resolved configuration as YAML and exit",
     )
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="print how the batch sizes multiply and where each comes from, and stop",
+        help="print the batch sizes, how they multiply and where each is set, and exit",
     )
 
 

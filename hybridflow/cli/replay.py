@@ -20,12 +20,12 @@ examples:
   hybridflow replay runs/tiny-moe-grpo 3                     step 3, from its dump and checkpoint 2
   hybridflow replay runs/tiny-moe-grpo 3 cluster=in-process  in one process, so breakpoint() works
   hybridflow replay runs/tiny-moe-grpo 3 actor.backend=fsdp  with another setting
-  hybridflow replay runs/mine 3 --run-code                   runs the files that config.yaml names
+  hybridflow replay runs/mine 3 --run-code                   run the code that config.yaml refers to
 
 The run must have dumped the step (trainer.dump_rollouts_every_steps) and kept the checkpoint before
-it (trainer.save_every_steps, trainer.max_checkpoints_to_keep). Nothing in RUN_DIR is changed except
-that the replay, a separate run, is written to RUN_DIR/replay/. The exit status is 0 where every
-number is the same bit for bit, and 1 where one differs.
+it (trainer.save_every_steps, trainer.max_checkpoints_to_keep). The replay is a separate run in
+RUN_DIR/replay/; nothing else in RUN_DIR changes. The exit status is 0 if all values are bitwise
+identical, and 1 if any differs.
 """
 
 
@@ -37,10 +37,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo"
     )
-    parser.add_argument("step", type=int, metavar="STEP", help="the step to repeat, from 1 on")
+    parser.add_argument("step", type=int, metavar="STEP", help="the step to repeat, starting at 1")
     about = (
-        "run what config.yaml of RUN_DIR names: its reward, tools, programs and other files of "
-        "Python"
+        "run the code that config.yaml in RUN_DIR refers to: rewards, tools, programs and other "
+        "Python files"
     )
     parser.add_argument("--run-code", action="store_true", help=about)
     parser.add_argument(
@@ -85,25 +85,23 @@ def run_replay(args: argparse.Namespace) -> int:
 
 def _require_config(file: Path) -> None:
     """Raise ConfigError unless the file is a run's configuration: plain values, without a defaults
-    list, and without interpolations, which could read environment variables."""
+    list or interpolations, because interpolations could read environment variables."""
     from hybridflow.config.outside_yaml import read_outside_yaml
 
     try:
         text, values = read_outside_yaml(file)
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"{file.parent} is not the folder of a run: it has no {file.name}"
-        ) from error
+        raise ConfigError(f"{file.parent} is not a run folder: {file.name} not found") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is not a run's configuration: {error}") from error
     if "defaults" in values or "${" in text:
-        what = "a list of defaults" if "defaults" in values else "a reference ${...}"
-        raise ConfigError(f"{file} is not a run's configuration: it has {what}")
+        what = "a defaults list" if "defaults" in values else "an interpolation ${...}"
+        raise ConfigError(f"{file} is not a run's configuration: it contains {what}")
 
 
 def _load(file: Path, words: Sequence[str]) -> RunConfig:
-    """Load the configuration with these settings. No other file of its folder is used as a recipe
-    or group."""
+    """Load the configuration with these settings, without using other files in its folder as
+    recipes or groups."""
     from hybridflow.config.load import load_config
 
     with tempfile.TemporaryDirectory() as alone:
@@ -112,15 +110,15 @@ def _load(file: Path, words: Sequence[str]) -> RunConfig:
 
 
 def _refuse_code(run: RunConfig, run_dir: Path, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if the replay would execute code named by config.yaml but not by the
-    command line."""
+    """Raise ConfigError if the replay would execute code that config.yaml refers to, unless the
+    command line does too."""
     from hybridflow.config.own_entries import code_of
 
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
     if found := [f"{key}={value}" for key, value in code_of(run) if key not in given]:
         raise ConfigError(
-            f"the replay would run code that {run_dir / 'config.yaml'} names: {', '.join(found)}. "
-            "Look at it, and give --run-code if it may run"
+            f"the replay would run code that {run_dir / 'config.yaml'} refers to: "
+            f"{', '.join(found)}. Review it, and pass --run-code to allow it"
         )
 
 
@@ -134,7 +132,7 @@ def _replay(run: RunConfig, run_dir: Path, folder: Path, step: int) -> int:
 
 
 def _new_folder(parent: Path, step: int) -> Path:
-    """Create a folder that no other replay uses."""
+    """Create a new folder for the replay."""
     number = 0
     while True:
         folder = parent / (f"step_{step:06d}" + (f".{number}" if number else ""))
@@ -147,11 +145,10 @@ def _new_folder(parent: Path, step: int) -> Path:
 
 
 def _link_checkpoint(run: RunConfig, run_dir: Path, folder: Path, step: int) -> None:
-    """Let the replay start from the run's checkpoint after `step`, or before the first step from
-    scratch.
+    """Make the replay start from the run's checkpoint after `step`, or from scratch if `step` is 0.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such checkpoint.
     """
     from hybridflow.saving.store import CheckpointStore, Retention
 
@@ -161,9 +158,9 @@ def _link_checkpoint(run: RunConfig, run_dir: Path, folder: Path, step: int) -> 
             return
         there = ", ".join(map(str, kept)) or "none"
         raise CheckpointError(
-            f"{run_dir / 'checkpoints'} has no checkpoint after step {step} (kept: {there}); "
-            "replay a step that follows one of them, or keep more with trainer.save_every_steps=1 "
-            "and trainer.max_checkpoints_to_keep=0"
+            f"no checkpoint after step {step} in {run_dir / 'checkpoints'} (kept: {there}); replay "
+            "a step that follows one of them, or keep more with trainer.save_every_steps=1 and "
+            "trainer.max_checkpoints_to_keep=0"
         )
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / kept[step].folder.name).symlink_to(

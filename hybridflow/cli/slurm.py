@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SLURM = """\
 examples:
   hybridflow slurm submit --config-name tiny-moe-grpo cluster.nodes=2 cluster.procs_per_node=2
-  hybridflow slurm render --config-name tiny-moe-grpo > job.sbatch    the same file, to read or edit
+  hybridflow slurm render --config-name tiny-moe-grpo > job.sbatch    the sbatch file, to edit
   hybridflow slurm submit --config-name NAME --spares 1 --max-restarts 5 --sbatch=--constraint=h200
   hybridflow slurm submit --config-name NAME --array 1-3 seed=%a name=sweep-%a
   hybridflow slurm submit --bench preflight --nodes 16                all nodes; names slow ones
@@ -25,9 +25,9 @@ examples:
   hybridflow slurm logs 1234 --follow
   hybridflow slurm cancel 1234
 
-A job whose time runs out or that is preempted writes a checkpoint, is requeued, and goes on from
-there. A site's defaults are in the file of --site or $HYBRIDFLOW_SITE (launch/slurm/site.yaml shows
-every key). docs/cluster.md
+A job that is preempted or reaches its time limit writes a checkpoint, is requeued, and continues
+from there. Site defaults are read from --site or $HYBRIDFLOW_SITE (launch/slurm/site.yaml lists all
+keys). See docs/cluster.md.
 """
 
 
@@ -43,13 +43,13 @@ def add(commands: Any) -> None:
     for parser in (submit, render):
         _add_job_options(parser)
     for name, summary, handler in (
-        ("status", "a job's state, and the outcome of its starts", run_status),
-        ("logs", "the logs of all nodes and starts of a job", run_logs),
+        ("status", "print a job's state and the outcome of its starts", run_status),
+        ("logs", "print the logs of all nodes and starts of a job", run_logs),
         ("cancel", "cancel jobs", run_cancel),
     ):
         parser = add_command(actions, name, summary, SLURM, handler)
         parser.add_argument(
-            "jobs", nargs="+" if name == "cancel" else 1, metavar="JOB", help="Slurm's job number"
+            "jobs", nargs="+" if name == "cancel" else 1, metavar="JOB", help="Slurm job id"
         )
         if name != "cancel":
             parser.add_argument(
@@ -65,25 +65,25 @@ def add(commands: Any) -> None:
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_recipe(parser, "a recipe")
+    add_recipe(parser, "name of a recipe")
     add("--bench", metavar="SUITE", help="a suite of `hybridflow bench`, instead of a recipe")
     add("--job", choices=("train", "sft", "train-reward"), default="train", help="default: train")
     add(
-        "--nodes", type=int, metavar="N", help="default: what the recipe's cluster and engines need"
+        "--nodes", type=int, metavar="N", help="default: as many as the recipe and its engines need"
     )
     add(
         "--other-nodes",
         type=int,
         default=0,
         metavar="M",
-        help="of the N, as the second part of a heterogeneous job",
+        help="number of the N nodes in the second component of a heterogeneous job",
     )
     add(
         "--other-sbatch",
         action="append",
         default=[],
         metavar="OPTION",
-        help="option of the second part's nodes",
+        help="sbatch option for the second component",
     )
     add(
         "--spares",
@@ -98,13 +98,19 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add("--time", metavar="TIME", help="time limit, in sbatch's format")
     add("--array", metavar="SPEC", help="a job array; %%a in settings is the task's number")
     add("--dependency", metavar="SPEC", help="in sbatch's format")
-    add("--max-restarts", type=int, default=3, metavar="N", help="after failures (default: 3)")
+    add(
+        "--max-restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="restarts after failures (default: 3)",
+    )
     add(
         "--grace",
         type=int,
         default=180,
         metavar="S",
-        help="seconds for a checkpoint before the end (default: 180)",
+        help="seconds for a final checkpoint before the time limit (default: 180)",
     )
     add("--site", type=Path, metavar="FILE", help="the site file (default: $HYBRIDFLOW_SITE)")
     add(
@@ -112,7 +118,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="OPTION",
-        help="a further option, as --sbatch=--nice=10",
+        help="additional sbatch option, for example --sbatch=--nice=10",
     )
 
 
@@ -166,12 +172,12 @@ def run_cancel(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> tuple[Job, Site]:
-    """Return the job that the options describe, with its recipe checked as for `train`."""
+    """Return the job described by the options, with its recipe checked as for `train`."""
     if args.bench:
         return _bench_job(args)
     if args.config_name is None:
         raise ConfigError(
-            "--config-name is missing: name a recipe (`hybridflow train` lists them), or --bench "
+            "--config-name is missing; pass a recipe (`hybridflow train` lists them), or --bench "
             "SUITE"
         )
     from hybridflow.config.check import check
@@ -179,13 +185,13 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     from hybridflow.config.load import load_config
     from hybridflow.launch.submission import in_a_job, job_of
 
-    # The array task's number replaces %a, so that the recipe is checked as the first task reads it.
+    # Replace %a by the first array task's number, so that the recipe is checked as that task does.
     overrides = [word.replace("%a", "1") for word in args.overrides]
     run = load_config(args.config_name, overrides, args.config_dir)
     if run.cluster.in_process:
         raise ConfigError(
-            f"{args.config_name} runs in one process (cluster.in_process=true), without Ray: give "
-            f"it to sbatch itself, as in sbatch --wrap='hybridflow {args.job} --config-name "
+            f"{args.config_name} runs in one process (cluster.in_process=true), without Ray; "
+            f"submit it with sbatch --wrap='hybridflow {args.job} --config-name "
             f"{args.config_name}', or add cluster=one-process"
         )
     address_given = any(word.lstrip("+").startswith("cluster.address=") for word in overrides)
@@ -224,7 +230,7 @@ def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
         "settings": args.overrides,
     }
     if given := [name for name, value in refused.items() if value]:
-        raise ConfigError(f"--bench {args.bench} runs no recipe; leave out {', '.join(given)}")
+        raise ConfigError(f"--bench {args.bench} does not run a recipe; remove {', '.join(given)}")
     chosen(args.bench)
     site = _options(args).read_site()
     here = Path.cwd()

@@ -65,19 +65,18 @@ def in_a_job(config: RunConfig, *, address_given: bool) -> RunConfig:
     """
     if config.trainer.resume == "disable":
         raise ConfigError(
-            "trainer.resume=disable: a requeued job would start over; choose another name=... "
-            "instead"
+            "trainer.resume=disable is not supported with Slurm, because a requeued job would "
+            "start over; choose another name=... instead"
         )
     address = config.cluster.address
     if address not in (None, "auto"):
         if address_given:
             raise ConfigError(
-                f"cluster.address={address}: a Slurm job starts its own Ray cluster; leave the "
-                "key out"
+                f"cluster.address={address} is not supported with Slurm, because the job starts "
+                "its own Ray cluster; remove the key"
             )
         print(
-            f"cluster.address={address} of the recipe is not used: the job starts its own Ray "
-            "cluster",
+            f"ignoring the recipe's cluster.address={address}: the job starts its own Ray cluster",
             file=sys.stderr,
         )
     return replace(config, cluster=replace(config.cluster, address=_HEAD))

@@ -367,9 +367,10 @@ def _recompute(given: Settings) -> dict[str, Any]:
     given.take("critic.model.enable_gradient_checkpointing")
     if granularity is not None:
         return {"actor.recompute": granularity}
-    # verl switches recomputation on by default for FSDP; its Megatron backend ignores the key
-    if checkpointing is not False and not is_megatron:
-        return {"actor.recompute": "full"}
+    if not is_megatron:
+        if checkpointing is not False:  # on by default in verl
+            given.out.remarks.append("the FSDP backend does not recompute activations here")
+        return {}
     return {"actor.recompute": "full"} if checkpointing else {}
 
 

@@ -101,7 +101,7 @@ def replays_step_three(folder: Path) -> None:
     for bit."""
     command = (sys.executable, "-c", MAIN, "replay")
     with Run(folder.parent / "refused-replay", str(folder), "3", command=command) as run:
-        assert run.end(120) == 2 and "reward.path=" in run.err and "give --run-code" in run.err
+        assert run.end(120) == 2 and "reward.path=" in run.err and "pass --run-code" in run.err
     with Run(
         folder.parent / "output-replay", str(folder), "3", "--run-code", command=command
     ) as run:

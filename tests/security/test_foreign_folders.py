@@ -23,24 +23,30 @@ FEW = ("pipes", "sparse", "links", "steering")
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # what the report, and verify of the checkpoint, say of it
 SAID = {
-    "deep": ("summary.json: cannot be read (nested too deeply)", "nested too deeply"),
-    "deep_yaml": ("config.yaml: cannot be read (nested too deeply)", "all as in the manifest"),
-    "pipes": ("metrics.jsonl: cannot be read (not a regular file)", "not a regular file"),
-    "sockets": ("config.yaml: cannot be read (not a regular file)", "not a regular file"),
-    "endless": ("metrics.jsonl: a link out of the run folder", "not a regular file"),
+    "deep": ("summary.json: not readable (nested too deeply)", "nested too deeply"),
+    "deep_yaml": ("config.yaml: not readable (nested too deeply)", "all as in the manifest"),
+    "pipes": ("metrics.jsonl: not readable (not a regular file)", "not a regular file"),
+    "sockets": ("config.yaml: not readable (not a regular file)", "not a regular file"),
+    "endless": (
+        "metrics.jsonl: not followed, because it links to a file outside",
+        "not a regular file",
+    ),
     "endless_and_expected": ("Rollouts of step 2", "policy/b is not a regular file"),
-    "sparse": ("metrics.jsonl: has 1048576 MiB", "larger than"),
+    "sparse": ("MiB of 1048576 MiB are shown", "larger than"),
     "sparse_and_expected": ("Rollouts of step 2", "but none of them are on disk"),
     "links": (
-        "step_000001.parquet: cannot be read (a link out of the run folder",
+        "step_000001.parquet: not readable (not followed, because it links",
         "does not match its hash",
     ),
     "manifest_lies": ("Rollouts of step 2", "manifest.json cannot be read (ValueError: layout is"),
-    "huge_numbers": ("metrics.jsonl: line 10 is not a complete record", "all as in the manifest"),
+    "huge_numbers": (
+        "metrics.jsonl: skipped line 10, which is not a complete record",
+        "all as in the manifest",
+    ),
     "twice": ("Rollouts of step 2", "duplicate key 'step'"),
-    "encodings": ("config.yaml: cannot be read (not UTF-8 (byte 0))", "index.json has"),
+    "encodings": ("config.yaml: not readable (not UTF-8 (byte 0))", "index.json has"),
     "steering": ("\\x1b]0;owned\\x07", "\\x1b]0;owned\\x07"),
-    "bombs": ("config.yaml: cannot be read (it has an alias", "index.json has 60000016 bytes"),
+    "bombs": ("config.yaml: not readable (it has an alias", "index.json has 60000016 bytes"),
     "many_records": ("metrics.jsonl: has more than", "all as in the manifest"),
     "wrong_content": (
         "Rollouts of step 2 (1 of 1 rows)",
@@ -128,7 +134,7 @@ def test_a_replay_names_all_code_that_it_would_run_and_waits_for_consent(
             or f'{key}={{"command": ["theirs"]}}' in said
         ), key
     assert (
-        "give --run-code" in said
+        "pass --run-code" in said
         and not Path("trap").exists()
         and not any((run / "replay").iterdir())
     )
@@ -151,8 +157,8 @@ def test_code_on_the_command_line_needs_no_consent_and_consent_is_enough(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("defaults: [grpo]\n", "it has a list of defaults"),
-        ("name: ${oc.env:HOME}\n", "it has a reference"),
+        ("defaults: [grpo]\n", "it contains a defaults list"),
+        ("name: ${oc.env:HOME}\n", "it contains an interpolation"),
         ("a: &a [1]\nb: *a\n", "it has an alias"),
         ("- 1\n", "expected a mapping, got list"),
         ("name: [\n", r"not YAML \(line 2\)"),

@@ -47,7 +47,7 @@ REFUSALS = (
     ("bench run preflight", 2, "pip install 'hybridflow[bench]'"),
     ("doctor", 1, "torch"),
     ("report nowhere", 2, "nowhere: no such run folder"),
-    ("replay nowhere 1", 2, "nowhere is not the folder of a run"),
+    ("replay nowhere 1", 2, "nowhere is not a run folder"),
     ("slurm logs 12", 1, "pass the job's number"),
     ("train --config-name no-such-recipe", 2, "recipe no-such-recipe not found"),
 )

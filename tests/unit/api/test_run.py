@@ -257,7 +257,7 @@ def test_a_program_that_cannot_be_a_job_is_refused(
         made(**job, slurm={"array": "1-3"})
     with pytest.raises(ConfigError, match=r"a requeued job would start over"):
         made("trainer.resume=disable", **job)
-    with pytest.raises(ConfigError, match=r"starts its own Ray cluster; leave the key out"):
+    with pytest.raises(ConfigError, match=r"starts its own Ray cluster; remove the key"):
         made("cluster.address=10.0.0.1:6379", **job)
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())  # a notebook
     with pytest.raises(ConfigError, match=r"a notebook or prompt has none"):
@@ -270,5 +270,5 @@ def test_in_its_job_a_program_joins_the_job_s_ray(
     monkeypatch.setenv("HYBRIDFLOW_JOB_ADDRESS", "10.0.0.1:20000")
     run = made(where="slurm", slurm={"nodes": 2}, cluster="one-process", actor="tiny")
     assert run.config.cluster.address == "10.0.0.1:20000"
-    with pytest.raises(ConfigError, match=r"leave the key out"):
+    with pytest.raises(ConfigError, match=r"remove the key"):
         made("cluster.address=10.0.0.1:6379", where="slurm", cluster="one-process", actor="tiny")

@@ -334,7 +334,7 @@ def test_report_of_a_folder_that_is_no_run(
 ) -> None:
     (tmp_path / "notes.txt").touch()
     assert main(["report", str(tmp_path)]) == 2
-    assert "is not the folder of a run" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
 
 
@@ -379,7 +379,7 @@ def test_a_plan_that_cannot_be_written_names_the_file(
     )
     assert main(["reshard", "plan", *words[:-1], "/dev/full"]) == 1
     assert capsys.readouterr().err.startswith(
-        "hybridflow: /dev/full: No space left on device; make room"
+        "hybridflow: /dev/full: No space left on device; free space"
     )
 
 

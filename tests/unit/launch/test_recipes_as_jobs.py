@@ -114,10 +114,7 @@ def test_a_cluster_that_the_user_names_is_refused_and_one_that_a_recipe_names_is
     monkeypatch.chdir(folder)
     words = words_for("grpo-qwen3-8b-1x8", folder)
     assert main(["slurm", "render", *words, ADDRESS]) == 2
-    assert (
-        "cluster.address=10.0.0.1:6379: a Slurm job starts its own Ray cluster"
-        in capsys.readouterr().err
-    )
+    assert "cluster.address=10.0.0.1:6379 is not supported with Slurm" in capsys.readouterr().err
     (folder / "mine").mkdir()
     recipe = (
         "defaults: [grpo-qwen3-8b-1x8, _self_]\nname: mine\ncluster: {address: '10.0.0.1:6379'}\n"
@@ -128,7 +125,7 @@ def test_a_cluster_that_the_user_names_is_refused_and_one_that_a_recipe_names_is
     )
     shown = capsys.readouterr()
     assert (
-        "cluster.address=10.0.0.1:6379 of the recipe is not used" in shown.err
+        "ignoring the recipe's cluster.address=10.0.0.1:6379" in shown.err
         and "10.0.0.1" not in shown.out
     )
 

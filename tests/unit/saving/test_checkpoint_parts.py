@@ -344,7 +344,7 @@ def test_wrong_paths_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 2 and "is not a Hugging Face folder" in text
     with pytest.raises(SystemExit):
         said("export", "a", "b", "--max-shard-size", "many")
-    assert "write a size as 500M or 4Gi" in capsys.readouterr().err
+    assert "expected a size such as 500M or 4Gi" in capsys.readouterr().err
 
 
 def test_help_imports_nothing_that_takes_long_and_the_tools_no_torch() -> None:
