@@ -1,1 +1,1 @@
-"""The whole system from Python: `hybridflow.Run`."""
+"""The Python API: `hybridflow.Run`."""

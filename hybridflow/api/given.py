@@ -1,5 +1,5 @@
-"""Objects in the place of paths: rows, a reward function and a flow. Each becomes a file whose name
-follows from its content, next to the run folder."""
+"""Python objects passed instead of paths: rows, a reward function and a flow. Each is written to a
+content-addressed file next to the run folder."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from hybridflow.config.entries import FLOWS, Flow
 from hybridflow.config.registry import offer
 from hybridflow.errors import ConfigError
 
-# resolved by the loader, which knows name and output_dir
+# resolved by the loader
 FOLDER = "${output_dir}/${name}.given"
 HELD_OUT = ("test", "validation", "val")
 PARTS = ("train", *HELD_OUT)
 _STUB = '''\
-"""The {what} `{name}`, which a Python program has given to hybridflow.Run as an object.
+"""The {what} `{name}`, which a Python program passed to hybridflow.Run as an object.
 
-It exists in that program alone: {where}.
+It exists only in that program: {where}.
 """
 
-raise ImportError("this {what} was given as an object by a Python program; run that program again")
+raise ImportError("this {what} was passed as an object by a Python program; run that program again")
 
 {source}
 '''
@@ -46,32 +46,32 @@ class _Table(Protocol):
 
 @dataclass
 class Given:
-    """The files of a run's objects.
+    """The files for the objects passed to a run.
 
     Attributes:
-        words: the settings that name them.
+        words: the settings that refer to the files.
     """
 
     words: list[str] = field(default_factory=list)
-    _rows: dict[str, Path] = field(default_factory=dict)  # by the name of its file, a temporary one
+    _rows: dict[str, Path] = field(default_factory=dict)  # {file name: temporary file}
     _texts: dict[str, str] = field(default_factory=dict)
     _functions: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
     def add_data(self, data: Any, scratch: Path) -> None:
-        """Training rows, or a mapping with `train` and `test` (or `validation`).
+        """Add training rows, or a mapping with `train` and `test` (or `validation`).
 
         Args:
-            scratch: a folder for the rows until `write`.
+            scratch: a folder in which to keep the rows until `write`.
 
         Raises:
-            ConfigError: they are neither paths nor rows.
+            ConfigError: the data is neither paths nor rows.
         """
         splits = data if isinstance(data, Mapping) else {"train": data}
         held_out = [name for name in HELD_OUT if name in splits]
         if "train" not in splits or len(held_out) > 1:
             raise ConfigError(
-                f"data has the parts {', '.join(map(repr, splits)) or 'none'}; give train, and for "
-                "held-out prompts test"
+                "data must have the part train, and test for held-out prompts; got "
+                f"{', '.join(map(repr, splits)) or 'none'}"
             )
         self._add_files("data.train_files", splits["train"], scratch)
         if held_out:
@@ -92,7 +92,7 @@ class Given:
         self.words.append(f'{key}=["{FOLDER}/{name}"]')
 
     def add_reward(self, reward: Any) -> None:
-        """A function, or `path/to/file.py:name`."""
+        """Add a reward: a function, or `path/to/file.py:name`."""
         if callable(reward):
             name, file = self._add_function("reward function", reward)
             self.words += [f'reward.path="{FOLDER}/{file}"', f"reward.name={name}"]
@@ -106,7 +106,7 @@ class Given:
         ]
 
     def add_flow(self, flow: Any) -> None:
-        """A function with the decorator `flow`, the name of a built-in flow, or
+        """Add a flow: a function decorated with `flow`, the name of a built-in flow, or
         `path/to/file.py:name`."""
         if not callable(flow):
             self.words.append(f"algorithm.flow={text(flow, 'algorithm.flow')}")
@@ -114,14 +114,14 @@ class Given:
         entry = next((one for one in FLOWS.registered() if one.body is flow), None)
         if entry is None:
             raise ConfigError(
-                f"flow={_name(flow)}: this function is no flow; decorate it: "
+                f"flow={_name(flow)} is not a flow; decorate the function with "
                 '@hybridflow.flow("NAME", roles=("policy", ...))'
             )
         name, file = self._add_function("flow", flow, entry)
         self.words.append(f'algorithm.flow="{FOLDER}/{file}:{name}"')
 
     def _add_function(self, what: str, function: Any, entry: Any = None) -> tuple[str, str]:
-        """The name of the function, and of its file."""
+        """Add a file for a function. Returns the names of the function and of the file."""
         name = _name(function)
         source, where = _source(function)
         digest = hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -132,7 +132,7 @@ class Given:
         return name, file
 
     def write(self, folder: Path) -> None:
-        """Put the files into the folder that `FOLDER` has become."""
+        """Write the files to `folder`, to which `FOLDER` was resolved."""
         for name, rows in self._rows.items():
             _place(folder, name, partial(shutil.copyfile, rows))
         for name, stub in self._texts.items():
@@ -140,7 +140,7 @@ class Given:
         self.offer(folder)
 
     def offer(self, folder: Path) -> None:
-        """Let this process find the functions under the names of their files."""
+        """Register the functions in this process under the names of their files."""
         for file, (name, function) in self._functions.items():
             path = folder / file
             if isinstance(function, Flow):
@@ -149,7 +149,7 @@ class Given:
 
 
 def _place(folder: Path, name: str, write: Callable[[str], Any]) -> None:
-    """Write a file whole, unless it is there."""
+    """Write a file atomically, unless it exists."""
     if (folder / name).exists():
         return
     try:
@@ -161,7 +161,7 @@ def _place(folder: Path, name: str, write: Callable[[str], Any]) -> None:
         os.replace(temporary, folder / name)
     except OSError as error:
         raise ConfigError(
-            f"{folder / name} cannot be written ({error.strerror}); choose another output_dir"
+            f"could not write {folder / name} ({error.strerror}); choose another output_dir"
         ) from error
 
 
@@ -170,7 +170,7 @@ def _write_text(content: str, path: str) -> None:
 
 
 def _written(key: str, rows: Any, scratch: Path) -> Path:
-    """A parquet file of the rows."""
+    """Write the rows to a parquet file and return its path."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -180,26 +180,26 @@ def _written(key: str, rows: Any, scratch: Path) -> Path:
         return path
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Sequence):
         raise ConfigError(
-            f"{key}: a value of type {type(rows).__name__}; give a path, a list of rows "
-            "(dictionaries), or a table with to_parquet (a datasets.Dataset, a DataFrame)"
+            f"{key} must be a path, a list of rows (dictionaries), or a table with to_parquet (a "
+            f"datasets.Dataset, a DataFrame); got {type(rows).__name__}"
         )
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ConfigError(f"{key}, row {number}: expected a dictionary, found {row!r:.80}")
     if not rows:
-        raise ConfigError(f"{key}: there are no rows")
+        raise ConfigError(f"{key} must have at least one row")
     try:
         pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), path)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{key}: the rows do not make a table ({_reason(rows, error)}); a column has values of "
-            "one type"
+            f"{key}: could not convert the rows to a table ({_reason(rows, error)}); all values of "
+            "a column must have the same type"
         ) from error
     return path
 
 
 def _reason(rows: Sequence[Mapping[str, Any]], error: Exception) -> str:
-    """The first column that makes no table by itself, and why."""
+    """Return the first column that cannot be converted, with the reason."""
     import pyarrow as pa
 
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -216,8 +216,7 @@ def _name(function: Any) -> str:
 
 
 def _source(function: Any) -> tuple[str, str]:
-    """The source of a function, or its code where Python has no source, and where it comes
-    from."""
+    """Return a function's source, or its bytecode if Python has no source, and its location."""
     inner = inspect.unwrap(function)
     while isinstance(inner, partial):
         inner = inner.func
@@ -228,11 +227,11 @@ def _source(function: Any) -> tuple[str, str]:
         return textwrap.dedent("".join(lines)), f"{inspect.getsourcefile(inner)}, line {number}"
     except (OSError, TypeError):
         code = getattr(inner, "__code__", None)
-        return "\n".join(_instructions(code)) or repr(type(inner)), "its source is not known"
+        return "\n".join(_instructions(code)) or repr(type(inner)), "its source is unknown"
 
 
 def _instructions(code: Any) -> Iterator[str]:
-    """Text that follows from the code, and not from where it is in memory."""
+    """Yield text that depends only on the code, not on its address in memory."""
     if code is None:
         return
     yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames}"

@@ -1,5 +1,5 @@
-"""Where the code of a run is executed: in the caller's thread, or where that has a running event
-loop, as in a notebook, in a thread of the run."""
+"""Selection of the thread in which a run's code executes: the caller's, or a separate one if the
+caller's thread has a running event loop, as in a notebook."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ T = TypeVar("T")
 
 
 class Place:
-    """The caller's thread."""
+    """Executes a run's work in the caller's thread."""
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of the work."""
+        """Run the work and return its result."""
         return work()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt where the work had ended before an interrupt reached it."""
+        """Raise KeyboardInterrupt if the work finished before an interrupt reached it."""
 
     def close(self) -> None:
-        """End what was started."""
+        """Release the thread, if any."""
 
 
 class OwnThread(Place):
-    """A daemon thread that does all work of a run, one piece after another."""
+    """Executes all of a run's work in one daemon thread, sequentially."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
@@ -39,7 +39,7 @@ class OwnThread(Place):
         self._thread.start()
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of the work. An interrupt of the caller becomes one of the work."""
+        """Run the work and return its result. An interrupt of the caller is passed on to it."""
         result: Future[T] = Future()
         self._is_interrupted = False
         self._work.put((result, work))
@@ -52,7 +52,7 @@ class OwnThread(Place):
         return result.result()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt where the work had ended before an interrupt reached it."""
+        """Raise KeyboardInterrupt if the work finished before an interrupt reached it."""
         if self._is_interrupted:
             self._is_interrupted = False
             raise KeyboardInterrupt
@@ -70,13 +70,13 @@ class OwnThread(Place):
             del item, result, work
 
     def close(self) -> None:
-        """End the thread, once it has done its work."""
+        """Stop the thread after it has finished its work."""
         self._work.put(None)
         self._thread.join()
 
 
 def place_for_caller() -> Place:
-    """The caller's own thread, unless an event loop runs in it."""
+    """Return the caller's thread, or a new one if an event loop runs in the caller's."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""`Run`: a training run as an object of Python."""
+"""`Run`: a training run as a Python object."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _ENDED = object()
 
 
 class Run:
-    """A reinforcement-learning run, with the settings, checks and numbers of `hybridflow train`.
+    """A reinforcement-learning run with the same settings, checks and results as `hybridflow
+    train`.
 
-    Nothing starts before the first call that needs it. A process has one run at a time.
+    Nothing starts until the first call that needs it. A process can have one open run at a time.
 
     Args:
         overrides: settings as on the command line, `"key=value"`.
-        recipe: name of a recipe, or path of a YAML file.
+        recipe: name of a recipe, or path to a YAML file.
         model: a Hugging Face folder or hub id (`model.path`).
-        data: rows to train on: a path, paths, a list of dictionaries or a table with `to_parquet`
+        data: training rows: a path, paths, a list of dictionaries or a table with `to_parquet`
             (`datasets.Dataset`, DataFrame); or {"train": ..., "test": ...} of these. For model,
-            data and reward a dictionary may hold keys of the section as well.
+            data and reward, a dictionary may also contain keys of the section.
         reward: a function that scores a response, or "path/to/file.py:name".
-        flow: the algorithm: a function with the decorator `flow`, a name, or
-            "path/to/file.py:name".
+        flow: the algorithm: a function decorated with `flow`, a name, or "path/to/file.py:name".
         tokenizer: a Hugging Face folder (`model.tokenizer`).
         where: "here", or "slurm": the constructor submits this program as a Slurm job and exits.
             In the job the same line starts the run.
@@ -53,7 +53,7 @@ class Run:
             (`**{"trainer.total_steps": 5}`).
 
     Raises:
-        ConfigError: with the message of the command line.
+        ConfigError: a setting is invalid, with the same message as on the command line.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Run:
         self._place: Place | None = None
         self._job: Steps[None] | None = None
         self._stops: Stops | None = None
-        self._told = 0  # the last step that `steps` has yielded
+        self._told = 0  # the last step yielded by `steps`
         self._is_by_hand: bool | None = None
-        self._may_answer = True  # the engines have the present weights, and memory
+        self._may_answer = True  # the engines have the current weights, and memory
         self._saved = 0
         self._summary: dict[str, Any] | None = None
         self._last_step = 0
@@ -109,7 +109,7 @@ class Run:
         self.reference = Role(self, "reference")
         self.reward_model = Role(self, "reward_model")
         self.teacher = Role(self, "teacher")
-        # the further policies, by their names
+        # further policies by name
         self.roles = {name: Role(self, name) for name in self.config.roles}
 
     @property
@@ -119,37 +119,37 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of the present step, or of the last one; 0 before the run has begun."""
+        """The number of the current or last step; 0 before the run has started."""
         if self._stops is not None and self._stops.trainer is not None:
             self._last_step = self._stops.trainer.step
         return self._last_step
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the step that was recorded last."""
+        """The metrics of the last recorded step."""
         if self._stops is not None and self._stops.job is not None:
             self._last_metrics = self._stops.job.session.latest.get("train", {})
         return dict(self._last_metrics)
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What summary.json holds; None before the run has ended."""
+        """The contents of summary.json; None until the run has finished."""
         return self._summary
 
     # ---- training
 
     def train(self) -> dict[str, Any]:
-        """All steps that are left; returns the summary."""
+        """Run all remaining steps and return the summary."""
         for _ in self.steps():
             continue
         assert self._summary is not None
         return self._summary
 
     def steps(self) -> Iterator[dict[str, float]]:
-        """Make one step after another, and yield the metrics of each, with its number under `step`.
+        """Run step by step, yielding each step's metrics, with its number under `step`.
 
-        After `break` the run waits; `steps()` or `train()` goes on. After the last step the run is
-        exported and reported.
+        After `break` the run is paused; `steps()` or `train()` continues it. After the last step
+        the model is exported and the report written.
         """
         while self._summary is None:
             self._begin(by_hand=False)
@@ -157,8 +157,8 @@ class Run:
                 yield self._record()
 
     def steps_by_hand(self) -> Iterator[int]:
-        """Open one step after another; the caller makes it with `samples`, the roles, `advantages`
-        and `sync`. Asking for the next one ends a step, as in a flow."""
+        """Open step after step, which the caller executes with `samples`, the roles, `advantages`
+        and `sync`. As in a flow, a step ends when the next one is requested."""
         while self._summary is None:
             self._begin(by_hand=True)
             self._advance()
@@ -169,13 +169,13 @@ class Run:
     # ---- a step by hand
 
     def samples(self, *, greedy: bool = False) -> DataProto:
-        """The samples of the step: prompts, responses and scores."""
+        """Return the step's samples: prompts, responses and scores."""
         self._may_answer = False
         found: DataProto = self._in_step(lambda flow: flow.samples(greedy=greedy))
         return found
 
     def advantages(self, batch: DataProto) -> DataProto:
-        """The batch with advantages, and returns where there is a critic."""
+        """Return the batch with advantages and, if there is a critic, returns."""
 
         async def add(flow: Any) -> DataProto:
             found: DataProto = flow.advantages(batch)
@@ -185,14 +185,14 @@ class Run:
         return found
 
     def sync(self) -> None:
-        """Bring the policy's weights to the engines."""
+        """Send the policy's weights to the engines."""
         self._in_step(lambda flow: flow.sync())
         self._may_answer = True
 
     # ---- between steps
 
     def evaluate(self) -> dict[str, float]:
-        """Answer the held-out prompts with the present weights; returns the metrics, which are not
+        """Answer the held-out prompts with the current weights. Returns the metrics, which are not
         recorded.
 
         Raises:
@@ -202,7 +202,7 @@ class Run:
         validator = trainer.records.validator
         if not validator.datasets:
             raise ConfigError(
-                'there are no held-out prompts; give data={"train": ..., "test": ...} or '
+                'there are no held-out prompts; pass data={"train": ..., "test": ...} or set '
                 "data.val_files"
             )
         return self._wait(lambda: validator.run(trainer.engines, trainer.step))
@@ -212,8 +212,8 @@ class Run:
         prompts: Sequence[str | Sequence[Mapping[str, Any]]],
         max_new_tokens: int | None = None,
     ) -> list[str]:
-        """Answers to prompts (texts, or lists of chat messages) with the present weights, sampled
-        as `rollout.val_sampling` says."""
+        """Generate answers to prompts (texts, or lists of chat messages) with the current weights,
+        sampled according to `rollout.val_sampling`."""
         from hybridflow.rollout.answering import answer
 
         trainer = self._answering("generate()")
@@ -230,7 +230,7 @@ class Run:
         return {"role": "assistant", "content": text}
 
     def save(self) -> Path:
-        """Write a checkpoint of the present step; returns its folder."""
+        """Write a checkpoint of the current step and return its folder."""
         self._refuse_in_step("save()")
         trainer = self._trainer()
 
@@ -246,8 +246,8 @@ class Run:
         return folder
 
     def export(self, folder: str | Path | None = None) -> Path:
-        """Write the present weights as a Hugging Face folder: `folder`, or `export` in the run
-        folder."""
+        """Export the current weights to a Hugging Face folder, by default `export` in the run
+        folder. Returns its path."""
         from hybridflow.workers.role import RoleWorker
 
         trainer = self._trainer()
@@ -262,15 +262,15 @@ class Run:
     # ---- the end
 
     def close(self, *, save: bool = True) -> None:
-        """End ranks and engines. A run between two steps writes a checkpoint first, from which a
-        run with the same settings goes on."""
+        """Stop ranks and engines. If the run is between two steps, a checkpoint is written first,
+        from which a run with the same settings continues."""
         if self._job is None:
             return
         try:
             if save and self._is_worth_saving():
                 self.save()
         finally:
-            # a run that has ended goes on from its last stop
+            # a finished run continues from its last stop
             self._end((lambda job: job.close()) if self._summary is None else _go_on)
 
     def __enter__(self) -> Self:
@@ -293,8 +293,8 @@ class Run:
     # ---- the job behind it
 
     def _begin(self, by_hand: bool | None = None) -> None:
-        """Start the run, unless it has started, up to its first stop; from then on its steps are
-        made by hand or not."""
+        """Start the run up to its first stop, unless it has started. `by_hand` then fixes whether
+        the caller executes its steps."""
         if self._job is None:
             self._start()
         if by_hand is None:
@@ -306,20 +306,20 @@ class Run:
         elif self._is_by_hand != by_hand:
             now, other = ("steps_by_hand()", "steps() or train()")[:: 1 if self._is_by_hand else -1]
             raise HybridFlowError(
-                f"the steps of this run are made by {now}; {other} would need another run: close "
-                "this one, and make a Run with the same settings, which goes on from its checkpoint"
+                f"this run's steps are executed by {now}; for {other}, close it and create another "
+                "Run with the same settings, which continues from its checkpoint"
             )
 
     def _start(self) -> None:
         global _open
         if self._summary is not None:
             raise HybridFlowError(
-                f"the run {self.folder} is closed; make another Run, or load {self.folder}/export"
+                f"the run {self.folder} is closed; create another Run, or load {self.folder}/export"
             )
         if _open is not None and _open._summary is None:
             raise HybridFlowError(
-                f"this process has a run already, {_open.folder}, after step {_open.step}: finish "
-                "it (train()) or close it (close()) before another begins"
+                f"this process already has an open run, {_open.folder}, after step {_open.step}; "
+                "finish it (train()) or close it (close()) before starting another"
             )
         if _open is not None:
             _open.close()
@@ -327,7 +327,7 @@ class Run:
             require(KERNELS, *_libraries(self.config))
             from hybridflow.trainer.stopping import Stops
 
-        # after that import, so that it comes before the end of the event loop
+        # registered after that import, so that it runs before the event loop is closed
         atexit.unregister(_close_open)
         atexit.register(_close_open)
         self._given.offer(self._folder_given)
@@ -341,7 +341,7 @@ class Run:
         self._place.check()
 
     def _next(self) -> None:
-        """Go on to the next stop, or to the end."""
+        """Run to the next stop, or to the end."""
         job = self._job
         assert job is not None and self._place is not None and self._stops is not None
         try:
@@ -353,12 +353,12 @@ class Run:
         self._summary = self._stops.summary
 
     def _advance(self) -> bool:
-        """Go on to the next stop; whether a step has ended."""
+        """Run to the next stop. Returns True if a step has ended."""
         self._next()
         self._may_answer = True
         step = self.step
         is_new = step > self._told
-        self._told = step  # less than before where the run has gone back to a checkpoint
+        self._told = step  # smaller than before if the run returned to a checkpoint
         if self._place is not None:
             self._place.check()
         return is_new
@@ -366,7 +366,7 @@ class Run:
     def _record(self) -> dict[str, float]:
         flow = self._trainer().run
         if self._summary is None and flow is not None:
-            self._wait(flow.record)  # a critic on its own devices may still learn
+            self._wait(flow.record)  # a critic on separate devices may still be updating
         found = self.metrics
         return found if found.get("step") == self.step else {"step": self.step}
 
@@ -379,20 +379,20 @@ class Run:
         trainer = self._trainer()
         if not self._may_answer:
             raise FlowError(
-                f"{what} between samples() and sync() of a step: the engines have older weights, "
-                "or no memory; call it after sync()"
+                f"{what} cannot be called between samples() and sync(), because the engines have "
+                "older weights, or no memory; call it after sync()"
             )
         return trainer
 
     def _refuse_in_step(self, what: str) -> None:
         if self._stops is not None and self._stops.is_in_step:
-            raise FlowError(f"{what} inside of a step: call it when the step has ended")
+            raise FlowError(f"{what} cannot be called inside a step; call it after the step")
 
     def _in_step(self, call: Callable[[Any], Any]) -> Any:
-        """The result of a call of the open step."""
+        """Make a call in the open step and return its result."""
         stops = self._stops
         if stops is None or not stops.is_in_step or stops.trainer is None:
-            raise FlowError("this is called in `for step in run.steps_by_hand():`")
+            raise FlowError("call this only inside `for step in run.steps_by_hand():`")
         run = stops.trainer.run
         assert run is not None
         flow = run.api
@@ -409,7 +409,7 @@ class Run:
         self._end(lambda job: job.throw(failed))
 
     def _wait(self, call: Callable[[], Any]) -> Any:
-        """The result of a coroutine in the loop of the run."""
+        """Run a coroutine in the run's event loop and return its result."""
         from hybridflow.single_controller import block_on
 
         assert self._place is not None
@@ -424,7 +424,7 @@ class Run:
             self._forget()
 
     def _forget(self) -> None:
-        """Hold nothing of the job any longer."""
+        """Drop all references to the job."""
         global _open
         self._last_step, self._last_metrics = self.step, self.metrics
         if self._place is not None:
@@ -435,7 +435,7 @@ class Run:
 
 
 class Role:
-    """A role of a run, called in a step that is made by hand."""
+    """A role of a run, for use in a step executed by the caller."""
 
     def __init__(self, run: Run, name: str) -> None:
         self._run = run
@@ -451,36 +451,36 @@ class Role:
         return self._run._in_step(call)
 
     def log_probs(self, batch: DataProto) -> DataProto:
-        """The batch with the log-probabilities of its responses."""
+        """Return the batch with the log-probs of its responses."""
         found: DataProto = self._call("log_probs", batch)
         return found
 
     def values(self, batch: DataProto) -> DataProto:
-        """The batch with the critic's values."""
+        """Return the batch with the critic's values."""
         found: DataProto = self._call("values", batch)
         return found
 
     def scores(self, batch: DataProto) -> DataProto:
-        """The batch with the reward model's scores."""
+        """Return the batch with the reward model's scores."""
         found: DataProto = self._call("scores", batch)
         return found
 
     def update(self, batch: DataProto) -> None:
-        """All updates of a step."""
+        """Run all updates of a step."""
         self._call("update", batch)
 
     def generate(
         self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], n: int | None = None
     ) -> DataProto:
-        """`n` samples (`rollout.n`) of each prompt, for training: a policy's, before its passes or
-        after `sync()`."""
+        """Generate `n` samples (default: `rollout.n`) of each prompt for training a policy. Call it
+        before the policy's passes or after `sync()`."""
         found: DataProto = self._run._in_step(
             lambda flow: getattr(flow, self._name).generate(prompts, n)
         )
         return found
 
     def advantages(self, batch: DataProto) -> DataProto:
-        """A further policy's batch with advantages of its scores."""
+        """Return a further policy's batch with advantages computed from its scores."""
 
         async def add(flow: Any) -> DataProto:
             found: DataProto = getattr(flow, self._name).advantages(batch)
@@ -490,7 +490,7 @@ class Role:
         return found
 
     def take(self, other: Role) -> None:
-        """The weights of another policy of the same model, for a further policy."""
+        """Copy the weights of another policy of the same model to this further policy."""
         self._run._in_step(lambda flow: getattr(flow, self._name).take(getattr(flow, other._name)))
 
 
@@ -510,8 +510,8 @@ def _go_on(job: Steps[None]) -> None:
 def _object(
     section: str, given: Any, settings: Mapping[str, Any], parts: Sequence[str] = ()
 ) -> tuple[Any, dict[str, Any]]:
-    """The object in a dictionary for a section, if there is one, and the settings with the others
-    of the section."""
+    """Split a dictionary passed for a section. Returns the object in it, if any, and the settings
+    with the section's other keys."""
     if not isinstance(given, Mapping):
         return given, dict(settings)
     keys = {name: value for name, value in given.items() if name not in parts}
@@ -527,7 +527,7 @@ def _load(
     data: Any,
     tokenizer: str | Path | None,
 ) -> RunConfig:
-    """The configuration of a recipe with these objects and settings."""
+    """Load the configuration of a recipe with these objects and settings."""
     from hybridflow.config.load import load_config
 
     path = Path(recipe)
@@ -541,13 +541,14 @@ def _load(
     folder = path.parent if is_file else None
     config = load_config(path.stem if is_file else str(recipe), [*first, *own], folder)
     if model is not None and not any("model.hf_config" in word for word in own):
-        # the recipe's sizes are those of the model that this one replaces
+        # the recipe's sizes belong to the model that this one replaces
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, hf_config={}))
     return config
 
 
 def _checked(config: RunConfig) -> RunConfig:
-    """The configuration, with hub ids as folders, after all checks that need no torch."""
+    """Resolve hub ids to folders and run all checks that do not need torch. Returns the
+    configuration."""
     from hybridflow.config.check import check
     from hybridflow.config.habits import warnings as habits
     from hybridflow.config.hub import located
@@ -575,12 +576,12 @@ def _in_job(config: RunConfig, options: Mapping[str, Any], words: list[str]) -> 
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:
-    """Packages of an extra that a run imports."""
+    """Return the packages from optional extras that a run imports."""
     return ("torch", "transformers", *(() if config.cluster.in_process else ("ray",)))
 
 
 def _job(config: RunConfig, stops: Stops) -> Steps[None]:
-    """The whole job, which yields at its stops."""
+    """Run the whole job, yielding at each stop."""
     from hybridflow.config.derived import generates
     from hybridflow.process.obstacles import require_none
     from hybridflow.trainer.preload import Preload

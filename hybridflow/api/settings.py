@@ -1,5 +1,5 @@
-"""Settings given as Python values, as words of the command line: one loader reads and checks
-both."""
+"""Conversion of settings from Python values to command-line words, so that one loader reads and
+checks both."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hybridflow.config.keys import require_key
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 
-# read back as the same text without quotes
+# text that the loader reads back unchanged without quotes
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
 _BEFORE_QUOTE = re.compile(r'(\\*)("|\Z)')
 _OTHER_VALUES = {"null", "true", "false", "inf", "nan"}
 
 
 def words(settings: Mapping[str, Any]) -> list[str]:
-    """`key=value` for each setting: `{"trainer": {"total_steps": 5}}` and
-    `{"trainer.total_steps": 5}` are the same."""
+    """Return `key=value` for each setting. `{"trainer": {"total_steps": 5}}` and
+    `{"trainer.total_steps": 5}` are equivalent."""
     found = []
     for key, value in _flat(settings):
         try:
             found.append(f"{key}={text(value, key)}")
         except ConfigError:
-            require_key(RunConfig, key)  # a key that is wrong is said first
+            require_key(RunConfig, key)  # report a wrong key first
             raise
     return found
 
@@ -42,7 +42,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _is_section(key: str) -> bool:
-    """Whether keys of the schema begin with this one."""
+    """Return True if the key is a section of the schema."""
     found: Any = RunConfig()
     for name in key.split("."):
         found = getattr(found, name, None)
@@ -50,10 +50,10 @@ def _is_section(key: str) -> bool:
 
 
 def text(value: Any, key: str) -> str:
-    """A value as the command line has it.
+    """Format a value as on the command line.
 
     Raises:
-        ConfigError: it is no plain data.
+        ConfigError: the value is not plain data.
     """
     if value is None:
         return "null"
@@ -69,15 +69,15 @@ def text(value: Any, key: str) -> str:
     if isinstance(value, Sequence | set | frozenset):
         return "[" + ", ".join(text(one, key) for one in value) + "]"
     raise ConfigError(
-        f"{key}: a value of type {type(value).__name__}; give a number, a text, true or false, "
-        "None, a list or a dictionary of these"
+        f"{key} must be a number, a string, a bool, None, or a list or dictionary of these; got "
+        f"{type(value).__name__}"
     )
 
 
 def _quoted(value: str) -> str:
     if _PLAIN.fullmatch(value) and value.lower() not in _OTHER_VALUES:
         return value
-    # a quote ends the text, and backslashes in front of one are read as escapes
+    # a quote ends the text, and backslashes before a quote are read as escapes
     return '"' + _BEFORE_QUOTE.sub(_escaped, value) + '"'
 
 
@@ -89,6 +89,6 @@ def _key(name: Any, key: str) -> str:
     if isinstance(name, str) and re.fullmatch(r"[\w./-]+", name, re.ASCII):
         return name
     raise ConfigError(
-        f"{key}: the name {name!r} in a dictionary has characters that settings cannot have; "
-        "write it into the recipe"
+        f"{key}: dictionary key {name!r} contains characters not allowed in settings; set it in "
+        "the recipe"
     )

@@ -126,11 +126,14 @@ def test_a_table_writes_itself(made: Callable[..., hf.Run]) -> None:
     ("data", "said"),
     [
         ([*ROWS, {"prompt": 5}], "data.train_files.*column 'prompt'"),
-        ([], "data.train_files: there are no rows"),
+        ([], "data.train_files must have at least one row"),
         ([1], "data.train_files, row 0: expected a dictionary, found 1"),
-        (5, "data.train_files: a value of type int"),
-        ({"test": ROWS}, "data has the parts 'test'; give train"),
-        ({"train": ROWS, "test": ROWS, "val": ROWS}, "data has the parts 'train', 'test', 'val'"),
+        (5, "data.train_files must be a path, .* got int"),
+        ({"test": ROWS}, "data must have the part train, .* got 'test'"),
+        (
+            {"train": ROWS, "test": ROWS, "val": ROWS},
+            "held-out prompts; got 'train', 'test', 'val'",
+        ),
         ("missing.parquet", "data.train_files: missing.parquet does not exist"),
         ([Path("a.parquet"), "b.parquet"], "data.train_files: a.parquet does not exist"),
     ],
@@ -175,8 +178,8 @@ def test_a_function_is_found_here_and_nowhere_else(kind: str, made: Callable[...
     there = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    assert "ImportError: this reward function was given as an object" in there.stderr
-    assert f"exists in that program alone: {__file__}" in path.read_text()
+    assert "ImportError: this reward function was passed as an object" in there.stderr
+    assert f"exists only in that program: {__file__}" in path.read_text()
 
 
 def test_each_run_has_its_own_function(made: Callable[..., hf.Run]) -> None:
@@ -222,7 +225,7 @@ def test_a_flow_is_an_object(made: Callable[..., hf.Run]) -> None:
     async def plain(run: Any) -> None:
         """No flow yet."""
 
-    with pytest.raises(ConfigError, match=r"flow=plain: this function is no flow; decorate it"):
+    with pytest.raises(ConfigError, match=r"flow=plain is not a flow; decorate"):
         made(flow=plain)
     decorated = hf.flow("tried", roles=("policy", "reference"))(plain)
     name = str(made(flow=decorated).config.algorithm.flow)
