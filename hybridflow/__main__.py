@@ -1,4 +1,4 @@
-"""`python -m hybridflow`: the command line, where its script is not on the path."""
+"""`python -m hybridflow`: the command line, for when its script is not on PATH."""
 
 import sys
 

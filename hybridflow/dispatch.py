@@ -1,9 +1,9 @@
-"""How a worker method is called: `@register` says how arguments reach the ranks of a group and how
-results come back.
+"""Dispatch of worker methods: `@register` declares how arguments are distributed to the ranks of a
+group and how results are collected.
 
-A worker module imports this and nothing of the controller, so that the same class also runs under
-`torchrun` or in a plain test. `plan_call` turns a method and its arguments into the call of every
-rank; `single_controller` carries it out. Neither Ray nor torch is imported here.
+A worker module imports this module but not the controller, so that the same class also runs under
+`torchrun` or in a plain test. `plan_call` converts a method and its arguments to one call per rank;
+`single_controller` executes it. This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from hybridflow.errors import HybridFlowError, SchemaError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ATTRIBUTE = "__hybridflow_method__"
-# key of a chunk's meta: how many of its last rows are repeated rows that fill it up
+# key in a chunk's meta: number of padding rows (repeated rows) at its end
 PADDING_META = "dp_padding_rows"
 
 
 class MeshError(HybridFlowError):
-    """The ranks of a group do not form whole data-parallel groups with one collecting rank each."""
+    """The ranks of a group do not form complete data-parallel groups with one collecting rank
+    each."""
 
 
 class Dispatch(enum.Enum):
-    """How the arguments of a call reach the ranks, and what comes back."""
+    """The mode in which a call's arguments are distributed to the ranks and results returned."""
 
-    ONE_TO_ALL = "one_to_all"  # every rank gets the same arguments; returns the list of results
-    # every argument is a list with one value per rank; returns the list of results
+    ONE_TO_ALL = "one_to_all"  # every rank gets the same arguments; returns a list of results
+    # every argument is a list with one value per rank; returns a list of results
     ALL_TO_ALL = "all_to_all"
     RANK_ZERO = "rank_zero"  # only rank 0 is called; returns its result
     DP = "dp"  # DataProto arguments are split over the data-parallel groups; returns one DataProto
-    # split likewise; returns the list of the collecting ranks' results, by data-parallel rank
+    # split as in DP; returns a list of the collecting ranks' results, by data-parallel rank
     DP_METRIC = "dp_metric"
 
 
 class Execute(enum.Enum):
-    """Which ranks run the method."""
+    """The ranks that run the method."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -51,8 +52,8 @@ class Execute(enum.Enum):
 
 @dataclass(frozen=True)
 class MeshPosition:
-    """The data-parallel group of a rank, the number of groups, and whether the rank returns the
-    group's result."""
+    """A rank's data-parallel group, the number of groups, and whether the rank returns the group's
+    result."""
 
     dp_rank: int
     dp_size: int
@@ -61,8 +62,8 @@ class MeshPosition:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """First argument of a worker's constructor: `cls(context, *args)`. `log_path` receives its
-    stdout and stderr, and what the worker starts listens on `ports`."""
+    """First argument of a worker's constructor: `cls(context, *args)`. `log_path` receives the
+    worker's stdout and stderr; servers that it starts listen on `ports`."""
 
     rank: int
     world_size: int
@@ -76,18 +77,18 @@ class WorkerContext:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Positions of all ranks of a group, checked.
+    """The validated positions of all ranks of a group.
 
     Raises:
-        MeshError: disagreeing sizes, a data-parallel group without ranks, or with no or several
-            collecting ranks.
+        MeshError: the sizes disagree, or a data-parallel group has no ranks, no collecting rank or
+            several.
     """
 
     positions: tuple[MeshPosition, ...]
 
     def __post_init__(self) -> None:
         if not self.positions:
-            raise MeshError("a mesh needs at least one rank")
+            raise MeshError("a mesh requires at least one rank")
         sizes = {position.dp_size for position in self.positions}
         if len(sizes) != 1 or min(sizes) < 1:
             raise MeshError(f"ranks disagree on the data-parallel size: {sorted(sizes)}")
@@ -105,7 +106,7 @@ class Mesh:
         if bad:
             found = ", ".join(f"{n} in group {dp}" for dp, n in bad.items())
             raise MeshError(
-                f"each data-parallel group needs exactly one collecting rank, found {found}"
+                f"each data-parallel group must have exactly one collecting rank, got {found}"
             )
 
     @property
@@ -114,19 +115,19 @@ class Mesh:
         return self.positions[0].dp_size
 
     def of(self, ranks: Sequence[int]) -> Mesh:
-        """The mesh of these ranks alone, renumbered from 0 in the given order.
+        """Return the mesh of only these ranks, renumbered from 0 in the given order.
 
         Raises:
-            MeshError: some ranks of a data-parallel group are given and others are not.
+            MeshError: only some ranks of a data-parallel group are given.
         """
         groups = sorted({self.positions[rank].dp_rank for rank in ranks})
         if not ranks:
-            raise MeshError("a call needs at least one rank")
+            raise MeshError("a call requires at least one rank")
         others = {
             position.dp_rank for rank, position in enumerate(self.positions) if rank not in ranks
         }
         if cut := sorted(others.intersection(groups)):
-            raise MeshError(f"ranks {list(ranks)} are only parts of data-parallel groups {cut}")
+            raise MeshError(f"ranks {list(ranks)} cover data-parallel groups {cut} only partly")
         chosen = []
         for rank in ranks:
             position = self.positions[rank]
@@ -148,7 +149,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class RankCall:
-    """Arguments of one rank. Ranks that get the same batch have the same object here, so that it is
+    """The arguments for one rank. Ranks that get the same batch share one object, so that it is
     sent once."""
 
     args: tuple[Any, ...]
@@ -157,14 +158,14 @@ class RankCall:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """One call of a group: the calls by rank (ranks that are absent do not run), and what makes one
-    value of their results."""
+    """One call to a group: the calls by rank (ranks that are absent do not run), and the function
+    that combines their results into one value."""
 
     calls: Mapping[int, RankCall]
     collect: Callable[[Mapping[int, Any]], Any]
 
     def on(self, ranks: Sequence[int]) -> CallPlan:
-        """The same call, with rank `ranks[i]` in place of rank i."""
+        """Return the same call with rank `ranks[i]` in place of rank i."""
         calls = {ranks[i]: call for i, call in self.calls.items()}
         place = {rank: i for i, rank in enumerate(ranks)}
         return CallPlan(
@@ -175,11 +176,11 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class CustomDispatch:
-    """A pair of functions for a method that no mode of `Dispatch` fits; `custom_dispatch` makes
-    them.
+    """A custom dispatch mode, for a method that no mode of `Dispatch` fits. Created by
+    `custom_dispatch`.
 
-    `split(world_size, mesh, args, kwargs)` returns the call of each rank, `collect(mesh, results by
-    rank)` the value of the call. `mesh` is None without `needs_mesh`.
+    `split(world_size, mesh, args, kwargs)` returns the call for each rank, and `collect(mesh,
+    results by rank)` the value of the whole call. `mesh` is None unless `needs_mesh`.
     """
 
     name: str
@@ -190,7 +191,7 @@ class CustomDispatch:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What `@register` recorded about a method."""
+    """A method's declaration, as recorded by `@register`."""
 
     name: str
     dispatch: Dispatch | CustomDispatch
@@ -202,14 +203,14 @@ class MethodSpec:
 
     @property
     def needs_mesh(self) -> bool:
-        """Whether a call needs the positions of the ranks."""
+        """True if a call needs the ranks' positions."""
         if isinstance(self.dispatch, CustomDispatch):
             return self.dispatch.needs_mesh
         return self.dispatch in (Dispatch.DP, Dispatch.DP_METRIC)
 
     def read_of(self, batch: DataProto) -> list[str]:
-        """The columns of the batch that the method reads; what it needs and the batch lacks is
-        among them."""
+        """Return the columns that the method reads from the batch, including required ones that the
+        batch lacks."""
         return [*self.reads, *(name for name in self.may_read if name in batch)]
 
 
@@ -232,9 +233,9 @@ def custom_dispatch(
     *,
     needs_mesh: bool = True,
 ) -> CustomDispatch:
-    """Register a pair of functions under a name that is not taken, for `@register`."""
+    """Register a custom dispatch mode for `@register`. Raises ValueError if the name is taken."""
     if name in _custom or name in {mode.value for mode in Dispatch}:
-        raise ValueError(f"a dispatch named {name!r} exists already")
+        raise ValueError(f"a dispatch named {name!r} already exists")
     _custom[name] = CustomDispatch(name, split, collect, needs_mesh)
     return _custom[name]
 
@@ -247,19 +248,19 @@ def register(
     writes: Sequence[str] = (),
     may_read: Sequence[str] = (),
 ) -> Callable[[F], F]:
-    """Mark a worker method as callable on a group. The function itself is returned unchanged.
+    """Mark a worker method as callable on a group. The function is returned unchanged.
 
     Args:
-        dispatch: how arguments are spread and results gathered.
-        execute: which ranks run it.
-        blocking: False makes `WorkerGroup.run` return a `Future` at once.
-        reads: columns the method needs; with `DP`, only these are sent. Empty: all columns.
-        writes: columns the method returns; with `DP`, the result must have exactly these. Empty:
-            not checked. With `ONE_TO_ALL`, each rank returns a batch of its own with these columns.
-        may_read: columns the method reads where the batch has them.
+        dispatch: how arguments are distributed and results collected.
+        execute: the ranks that run the method.
+        blocking: if False, `WorkerGroup.run` returns a `Future` immediately.
+        reads: columns that the method needs. With `DP`, only these are sent; empty sends all.
+        writes: columns that the method returns. With `DP`, the result must have exactly these;
+            empty skips the check. With `ONE_TO_ALL`, each rank returns a separate batch with them.
+        may_read: columns that the method reads if the batch has them.
 
     Raises:
-        ValueError: a data-parallel method that only rank 0 runs, or a column declared twice.
+        ValueError: a data-parallel method is run only by rank 0, or a column is declared twice.
     """
     if execute is Execute.RANK_ZERO and dispatch in (
         Dispatch.DP,
@@ -267,12 +268,12 @@ def register(
         Dispatch.ALL_TO_ALL,
     ):
         raise ValueError(
-            f"{dispatch} spreads arguments over all ranks and cannot be run by rank 0 alone"
+            f"{dispatch} distributes arguments over all ranks, so it cannot run on rank 0 only"
         )
     for columns in (reads, writes, may_read):
         if isinstance(columns, str) or len(set(columns)) != len(columns):
             raise ValueError(
-                f"reads and writes are tuples of different column names, got {columns!r}"
+                f"reads and writes must be tuples of distinct column names, got {columns!r}"
             )
 
     def mark(function: F) -> F:
@@ -292,12 +293,12 @@ def register(
 
 
 def method_spec(function: Callable[..., Any]) -> MethodSpec:
-    """What `@register` recorded; TypeError for a function without it."""
+    """Return the declaration recorded by `@register`. Raises TypeError for other functions."""
     spec = getattr(function, _ATTRIBUTE, None)
     if not isinstance(spec, MethodSpec):
         raise TypeError(
-            f"{getattr(function, '__qualname__', function)!s} is not a worker method: it lacks "
-            "@register(...)"
+            f"{getattr(function, '__qualname__', function)!s} is not a worker method; decorate it "
+            "with @register(...)"
         )
     return spec
 
@@ -305,11 +306,11 @@ def method_spec(function: Callable[..., Any]) -> MethodSpec:
 def check_dataflow(
     steps: Iterable[Callable[..., Any] | DataflowStep], available: Iterable[str]
 ) -> frozenset[str]:
-    """Check before anything starts that every step's `reads` exist by then; returns the columns at
-    the end.
+    """Check, before anything starts, that the columns each step reads exist by then. Returns the
+    columns at the end.
 
     Raises:
-        SchemaError: names the step, the column, and the later step that writes it, if there is one.
+        SchemaError: names the step, the column, and the later step that writes it, if any.
     """
     order = [step if isinstance(step, DataflowStep) else _as_step(step) for step in steps]
     known = set(available)
@@ -317,9 +318,9 @@ def check_dataflow(
         for column in step.reads:
             if column not in known:
                 later = next((s.name for s in order[i:] if column in s.writes), None)
-                hint = f"; {later} writes it, but not before" if later else "; no step writes it"
+                hint = f"; {later} writes it, but only later" if later else "; no step writes it"
                 raise SchemaError(
-                    f"{step.name} reads column {column!r}, which is not there yet{hint}"
+                    f"{step.name} reads column {column!r}, which does not exist yet{hint}"
                 )
         known |= set(step.writes)
     return frozenset(known)
@@ -332,16 +333,16 @@ def plan_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> CallPlan:
-    """The calls of all ranks, and how their results become one value.
+    """Plan the calls to all ranks and the collection of their results.
 
     Raises:
-        SchemaError: arguments that do not fit the dispatch mode, or a missing column.
-        MeshError: a data-parallel call on workers without positions.
+        SchemaError: arguments do not match the dispatch mode, or a column is missing.
+        MeshError: a data-parallel method is called on workers without positions.
     """
     if spec.needs_mesh and (mesh is None or len(mesh.positions) != world_size):
         raise MeshError(
-            f"{spec.name} is data-parallel: the worker class needs mesh_position() -> MeshPosition "
-            f"on all {world_size} ranks"
+            f"{spec.name} is data-parallel: the worker class must define mesh_position() -> "
+            f"MeshPosition on all {world_size} ranks"
         )
     if isinstance(spec.dispatch, CustomDispatch):
         custom = spec.dispatch
@@ -364,12 +365,12 @@ def _plan_data_parallel(
 ) -> CallPlan:
     batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
     if not batches:
-        raise SchemaError(f"{spec.name} is data-parallel and needs a DataProto argument to split")
+        raise SchemaError(f"{spec.name} is data-parallel and requires a DataProto argument")
     lengths = list(map(len, batches))
     rows = lengths[0]
     if lengths.count(rows) != len(lengths):
         raise SchemaError(
-            f"{spec.name}: batches of different lengths {lengths} cannot be split together"
+            f"{spec.name}: batches must have the same length to be split, got {lengths}"
         )
     _require_reads(spec, batches)
     chunks = {id(batch): _chunks(spec, batch, mesh.dp_size) for batch in batches}
@@ -390,14 +391,14 @@ def _require_reads(spec: MethodSpec, batches: Sequence[DataProto]) -> None:
         if not any(column in batch for batch in batches):
             have = ", ".join(dict.fromkeys(name for batch in batches for name in batch.columns))
             raise SchemaError(
-                f"{spec.name} reads column {column!r}, which the batch lacks; it has "
+                f"{spec.name} reads column {column!r}, which is missing from the batch; it has "
                 f"{have or 'no columns'}"
             )
 
 
 def _chunks(spec: MethodSpec, batch: DataProto, dp_size: int) -> list[DataProto]:
-    """One piece for each data-parallel group, all with the same number of rows, on which training
-    code may rely."""
+    """Split the batch into one piece per data-parallel group. All pieces have the same number of
+    rows, on which training code may rely."""
     if spec.reads:
         batch = batch.select(name for name in spec.read_of(batch) if name in batch)
     padded, num_padding = batch.pad_to_divisor(dp_size)
@@ -419,12 +420,13 @@ def _concatenate(
     for rank, part in zip(mesh.collectors, parts, strict=True):
         if not isinstance(part, DataProto):
             raise SchemaError(
-                f"{spec.name} on rank {rank} returned {type(part).__name__}; a data-parallel "
-                "method returns a DataProto"
+                f"{spec.name} on rank {rank} must return a DataProto, because it is data-parallel; "
+                f"got {type(part).__name__}"
             )
         if len(part) != chunk_rows:
             raise SchemaError(
-                f"{spec.name} on rank {rank} returned {len(part)} rows for a chunk of {chunk_rows}"
+                f"{spec.name} on rank {rank} must return {chunk_rows} rows, one per input row; got "
+                f"{len(part)}"
             )
         _check_writes(spec, rank, part)
     whole = DataProto.concat(list(map(_without_padding_mark, parts)))
@@ -437,14 +439,12 @@ def _check_writes(spec: MethodSpec, rank: int, part: DataProto) -> None:
     for name in spec.writes:
         if name not in part:
             raise SchemaError(
-                f"{spec.name} on rank {rank} did not return column {name!r}, which it declares in "
-                "writes"
+                f"{spec.name} on rank {rank} did not return column {name!r} declared in writes"
             )
     for name in part.columns:
         if name not in spec.writes:
             raise SchemaError(
-                f"{spec.name} on rank {rank} returned column {name!r}, which it does not declare "
-                "in writes"
+                f"{spec.name} on rank {rank} returned column {name!r} not declared in writes"
             )
 
 
@@ -477,7 +477,7 @@ def _mapped(
 
 
 def in_rank_order(results: Mapping[int, Any]) -> list[Any]:
-    """The results, rank after rank."""
+    """Return the results as a list in rank order."""
     return [results[rank] for rank in sorted(results)]
 
 

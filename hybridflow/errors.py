@@ -1,8 +1,8 @@
-"""The typed errors that cross rooms.
+"""The typed errors shared by all packages.
 
-Every error a user can cause derives from `HybridFlowError` and says what is wrong, where (key,
-file, rank), and what to do. The command line prints the message alone and exits with `exit_code`; a
-traceback is only shown for bugs of ours.
+Every error that a user can cause derives from `HybridFlowError`. Its message states the problem,
+the location (key, file, rank) and the remedy. The command line prints only the message and exits
+with `exit_code`; a traceback is shown only for bugs in HybridFlow.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 
 class HybridFlowError(Exception):
-    """Base of all errors that are reported to a user as one clear message."""
+    """Base of all errors that are reported to the user as a single message."""
 
     exit_code = 1
 
 
 class ConfigError(HybridFlowError):
-    """A key, value or combination in the configuration is wrong. Names the key and the nearest
+    """A key, value or combination in the configuration is invalid. Names the key and the nearest
     valid one."""
 
     exit_code = 2
@@ -37,8 +37,7 @@ class DataError(HybridFlowError):
 
 
 class SchemaError(DataError):
-    """Columns of a batch are missing, of unequal length, duplicated with other values, or of a
-    wrong type."""
+    """Columns of a batch are missing, differ in length, conflict, or have the wrong type."""
 
 
 class ModelError(HybridFlowError):
@@ -49,27 +48,27 @@ class ModelError(HybridFlowError):
 
 
 class ResourceError(HybridFlowError):
-    """The cluster lacks what was asked for. Says what is free on which node."""
+    """The cluster lacks the requested resources. Lists the free ones by node."""
 
 
 class ClusterLostError(ResourceError):
-    """Ray itself was lost, and all processes of the run with it. Says what of it, and how the run
-    goes on."""
+    """Ray itself was lost, and with it all processes of the run. States which part failed, and how
+    to continue."""
 
 
 class MemoryExhaustedError(ResourceError):
-    """A device or the machine ran out of memory. Says in which phase, how much was in use, and
-    which keys lower it."""
+    """A device or the machine ran out of memory. States the phase, the memory in use, and the keys
+    that reduce it."""
 
 
 class StorageError(HybridFlowError):
-    """A file cannot be written or read: the disk is full, the file system is read-only, or rights
-    are missing."""
+    """A file cannot be written or read: the disk is full, the file system is read-only, or
+    permissions are missing."""
 
     @classmethod
     def of(cls, error: OSError, where: str = "") -> StorageError | None:
-        """The error in words, with what to do; None when it is not about storage. `where` replaces
-        the file's name."""
+        """Convert an OSError to an error with a remedy; None if it is not about storage. `where`
+        replaces the file's name."""
         number = error.errno or 0
         remedy = _REMEDIES.get(number)
         return (
@@ -81,8 +80,8 @@ class StorageError(HybridFlowError):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an OSError without a file the name of this one: the system names a file when it opens
-    it, and not when it writes to it or closes it."""
+    """Return a context manager that adds this file's name to an OSError without one. The system
+    reports the name for errors on opening, but not on writing or closing."""
     try:
         yield
     except OSError as error:
@@ -91,8 +90,8 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-_MAKE_WRITABLE = "make it writable, or choose another place"
-_MAKE_ROOM = "make room, or choose another place"
+_MAKE_WRITABLE = "make it writable, or choose another path"
+_MAKE_ROOM = "free space, or choose another path"
 _REMEDIES = {
     errno.ENOSPC: _MAKE_ROOM,
     errno.EDQUOT: _MAKE_ROOM,
@@ -100,10 +99,10 @@ _REMEDIES = {
     errno.EROFS: _MAKE_WRITABLE,
     errno.EACCES: _MAKE_WRITABLE,
     errno.EPERM: _MAKE_WRITABLE,
-    errno.ENOTDIR: "a part of the path is a file; choose another place",
+    errno.ENOTDIR: "part of the path is a file; choose another path",
     errno.EISDIR: "it is a folder; choose another name",
-    errno.EEXIST: "a file is there; remove it, or choose another place",
-    errno.EIO: "the device fails; choose another place",
+    errno.EEXIST: "a file already exists there; remove it, or choose another path",
+    errno.EIO: "the device is failing; choose another path",
 }
 
 
@@ -112,8 +111,8 @@ class WorkerError(HybridFlowError):
 
     Args:
         message: what happened.
-        role, rank, node, method: which worker and what it was doing.
-        waited_s: seconds waited before giving up, or None when the failure came at once.
+        role, rank, node, method: identity of the worker, and the method it was running.
+        waited_s: seconds waited before giving up, or None if the failure was immediate.
         log_tail: the last lines of the worker's log.
     """
 
@@ -143,9 +142,9 @@ class WorkerError(HybridFlowError):
 
 
 class EngineError(HybridFlowError):
-    """A rollout engine failed to start, died, timed out or refused a request. Carries the tail of
-    its log, and in the process that asked the answers as far as they had come (`begun`: a
-    `Completion` for each prompt)."""
+    """A rollout engine failed to start, died, timed out or rejected a request. Carries the tail of
+    its log and, in the requesting process, the responses so far (`begun`: a `Completion` per
+    prompt)."""
 
     def __init__(self, message: str, *, engine: str = "", log_tail: str = "") -> None:
         self.engine = engine
@@ -157,23 +156,24 @@ class EngineError(HybridFlowError):
 
 
 class EngineSilent(EngineError):
-    """The engine could not be reached, or did not answer by the deadline: nobody knows what it is
-    doing."""
+    """The engine could not be reached, or did not answer by the deadline, so its state is
+    unknown."""
 
 
 class EnginesLostError(EngineError):
-    """No engine can answer: all have died or have no current weights. Gives the reason for each."""
+    """No engine can serve requests: all have died or lack current weights. Gives the reason for
+    each."""
 
 
 class WeightSyncError(HybridFlowError):
-    """Weights could not be sent to an engine, or what arrived is not what was sent."""
+    """Weights could not be sent to an engine, or the received data differs from the sent data."""
 
 
 class FlowError(HybridFlowError):
-    """A flow calls its run in a way that has no meaning, or its own code has failed.
+    """A flow uses its run incorrectly, or the flow's own code failed.
 
     Args:
-        line: of the flow's file, where it is not the one that was executed.
+        line: line of the flow's file to report, if not the one being executed.
     """
 
     def __init__(self, message: str, *, line: int | None = None) -> None:
@@ -187,35 +187,35 @@ class LogprobMismatchError(HybridFlowError):
 
 
 class RouterReplayError(HybridFlowError):
-    """Router replay failed: a router did not use the experts it was given, or the routes do not fit
-    the batch or the model."""
+    """Router replay failed: a router did not use the experts passed to it, or the routes do not
+    match the batch or the model."""
 
 
 class NonFiniteError(HybridFlowError):
-    """A loss or gradient is NaN or infinite. Says on which rank and in which micro-batch; the
-    weights are unchanged."""
+    """A loss or gradient is NaN or infinite. Names the rank and micro-batch; the weights are
+    unchanged."""
 
 
 class CheckpointError(HybridFlowError):
-    """A checkpoint cannot be written or read. The previous one is still whole."""
+    """A checkpoint cannot be written or read. The previous one is still intact."""
 
 
 class RunInterrupted(HybridFlowError):
-    """The user stopped the run. Says how to resume it."""
+    """The user stopped the run. The message explains how to resume it."""
 
     exit_code = 130
 
 
 class RunStopped(HybridFlowError):
-    """The run was asked to stop (SIGUSR1) and did so after a checkpoint. `hybridflow slurm`
+    """The run was told to stop (SIGUSR1) and did so after writing a checkpoint. `hybridflow slurm`
     requeues such a job."""
 
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on later
+    exit_code = 75  # EX_TEMPFAIL in sysexits.h: repeating the command continues the run
 
 
 def to_json(error: HybridFlowError) -> str:
-    """The error as JSON (type, message, attributes), which crosses processes without a pickle.
-    `from_json` reads it."""
+    """Serialize the error as JSON (type, message, attributes), to pass it between processes without
+    pickle. `from_json` reads it."""
     state = {
         key: value
         for key, value in error.__dict__.items()
@@ -225,14 +225,14 @@ def to_json(error: HybridFlowError) -> str:
 
 
 def from_json(text: str, note: str = "") -> HybridFlowError:
-    """The error that `to_json` described, with `note` added to its message. A type that this
-    process does not know becomes the base type."""
+    """Restore an error serialized by `to_json`, with `note` appended to its message. A type unknown
+    to this process becomes the base type."""
     described: dict[str, Any] = json.loads(text)
     kind = next(
         (kind for kind in _kinds(HybridFlowError) if kind.__qualname__ == described["type"]),
         HybridFlowError,
     )
-    error = kind.__new__(kind)  # not its constructor, which would compose the message a second time
+    error = kind.__new__(kind)  # the constructor would compose the message a second time
     error.__dict__.update(described["state"])
     error.args = (f"{described['message']} {note}".rstrip(),)
     return error

@@ -77,9 +77,9 @@ def test_every_built_in_flow_that_trains_loses_its_processes() -> None:
     ("words", "problem"),
     [
         ("the same command resumes from /place/e2e/checkpoints/x", ""),
-        ("a file of /place/e2e: No space left on device; make room, or choose another place", ""),
+        ("a file of /place/e2e: No space left on device; free space, or choose another path", ""),
         (
-            "a file: No space left on device; make room, or choose another place",
+            "a file: No space left on device; free space, or choose another path",
             "names no file or folder",
         ),
         (

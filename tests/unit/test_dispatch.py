@@ -111,7 +111,8 @@ def test_only_the_columns_read_are_sent_and_missing_ones_are_named() -> None:
     plan = plan_call(method_spec(double), 2, mesh(2), (big,), {})
     assert plan.calls[0].args[0].columns == ("uid", "x")
     with pytest.raises(
-        SchemaError, match=r"double reads column 'x', which the batch lacks; it has uid, unused"
+        SchemaError,
+        match=r"double reads column 'x', which is missing from the batch; it has uid, unused",
     ):
         plan_call(method_spec(double), 2, mesh(2), (big.drop(["x"]),), {})
     both = plan_call(
@@ -126,11 +127,11 @@ def test_only_the_columns_read_are_sent_and_missing_ones_are_named() -> None:
         (lambda part: part.select(["uid"]), "did not return column 'y'"),
         (
             lambda part: part.with_columns(y=part["x"]),
-            "returned column 'x', which it does not declare",
+            "returned column 'x' not declared in writes",
         ),
-        (lambda part: double(part).rows(slice(1)), "returned 1 rows for a chunk of 2"),
-        (lambda part: part["uid"], "returned ndarray"),
-        (lambda part: None, "returned NoneType"),
+        (lambda part: double(part).rows(slice(1)), "must return 2 rows, one per input row; got 1"),
+        (lambda part: part["uid"], "got ndarray"),
+        (lambda part: None, "got NoneType"),
     ],
 )
 def test_results_are_held_against_the_declaration(
@@ -143,11 +144,11 @@ def test_results_are_held_against_the_declaration(
 
 
 def test_data_parallel_calls_need_batches_of_one_length_and_a_mesh() -> None:
-    with pytest.raises(SchemaError, match="needs a DataProto"):
+    with pytest.raises(SchemaError, match="requires a DataProto"):
         plan_call(method_spec(anything), 2, mesh(2), (3,), {})
-    with pytest.raises(SchemaError, match=r"different lengths \[4, 3\]"):
+    with pytest.raises(SchemaError, match=r"same length to be split, got \[4, 3\]"):
         plan_call(method_spec(anything), 2, mesh(2), (batch(4), batch(3)), {})
-    with pytest.raises(MeshError, match="needs mesh_position"):
+    with pytest.raises(MeshError, match="must define mesh_position"):
         plan_call(method_spec(anything), 2, None, (batch(4),), {})
     with pytest.raises(MeshError, match="all 3 ranks"):
         plan_call(method_spec(anything), 3, mesh(2), (batch(4),), {})
@@ -221,7 +222,7 @@ def test_a_custom_pair_splits_and_collects_its_own_way() -> None:
     assert (
         execute(plan_call(method_spec(work), 4, None, (10,), {}), lambda rank, value: value) == 60
     )
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         custom_dispatch("test_scatter", scatter.split, scatter.collect)
 
 
@@ -230,13 +231,13 @@ def test_register_returns_the_function_itself_and_refuses_nonsense() -> None:
 
     assert register(Dispatch.ONE_TO_ALL)(method) is method
     assert method_spec(method).blocking
-    with pytest.raises(TypeError, match="lacks @register"):
+    with pytest.raises(TypeError, match="decorate it with @register"):
         method_spec(print)
-    with pytest.raises(ValueError, match="rank 0 alone"):
+    with pytest.raises(ValueError, match="on rank 0 only"):
         register(Dispatch.DP, execute=Execute.RANK_ZERO)
-    with pytest.raises(ValueError, match="different column names"):
+    with pytest.raises(ValueError, match="distinct column names"):
         register(Dispatch.DP, reads=("a", "a"))
-    with pytest.raises(ValueError, match="different column names"):
+    with pytest.raises(ValueError, match="distinct column names"):
         register(Dispatch.DP, writes="ab")
 
 
@@ -245,7 +246,7 @@ def test_dataflow_check_names_step_column_and_where_it_comes_from() -> None:
     assert check_dataflow([double, late], ["uid", "x"]) == {"uid", "x", "y"}
     with pytest.raises(
         SchemaError,
-        match=r"double reads column 'x', which is not there yet; prepare writes it, but not before",
+        match=r"double reads column 'x', which does not exist yet; prepare writes it, but only later",
     ):
         check_dataflow([double, late], ["uid"])
     with pytest.raises(SchemaError, match="no step writes it"):
@@ -293,7 +294,7 @@ def test_a_call_on_some_groups_returns_every_row_once_in_order(
 
 
 def test_a_part_of_a_data_parallel_group_is_refused() -> None:
-    with pytest.raises(MeshError, match=r"parts of data-parallel groups \[1\]"):
+    with pytest.raises(MeshError, match=r"cover data-parallel groups \[1\] only partly"):
         mesh(2, 2).of([0, 2, 1])
     with pytest.raises(MeshError, match="at least one rank"):
         mesh(2).of([])

@@ -40,7 +40,7 @@ def test_errors_of_storage_name_the_file_and_the_remedy() -> None:
     full = StorageError.of(OSError(errno.ENOSPC, "No space left on device", "/runs/metrics.jsonl"))
     assert (
         str(full)
-        == "/runs/metrics.jsonl: No space left on device; make room, or choose another place"
+        == "/runs/metrics.jsonl: No space left on device; free space, or choose another path"
     )
     assert "make it writable" in str(
         StorageError.of(OSError(errno.EROFS, "Read-only file system", "/runs"))

@@ -107,7 +107,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(results.os, "replace", full)
-    with pytest.raises(StorageError, match=r"r\.json: No space left on device; make room"):
+    with pytest.raises(StorageError, match=r"r\.json: No space left on device; free space"):
         write(tmp_path / "r.json", whole())
     assert list(tmp_path.iterdir()) == []
 
