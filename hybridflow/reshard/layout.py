@@ -118,8 +118,8 @@ class RankLayout:
         """Build the layout of a rank that holds these local tensors.
 
         Raises:
-            WeightSyncError: a piece names a tensor that the catalog lacks, or a buffer appears
-                twice.
+            WeightSyncError: a piece refers to a tensor missing from the catalog, or a buffer
+                appears twice.
         """
         rows: list[tuple[int, ...]] = []
         try:

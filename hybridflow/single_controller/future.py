@@ -46,7 +46,7 @@ class Rank:
     log_from: int = 0
 
     def is_in(self, *states: str) -> bool:
-        """Return whether the process is known to be in one of these states of
+        """Return True if the process is known to be in one of these states of
         `process.children.state_of`."""
         if not self.pid:
             return False
@@ -138,7 +138,7 @@ class Future:
         return block_on(self)
 
     def done(self) -> bool:
-        """Return whether all ranks have replied, or the call has failed."""
+        """Return True if all ranks have replied or the call has failed."""
         return self._is_over or all(reply.done() for reply in self._replies.values())
 
     async def _result(self) -> Any:

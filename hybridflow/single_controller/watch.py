@@ -230,11 +230,11 @@ class Address:
         self._failures = 0
 
     def pids(self) -> Sequence[int]:
-        """Return nothing: the gcs is on another machine."""
+        """Return no processes: the gcs is on another machine."""
         return ()
 
     def ended(self) -> str:
-        """Return nothing: a single failed connection is not conclusive."""
+        """Return an empty string: a single failed connection is not conclusive."""
         return ""
 
     def silent(self) -> str:

@@ -150,7 +150,7 @@ class Board:
     # ---- senders
 
     def announce(self, sender: int, announcement: Announcement) -> None:
-        """Announce what this trainer rank will send."""
+        """Announce the plan and version that this trainer rank will send."""
         self.store.set(self._key(f"announced/{sender}"), json.dumps(asdict(announcement)))
 
     def wait_for_go(self, timeout_s: float) -> None:

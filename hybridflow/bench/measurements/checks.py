@@ -28,7 +28,7 @@ def checks(place: Place) -> Iterator[Metric | dict[str, str]]:
     for problem in record.problems:
         yield {"name": "node", "level": "error", "what": problem}
     for other, complaint in record.complaints.items():
-        yield {"name": f"way to {other}", "level": "error", "what": complaint}
+        yield {"name": f"connection to {other}", "level": "error", "what": complaint}
     if record.clocks:
         yield single(
             "clock/largest difference", "s", max(record.clocks.values(), key=abs)
