@@ -40,7 +40,7 @@ class Constants:
     decode_memory: float = 0.65  # fraction of memory bandwidth in decoding
     prefill: float = 0.5  # fraction of `gemm` reached by the engines' prefill
     sync_s: float = 1.8  # fixed seconds of a weight sync: pause, sessions, commit, resume
-    sync_gbs: float = 85.0  # GB/s of model bytes that published broadcasts reach in addition
+    sync_gbs: float = 85.0  # GB/s of model bytes in published broadcasts, after the fixed time
     # the same if each rank sends exactly the needed slices directly into the receiver's memory
     sync_p2p_gbs: float = 250.0
     save_gbs: float = 1.0  # GB/s per node for writing checkpoints to disk

@@ -96,7 +96,7 @@ def known_device(name: str, own: Mapping[str, Device] | None = None) -> Device:
     if name.lower() in by_name:
         return by_name[name.lower()]
     near = difflib.get_close_matches(name.lower(), by_name, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = f"; did you mean {near[0]}?" if near else "."
     raise ConfigError(
         f"device {name!r} not found{hint} Known: {', '.join(known)}; define others under devices "
         "in a cluster file"
@@ -190,7 +190,7 @@ def _refuse_unknown(
     for key in values:
         if key not in allowed:
             near = difflib.get_close_matches(str(key), allowed, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             raise ConfigError(f"{file}: unknown key {prefix}{key}{hint} Keys: {', '.join(allowed)}")
 
 
