@@ -93,7 +93,7 @@ class Plan:
                     f"{name} {size / 1e9:.1f}" for name, size in _largest(phase.memory)
                 )
                 found.append(
-                    f"{phase.name} needs {phase.peak / 1e9:.1f} GB of a device's "
+                    f"{phase.name} needs {phase.peak / 1e9:.1f} GB per device, but a device has "
                     f"{self.limit / 1e9:.0f} GB ({phase.pool}): {sizes}"
                 )
         machines = self.job.machines
@@ -109,7 +109,7 @@ class Plan:
             )
         if self.host_bytes > machines.host_memory_gb * 1e9:
             found.append(
-                f"offloaded state needs {self.host_bytes / 1e9:.0f} GB of a node's "
+                f"offloaded state needs {self.host_bytes / 1e9:.0f} GB per node, but a node has "
                 f"{machines.host_memory_gb:.0f} GB"
             )
         return tuple(found)

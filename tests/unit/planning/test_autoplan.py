@@ -142,7 +142,7 @@ def test_host_memory_that_is_short_is_named() -> None:
     machines = replace(read_cluster(None, 1, 8), host_memory_gb=20)
     with pytest.raises(
         ConfigError,
-        match=r"The closest mapping fails because offloaded state needs \d+ GB of a node's 20 GB",
+        match=r"The closest mapping fails because offloaded state needs \d+ GB per node, but a node has 20 GB",
     ):
         auto(load_config("grpo-qwen3-8b-1x8"), machines, Assumed(), None, False)
 
