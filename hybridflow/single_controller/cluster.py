@@ -88,7 +88,7 @@ class _Local:
         return cls(temp_dir, lock, _start_guard(temp_dir))
 
     def keep_guarded(self) -> list[int]:
-        """Restart the guard if it has exited, for example after the OOM killer. Returns its pid."""
+        """Restart the guard if it has exited, for example if it was killed. Returns its pid."""
         if self.guard.poll() is not None:
             assert self.guard.stdin is not None
             self.guard.stdin.close()
