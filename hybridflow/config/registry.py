@@ -204,7 +204,7 @@ def import_file(path: Path, key: str) -> ModuleType:
             if isinstance(error, ImportError) and path.with_name(f"{error.name}.py").is_file():
                 hint = f"; {error.name}.py is in the same folder; set PYTHONPATH={path.parent}"
             raise ConfigError(
-                f"{path} ({key})  could not be imported:  {describe_error(error, path)}{hint}"
+                f"{path} ({key}) could not be imported: {describe_error(error, path)}{hint}"
             ) from error
         _imported[name] = path, _state(path)
     return module

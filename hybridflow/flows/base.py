@@ -9,14 +9,13 @@
             await run.policy.update(batch)
             await run.sync()
 
-Calling a role puts the call into the queue of its devices at once, and returns what is awaited:
-calls of roles that share devices are executed in the order in which they are made, calls on other
-devices at the same time. A role that the run does not have (no KL term, no reward model) computes
-nothing, and adds no column.
+Calling a role queues the call for its devices immediately and returns an awaitable. Calls of roles
+that share devices run in call order; calls on other devices run concurrently. A role that the run
+does not have (no KL term, no reward model) computes nothing and adds no column.
 
-A flow is started again after ranks are lost and in a resumed run, and its steps go on after the
-last checkpoint: local variables are lost, and what is outside of the loop runs again. Values that
-must survive belong in `run.state`.
+After ranks are lost, and in a resumed run, the flow is started again, and its steps continue after
+the last checkpoint. Local variables are lost, and code outside of the loop runs again. Store values
+that must survive in `run.state`.
 """
 
 from __future__ import annotations
@@ -37,85 +36,86 @@ if TYPE_CHECKING:
     from hybridflow.rollout.answering import Prompt
 
 ROLES = tuple("policy" if name == "actor" else name for name in role_table.ROLES)
-_MISSPELT = 0.75  # so near to a role's name is no name of another policy
+_MISSPELT = 0.75  # names this similar to a role's are treated as misspelt, not as another policy's
 Body = Callable[["Run"], Coroutine[Any, Any, None]]
 
 
 class Reference(Protocol):
-    """The policy as it was when the run began, or another model: the anchor of KL terms."""
+    """The policy at the start of the run, or another model: the anchor of KL terms."""
 
     def log_probs(self, batch: DataProto) -> Awaitable[DataProto]:
-        """The batch with ref_log_probs."""
+        """Return the batch with ref_log_probs."""
 
 
 class Teacher(Protocol):
-    """A model whose distribution over tokens the policy learns."""
+    """A model whose token distribution the policy learns."""
 
     def log_probs(self, batch: DataProto) -> Awaitable[DataProto]:
-        """The batch with the teacher's log-probs of the sampled tokens, or of its most likely
-        ones (`actor.distillation.loss_mode`)."""
+        """Return the batch with the teacher's log-probs of the sampled tokens, or of its most
+        likely tokens (`actor.distillation.loss`)."""
 
 
 class RewardModel(Protocol):
     """A model that scores answers."""
 
     def scores(self, batch: DataProto) -> Awaitable[DataProto]:
-        """The batch with rm_scores."""
+        """Return the batch with rm_scores."""
 
     def update(self, pairs: DataProto) -> Awaitable[None]:
-        """One update on pairs of answers, prompt_ids, chosen_ids and rejected_ids, in a run with
-        `reward_model.trains`. Over several ranks the last pairs that do not divide are left out."""
+        """Run one update on pairs of answers (prompt_ids, chosen_ids, rejected_ids) in a run with
+        `reward_model.trains`. With several ranks, pairs that do not divide evenly are dropped."""
 
 
 class Critic(Protocol):
     """The value model."""
 
     def values(self, batch: DataProto) -> Awaitable[DataProto]:
-        """The batch with values."""
+        """Return the batch with values."""
 
     def update(self, batch: DataProto) -> Awaitable[None]:
-        """All updates of a step; reads returns."""
+        """Run all updates of a step. Reads returns."""
 
 
 class Policy(Protocol):
-    """The model that is trained, and whose weights the engines have."""
+    """The trained model, whose weights are sent to the engines."""
 
     def generate(self, prompts: Sequence[Prompt], n: int | None = None) -> Awaitable[DataProto]:
-        """`n` samples (`rollout.n`) of each prompt, a text or a list of chat messages, with the
-        weights of the last sync: prompt_ids, uid, response_text and the columns of `samples` that
-        engines write. They have no scores."""
+        """Generate `n` (default `rollout.n`) samples per prompt (a text, or a list of chat
+        messages) with the weights of the last sync. Returns prompt_ids, uid, response_text and the
+        engines' columns of `samples`, without scores."""
 
     def log_probs(self, batch: DataProto) -> Awaitable[DataProto]:
-        """The batch with old_log_probs and entropys.
+        """Return the batch with old_log_probs and entropys.
 
-        Without these columns where the first update computes them anyway and nothing of the
-        configuration reads them before it (`config.derived.scores_before_update`).
+        The columns are omitted if the first update computes them anyway and no setting requires
+        them earlier (`config.derived.scores_before_update`).
         """
 
     def update(self, batch: DataProto) -> Awaitable[None]:
-        """All updates of a step; reads advantages. None while the critic warms up
-        (`trainer.critic_warmup`)."""
+        """Run all updates of a step; none while the critic warms up (`trainer.critic_warmup`).
+        Reads advantages."""
 
 
 class FurtherPolicy(Policy, Protocol):
-    """A policy of `roles` in the configuration, `run.NAME`. Its log_probs also adds ref_log_probs
-    of the weights that it began with, where its loss or estimator reads them."""
+    """A policy of `roles` in the configuration, `run.NAME`. Its `log_probs` also adds ref_log_probs
+    of its initial weights if its loss or estimator reads them."""
 
     def advantages(self, batch: DataProto) -> DataProto:
-        """The batch with advantages of its scores (`algorithm.adv_estimator`)."""
+        """Return the batch with advantages computed from its scores (`algorithm.adv_estimator`)."""
 
     def take(self, other: Policy) -> Awaitable[None]:
-        """The weights of another policy of the same model, in ranks and engines; the optimizer is
-        fresh. A policy that is frozen (`roles.NAME.frozen`) changes by this alone."""
+        """Copy the weights of another policy with the same model to the ranks and engines, and
+        reset the optimizer. This is the only way in which a frozen policy (`roles.NAME.frozen`)
+        changes."""
 
 
 class Run(Protocol):
-    """The run as a flow sees it. Resuming, validation, checkpoints, dumps, metrics, memory and the
-    recovery of lost ranks belong to it and need nothing of the flow."""
+    """The run as seen by a flow. It handles resuming, validation, checkpoints, dumps, metrics,
+    memory and the recovery of lost ranks without help from the flow."""
 
     @property
     def policy(self) -> Policy:
-        """The model that is trained."""
+        """The trained model."""
 
     @property
     def critic(self) -> Critic:
@@ -134,50 +134,51 @@ class Run(Protocol):
         """A model that the policy learns from."""
 
     def __getattr__(self, name: str) -> FurtherPolicy:
-        """A further policy by its name."""
+        """Return a further policy by name."""
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON-able values of the flow's own, which a checkpoint holds and a resumed run has."""
+        """The flow's own JSON-serializable values, which are saved in checkpoints and restored on
+        resume."""
 
     @property
     def options(self) -> Any:
-        """The options of the flow: `algorithm.flow_options` as the dataclass that it declares."""
+        """The flow's options: `algorithm.flow_options` as the dataclass that the flow declares."""
 
     @property
     def is_tracing(self) -> bool:
-        """Whether this is the check before the run, over invented rows and without roles."""
+        """True during the check before the run, which uses synthetic rows and no roles."""
 
     def steps(self) -> AsyncIterator[int]:
-        """The numbers of the steps that are left. Asking for the next one ends a step: it is
-        validated, recorded and saved as the configuration says."""
+        """Iterate over the numbers of the remaining steps. Requesting the next step ends the
+        current one, which is validated, recorded and saved as configured."""
 
     def samples(self, *, greedy: bool = False) -> Awaitable[DataProto]:
-        """The samples of the step: prompts, answers and scores, of weights that are at most
-        `trainer.max_staleness` steps old. With `greedy` also greedy_scores [B], the score of the
-        most likely answer to each prompt."""
+        """Return the step's samples: prompts, answers and scores, from weights that are at most
+        `trainer.max_staleness` steps old. With `greedy`, also greedy_scores [B], the score of the
+        greedy answer to each prompt."""
 
     def all(self, *calls: Awaitable[DataProto]) -> Awaitable[DataProto]:
-        """The batch of the calls with the columns of all of them, when all have ended."""
+        """Wait for all calls, and return their common batch with the columns of all of them."""
 
     def advantages(self, batch: DataProto) -> DataProto:
-        """The batch with advantages, and returns where there is a critic
+        """Return the batch with advantages and, with a critic, returns
         (`algorithm.adv_estimator`)."""
 
     def leave_out(self, batch: DataProto, rows: np.ndarray) -> DataProto:
-        """The batch in which these rows, [B] bool, enter no loss and no statistic. They keep their
-        place: every step has the same number of rows."""
+        """Return the batch with these rows, [B] bool, excluded from loss and statistics. They stay
+        in the batch, because every step has the same number of rows."""
 
     def later(self, update: Awaitable[None]) -> None:
-        """Let an update of the critic last beyond this step where it has devices of its own; its
-        metrics, its next call and a checkpoint wait for it."""
+        """Let an update of a critic with separate devices continue beyond this step. Its metrics,
+        its next call and checkpoints wait for it."""
 
     def sync(self) -> Awaitable[None]:
-        """Bring the weights of all policies that the step has updated to their engines."""
+        """Send the weights of all policies updated in this step to their engines."""
 
     def record(self, **values: float) -> None:
-        """Record finite numbers with the metrics of this step, as flow/NAME; the last value of a
-        name counts."""
+        """Record finite numbers with this step's metrics, as flow/NAME. The last value for a name
+        is used."""
 
 
 def flow(
@@ -190,24 +191,24 @@ def flow(
     """Register a flow.
 
     Args:
-        name: value of `algorithm.flow`; in a user's file, what follows `path/to/file.py:`.
+        name: value of `algorithm.flow`; for a user's file, the part after `path/to/file.py:`.
         roles: the attributes of `Run` that it calls: policy, critic, reference, reward_model,
             teacher, and the names of further policies (`roles` in the configuration). A run whose
-            settings start another role is refused.
+            settings start another role is rejected.
         options: a frozen dataclass whose fields are the keys of `algorithm.flow_options`, with
             types and defaults. The flow reads them as `run.options`.
-        policy_losses: the values of `actor.policy_loss` under which it is what its paper defines;
-            empty: any.
+        policy_losses: the values of `actor.policy_loss` that match its paper's definition; empty:
+            any.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(
-            f"@flow takes the name of the flow: write {_decorator(_name_of(name), name)}"
+            f"@flow requires the flow's name; write {_decorator(_name_of(name), name)}"
         )
 
     def registered(body: Body) -> Flow:
         _check_body(name, body)
         if roles is None:
-            raise ConfigError(f"flow {name!r} names no roles: write {_decorator(name, body)}")
+            raise ConfigError(f"flow {name!r} declares no roles; write {_decorator(name, body)}")
         return Flow(body, _checked_roles(name, roles), options, policy_losses, name, _line_of(body))
 
     return FLOWS.entry(name, registered)
@@ -221,35 +222,37 @@ def _checked_roles(name: str, roles: Iterable[str]) -> tuple[str, ...]:
         if role not in ROLES and not is_own:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"flow {name!r}: there is no role {role!r}{hint} (there are {', '.join(ROLES)}, "
-                "and the policies under `roles` in the configuration)"
+                f"flow {name!r}: unknown role {role!r}{hint} (known roles: {', '.join(ROLES)}, and "
+                "the policies under `roles` in the configuration)"
             )
     if isinstance(roles, str):
-        raise ConfigError(f"flow {name!r}: roles are a tuple; write roles=({roles!r},)")
+        raise ConfigError(f"flow {name!r}: roles must be a tuple; write roles=({roles!r},)")
     return tuple(dict.fromkeys(given))
 
 
 def _check_body(name: str, body: object) -> None:
-    """Refuse what is no async function of one argument."""
+    """Raise ConfigError unless `body` is an async function of one argument."""
     what = f"flow {name!r}"
     if inspect.isasyncgenfunction(body) or inspect.isgeneratorfunction(body):
         raise ConfigError(
-            f"{what} has a `yield`: a flow is no generator; use `await`, and `continue` to end a "
-            "step"
+            f"{what} contains `yield`: a flow must not be a generator; use `await`, and `continue` "
+            "to end a step"
         )
     if not inspect.iscoroutinefunction(body):
-        raise ConfigError(f"{what} is no async function: write `async def {_name_of(body)}(run):`")
+        raise ConfigError(
+            f"{what} is not an async function; write `async def {_name_of(body)}(run):`"
+        )
     try:
         inspect.signature(body).bind(None)
     except TypeError as error:
         raise ConfigError(
-            f"{what} takes one argument, the run: write `async def {_name_of(body)}(run):`; "
-            "settings of its own are run.options"
+            f"{what} must take one argument, the run; write `async def {_name_of(body)}(run):` and "
+            "read its own settings from run.options"
         ) from error
 
 
 def _decorator(name: str, body: object) -> str:
-    """The decorator with the roles that the body's code names."""
+    """Return the decorator with the roles that the body's code uses."""
     code = getattr(body, "__code__", None)
     named = [role for role in ROLES if code is not None and role in code.co_names]
     return f"@flow({name!r}, roles={tuple(named or ['policy'])})"
@@ -260,6 +263,6 @@ def _name_of(body: object) -> str:
 
 
 def _line_of(body: Body) -> int | None:
-    """The line of the decorator."""
+    """Return the line of the decorator."""
     code = getattr(inspect.unwrap(body), "__code__", None)
     return None if code is None else int(code.co_firstlineno)

@@ -1,5 +1,5 @@
-"""On-policy distillation (arXiv 2306.13649): the policy learns a teacher's distribution at the
-tokens that it has sampled itself."""
+"""On-policy distillation (arXiv 2306.13649): the policy learns a teacher's distribution at tokens
+that the policy sampled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hybridflow.flows.base import Run, flow
 
 @flow("distill", roles=("policy", "reference", "teacher"))
 async def distill(run: Run) -> None:
-    """No reward enters the loss (`actor.distillation.task_rewards=false`)."""
+    """Train on the teacher's distribution; no reward enters the loss
+    (`actor.distillation.task_rewards=false`)."""
     async for _ in run.steps():
         batch = await run.samples()
         batch = await run.all(

@@ -1,5 +1,5 @@
-"""Learning which of two answers is preferred (DPO, arXiv 2305.18290; IPO, KTO), of recorded pairs
-or of the policy's own answers."""
+"""Learning from preferences between two answers (DPO, arXiv 2305.18290; IPO, KTO), from recorded
+pairs or the policy's own answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybridflow.flows.base import Run, flow
 
 @flow("dpo", roles=("policy", "reference", "reward_model"))
 async def dpo(run: Run) -> None:
-    """The better answer of a pair gains probability relative to the reference."""
+    """Raise the probability of a pair's better answer relative to the reference."""
     async for _ in run.steps():
         batch = await run.samples()
         batch = await run.all(

@@ -7,7 +7,7 @@ from hybridflow.flows.base import Run, flow
 
 @flow("ppo", roles=("policy", "critic", "reference", "reward_model", "teacher"))
 async def ppo(run: Run) -> None:
-    """A token is compared with the value that the critic expects."""
+    """Compare each token's return with the critic's value."""
     async for _ in run.steps():
         batch = await run.samples()
         batch = await run.all(
@@ -18,7 +18,7 @@ async def ppo(run: Run) -> None:
             run.critic.values(batch),
         )
         batch = run.advantages(batch)
-        # beside the policy's, and into the next generation, where it has devices of its own
+        # concurrently with the policy's update and the next generation, if it has separate devices
         run.later(run.critic.update(batch))
         await run.policy.update(batch)
         await run.sync()

@@ -1,5 +1,5 @@
-"""Supervised learning of the best of one's own answers (RAFT, arXiv 2304.06767; rejection sampling
-in Llama 2, arXiv 2307.09288, section 3.2.3)."""
+"""Supervised learning on the policy's best answers (RAFT, arXiv 2304.06767; rejection sampling in
+Llama 2, arXiv 2307.09288, section 3.2.3)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridflow.flows.base import Run, flow
 
 @dataclass(frozen=True)
 class Options:
-    """Which answers are learned: at most `best` of each prompt (0: all), with a reward above
+    """Selection of answers to train on: at most `best` per prompt (0: all), with a reward above
     `threshold`."""
 
     threshold: float = 0.0
@@ -28,7 +28,7 @@ class Options:
     policy_losses=("reinforce",),
 )
 async def rejection(run: Run) -> None:
-    """The loss is the mean negative log-likelihood of the tokens of the chosen answers."""
+    """Minimize the mean negative log-likelihood of the chosen answers' tokens."""
     async for _ in run.steps():
         batch = await run.samples()
         batch = await run.all(
@@ -36,7 +36,7 @@ async def rejection(run: Run) -> None:
             run.policy.log_probs(batch),
             run.reference.log_probs(batch),
         )
-        batch = run.advantages(batch)  # its rewards choose
+        batch = run.advantages(batch)  # its rewards select the answers
         rows = chosen(batch, run.options)
         run.record(chosen=float(rows.mean()))
         if not rows.any():
@@ -49,14 +49,14 @@ async def rejection(run: Run) -> None:
 
 
 def chosen(batch: DataProto, options: Options) -> np.ndarray:
-    """[B] bool: the rows that are learned. Of equal rewards the first row counts; a row without a
-    token that counts is never chosen."""
+    """Return [B] bool: True for rows to train on. Ties go to the first row. Rows whose tokens are
+    all masked are never chosen."""
     uid = batch["uid"]
     mask = batch.jagged("response_mask")
     sums = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
     counts = sums[mask.offsets[1:]] > sums[mask.offsets[:-1]]
     rewards = np.where(counts, batch["rewards"], -np.inf)
-    order = np.lexsort((-rewards, uid))  # prompt after prompt, the best row first
+    order = np.lexsort((-rewards, uid))  # sorted by prompt, best row first
     _, first, group = np.unique(uid[order], return_index=True, return_inverse=True)
     rank = np.empty(len(uid), np.int64)
     rank[order] = np.arange(len(uid)) - first[group]

@@ -1,4 +1,4 @@
-"""ReMax (arXiv 2310.10505): the score of the most likely answer is the baseline."""
+"""ReMax (arXiv 2310.10505): the baseline is the score of the greedy answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hybridflow.flows.base import Run, flow
 
 @flow("remax", roles=("policy", "reference", "reward_model", "teacher"))
 async def remax(run: Run) -> None:
-    """A sample is compared with the greedy answer to its prompt."""
+    """Compare each sample with the greedy answer to its prompt."""
     async for _ in run.steps():
         batch = await run.samples(greedy=True)
         batch = await run.all(

@@ -7,7 +7,7 @@ from hybridflow.flows.base import Run, flow
 
 @flow("rollouts", roles=("policy", "reward_model"))
 async def rollouts(run: Run) -> None:
-    """The policy stays as it is."""
+    """Generate and score answers without changing the policy."""
     async for _ in run.steps():
         batch = await run.samples()
         await run.all(run.reward_model.scores(batch))

@@ -26,7 +26,7 @@ _PREFIX = "causal."
 class ScoringModel(nn.Module):
     """The causal model with log-prob computation inside its forward pass.
 
-    FSDP2 has the output layer gathered only there.
+    FSDP2 gathers the output layer only there.
     """
 
     def __init__(self, causal: Any, alone: Any) -> None:
@@ -113,8 +113,8 @@ def shards(model: ScoringModel) -> dict[str, DTensor]:
 
 @torch.no_grad()
 def fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
-    """Load this rank's shards from `source`. Raises ModelError if the family's map is of another
-    model."""
+    """Load this rank's shards from `source`. Raises ModelError if the family's map does not match
+    the model."""
     tensors = family.tensors()
     held = shards(model)
     if {name: tuple(shard.shape) for name, shard in held.items()} != tensors:
@@ -122,15 +122,15 @@ def fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
             name for name in tensors if tuple(held[name].shape) != tensors[name]
         ]
         raise ModelError(
-            f"transformers' {type(model.causal).__name__} and the family's map differ: "
-            f"{wrong[:4]}; train it with Megatron"
+            f"transformers' {type(model.causal).__name__} and the family's map differ in "
+            f"{wrong[:4]}; use actor.backend=megatron"
         )
     for name, shape in tensors.items():
         start, rows = shard_rows(shape[0], dist.get_rank(), dist.get_world_size())
         local = held[name].to_local()
         if local.shape[0] != rows:
             raise ModelError(
-                f"FSDP2 gave this rank {local.shape[0]} rows of {name} {shape}, the layout says "
+                f"FSDP2 assigned {local.shape[0]} rows of {name} {shape} to this rank, expected "
                 f"{rows}"
             )
         if rows:

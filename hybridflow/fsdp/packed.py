@@ -1,5 +1,5 @@
-"""Packed micro-batches: the tokens that are read from each sample (`lengths_read`), concatenated
-without padding."""
+"""Packed micro-batches: the tokens read from each sample (`lengths_read`), concatenated without
+padding."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def build_micro_batches(
 
     Args:
         batch: the rows, with prompt_ids and response_ids.
-        bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes
-            part in collectives).
+        bins: rows of each micro-batch; may be empty (a rank without samples still takes part in
+            collectives).
         columns: jagged per-response-token columns to include. If they include `response_mask`,
             tokens that the policy did not sample serve only as context.
         device: the device of the tensors.

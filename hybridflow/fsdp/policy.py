@@ -47,8 +47,8 @@ class DenseReplay:
     def during(self, action: str) -> AbstractContextManager[None]:
         """Raise ModelError: there is nothing to record or replay."""
         raise ModelError(
-            f"router replay ({action}) needs a mixture of experts, which actor.backend=fsdp does "
-            "not train"
+            f"router replay ({action}) requires a mixture of experts, which actor.backend=fsdp "
+            "does not support"
         )
 
     def recorded(self) -> Jagged:
@@ -92,8 +92,8 @@ class FsdpPolicy(HoldsReference):
         self.model = build_model(family, self.dtype, source, device)
         self.optimizer: Optimizer | None = None
         self.replay = DenseReplay()
-        # FSDP2 pads uneven shards, and thereby moves them, in the first forward pass; run one now
-        # so that they stay in place
+        # FSDP2 pads uneven shards in the first forward pass, which moves them; run one now so that
+        # they stay in place
         nothing = DataProto.from_columns(
             {name: Jagged.from_rows([], np.int64) for name in ("prompt_ids", "response_ids")}
         )
@@ -130,7 +130,7 @@ class FsdpPolicy(HoldsReference):
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
         """Run one optimizer update on `batch`, this rank's share of the mini-batch."""
         if self.optimizer is None:
-            raise RuntimeError("an update before set_optimizer")
+            raise RuntimeError("update called before set_optimizer")
         micro_batches = self._micro_batches(batch, max_tokens, columns)
         watch = Watch(len(micro_batches), self.device)
         self.optimizer.zero_grad()

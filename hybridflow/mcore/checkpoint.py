@@ -103,8 +103,8 @@ def _check_adapters(policy: Policy, manifest: Manifest, folder: Path) -> None:
     ours = _facts(policy)
     if theirs != ours:
         raise CheckpointError(
-            f"{folder} was not loaded: actor.lora was {_settings(theirs)}, and is "
-            f"{_settings(ours)}; set it as it was, or go on from merged weights (`hybridflow "
+            f"{folder} was not loaded: its actor.lora is {_settings(theirs)}, this run's is "
+            f"{_settings(ours)}; restore the setting, or continue from merged weights (`hybridflow "
             "checkpoint export`, then model.path)"
         )
 

@@ -22,8 +22,8 @@ from hybridflow.mcore.parallel import tensor_share
 
 
 class ExpertLoad:
-    """Corrects the counts of this rank's routers that have an expert bias. Other routers do not
-    count."""
+    """Corrects the counts of this rank's routers that have an expert bias. Other routers keep no
+    counts."""
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages` are the rank's model chunks before wrapping."""
@@ -51,7 +51,7 @@ class _Corrected:
         self, router: TopKRouter, _: Any, output: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
         real, _recomputed = self.queue.take()
-        # nothing is counted without gradient (router.py:539)
+        # the router does not count without gradient (router.py:539)
         if real is None or not torch.is_grad_enabled():
             return
         # this tensor-parallel rank routes only its share of the tokens

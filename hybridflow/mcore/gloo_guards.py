@@ -1,5 +1,5 @@
-"""Guards for collectives that gloo (torch 2.13) rejects, or computes differently from NCCL without
-an error.
+"""Guards for collectives that gloo (torch 2.13) rejects, or silently computes differently from
+NCCL.
 
 `scatter` with non-contiguous inputs, `all_reduce` on strided tensors and `broadcast` between
 different memory layouts treat the storage as if it were contiguous. `all_gather` with unequal sizes
@@ -73,5 +73,5 @@ def _require_contiguous(tensor: Any, collective: str) -> None:
     if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
         raise RuntimeError(
             f"gloo {collective} on a non-contiguous tensor {tuple(tensor.shape)} stride "
-            f"{tensor.stride()} would give wrong data"
+            f"{tensor.stride()} would return wrong data"
         )

@@ -126,8 +126,8 @@ class Adapters:
                 stage = coordinates().pp_rank
                 targets = ", ".join(self.facts()["targets"])
                 raise ModelError(
-                    f"actor.lora.targets: no layer of pipeline stage {stage} has one of {targets}; "
-                    "add another target"
+                    f"actor.lora.targets: pipeline stage {stage} has no layer with any of "
+                    f"{targets}; add another target"
                 )
             if model.pre_process:
                 model.embedding.register_forward_hook(_start_gradient)
@@ -208,7 +208,7 @@ def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 def _start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """Make the embedding output require a gradient.
 
-    Nothing before the first adapter does, but a recomputed layer passes a gradient on only if its
-    input requires one (random.py:564).
+    Nothing before the first adapter requires one, but a recomputed layer propagates a gradient only
+    if its input requires one (random.py:564).
     """
     return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 # First version of Megatron-Core: range of Transformer Engine, upper bound exclusive. 0.16.1
 # declares its range in its extra `dev`. 0.19.2 declares no version in its extra `te`, and enables
-# features newer than 2.9's by version, up to 2.14; 2.20 is the latest release.
+# features newer than 2.9 depending on the version, up to 2.14; 2.20 is the latest release.
 _TRANSFORMER_ENGINE = {"0.19": ("2.9", "2.21"), "0": ("2.9", "2.12")}
 
 
@@ -34,10 +34,10 @@ def install() -> None:
 
 
 def _norms_and_projections(attention: Any, submodules: Any) -> dict[str, Any]:
-    """Undo a change of 0.19: without a query latent it adds a norm to the query projection
-    (mla_qk_norm_config.py:151).
+    """Revert a Megatron-Core 0.19 change that adds a norm to the query projection if there is no
+    query latent (mla_qk_norm_config.py:151).
 
-    No supported family has one; `qk_layernorm` refers only to the latents.
+    No supported family has that norm; `qk_layernorm` refers only to the latents.
     """
     from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 

@@ -1,4 +1,4 @@
-"""Megatron's optimizer, with fixes for torch's AdamW, its fallback without Transformer Engine and
+"""Megatron's optimizer, with fixes for torch's AdamW, the fallback without Transformer Engine and
 Apex."""
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def _check_precision_aware(
     key = "optim.precision_aware=true"
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
         raise ModelError(
-            f"{key} needs FusedAdam of Transformer Engine, which is not in use here "
-            f"({bootstrap.backend_name()}); set it to false, or build the gpu lane where nvcc is "
-            "found (make setup LANE=gpu)"
+            f"{key} requires Transformer Engine's FusedAdam, which is not in use here "
+            f"({bootstrap.backend_name()}); set it to false, or build the GPU environment on a "
+            "machine with nvcc (make setup LANE=gpu)"
         )
     if dtype is not torch.bfloat16:
         raise ModelError(
-            f"{key} needs model.dtype=bfloat16: weights in float32 are their own main weights"
+            f"{key} requires model.dtype=bfloat16: float32 weights have no separate main weights"
         )
     if not parallel.distributed_optimizer:
-        raise ModelError(f"{key} needs parallel.distributed_optimizer=true")
+        raise ModelError(f"{key} requires parallel.distributed_optimizer=true")
 
 
 class Optimizer:
@@ -158,7 +158,7 @@ def prime_adam_state(optimizer: Any) -> None:
 
 
 def is_precision_aware(inner: Any) -> bool:
-    """Return whether Adam holds the main weights.
+    """Return True if Adam stores the main weights.
 
     In that case `_get_main_param_and_optimizer_states` may return copies.
     """
@@ -181,8 +181,8 @@ def set_adam_step(optimizer: Any, step: int) -> None:
     """Continue counting from `step`.
 
     Every parameter gets a separate tensor. distrib_optimizer.py:785 shares one tensor between all
-    states, and torch's AdamW then increments it once per parameter. The result is silently wrong
-    (5e-4 after a resume).
+    states, and torch's AdamW then increments it once per parameter. The results are silently wrong
+    (by 5e-4 after a resume).
     """
     for inner in inner_optimizers(optimizer):
         if _counts_in_state(inner.optimizer):
@@ -194,7 +194,7 @@ def set_adam_step(optimizer: Any, step: int) -> None:
 
 
 def _counts_in_state(adam: Any) -> bool:
-    """Return whether this Adam counts steps in each parameter's state, as torch's does.
+    """Return True if this Adam counts steps in each parameter's state, as torch's does.
 
     Transformer Engine's and Apex's count in the group, and would treat a `step` in the state as
     another moment.

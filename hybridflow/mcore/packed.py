@@ -105,8 +105,8 @@ def build_micro_batches(
 
     Args:
         batch: the rows, with prompt_ids and response_ids.
-        bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes
-            part in collectives).
+        bins: rows of each micro-batch; may be empty (a rank without samples still takes part in
+            collectives).
         columns: jagged per-response-token columns to include. If they include `response_mask`,
             tokens that the policy did not sample serve only as context.
         cut: sharding over ranks.

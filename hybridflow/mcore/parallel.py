@@ -14,14 +14,14 @@ from hybridflow.device.platform import Platform
 from hybridflow.models.layout import Coordinates, ParallelShape
 from hybridflow.process.rendezvous import join_world
 
-_shape = ParallelShape(1)  # of the world
+_shape = ParallelShape(1)  # the world's shape
 
 
 def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:
     """Join the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and create
     Megatron's groups.
 
-    `timeout_s` bounds every collective: if a rank dies, the others fail instead of waiting forever.
+    `timeout_s` bounds every collective: if a rank dies, the others fail instead of hanging.
     """
     global _shape
     join_world(backend, timeout_s, undo=parallel_state.destroy_model_parallel)
@@ -42,7 +42,7 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
 
 
 def is_initialized() -> bool:
-    """Return whether this process has created its groups."""
+    """Return True if this process has created its groups."""
     return bool(parallel_state.model_parallel_is_initialized())
 
 
@@ -103,5 +103,5 @@ def tensor_share(tokens: Any) -> Any:
 
 
 def is_last_stage() -> bool:
-    """Return whether this rank holds the output layer."""
+    """Return True if this rank has the output layer."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)

@@ -1,6 +1,6 @@
 """A trainable causal language model on this rank.
 
-It has the Megatron model, its optimizer, and the passes used by the roles.
+It combines the Megatron model, its optimizer, and the forward and training passes of the roles.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Policy(HoldsReference):
         Args:
             family, parallel_config, dtype: architecture, sharding and precision of the model.
             source: the weights to load.
-            expert_bias_update_rate: step by which an update moves the expert biases of a sigmoid
-                router towards even load; 0 disables it.
+            expert_bias_update_rate: step size by which an update moves a sigmoid router's expert
+                biases toward an even load; 0 disables it.
             router_losses: coefficients of the load-balancing loss and the z-loss.
             recompute, recompute_modules, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
             lora: adapters to train instead of the weights.
@@ -112,7 +112,7 @@ class Policy(HoldsReference):
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
     ) -> tuple[Jagged, Jagged] | None:
-        """Compute (log-probs, entropies) of every response token in batch order; None on ranks
+        """Compute (log-probs, entropies) of all response tokens, in batch order; None on ranks
         outside the last stage.
 
         Without `with_entropy` the second item is the log-probs again.
@@ -187,7 +187,7 @@ class Policy(HoldsReference):
         Returns and raises the same as `train_mini_batch`.
         """
         if self.optimizer is None:
-            raise RuntimeError("an update before set_optimizer")
+            raise RuntimeError("update called before set_optimizer")
         self.optimizer.zero_grad()
         self.expert_load.begin()
         watch = Watch(num_micro_batches)
@@ -215,7 +215,7 @@ class Policy(HoldsReference):
     def set_optimizer(self, config: OptimConfig) -> None:
         """Create a fresh optimizer (moments zero) over the current weights."""
         if not self.trains:
-            raise RuntimeError("an optimizer for a model that does not train")
+            raise RuntimeError("set_optimizer called for a model that does not train")
         self.optimizer = Optimizer(self.chunks, config, self.config, self.dtype)
 
     def _scoring(self, temperature: float, with_entropy: bool) -> Scoring:
@@ -311,7 +311,7 @@ class Policy(HoldsReference):
     def settle(self) -> None:
         """Wait for weights that the next forward pass would gather (`overlap_param_gather`).
 
-        Until then, other ranks' shards of the local weights are those from before the last update.
+        Until then, the local weights' shards of other ranks are from before the last update.
         """
         if self.config.overlap_param_gather and self.trains:
             for chunk in self.chunks:

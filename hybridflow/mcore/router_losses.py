@@ -1,7 +1,7 @@
 """Router losses: load balancing (Switch Transformer, arXiv 2101.03961, equation 4, with Megatron's
 routing for it, the k highest scores) and the z-loss (ST-MoE, arXiv 2202.08906, equation 5).
 
-Megatron's own implementation cannot be used. It counts the padding of packed micro-batches
+Megatron's own implementation cannot be used. It includes the padding of packed micro-batches
 (`expert_load` explains why its mask does not help). It also weights a micro-batch by its packed
 tokens, including prompts and padding, while the gradient is divided by the count of the policy's
 loss, response tokens or sequences. Here, with T_m real tokens in micro-batch m and T in the

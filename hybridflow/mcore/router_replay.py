@@ -92,8 +92,8 @@ class RouterReplay:
 
         Raises:
             ModelError: the model has no experts, or its router does not support replay.
-            RouterReplayError: on exit, if a router did not use the routes sent to it, or was not
-                called at all.
+            RouterReplayError: on exit, if a router did not use the routes sent to it, or was never
+                called.
         """
         self._check_model()
         self._action = action
@@ -159,9 +159,9 @@ class RouterReplay:
     def take_counts(self) -> Mapping[str, int]:
         """Return token-layer counts since the last call.
 
-        sent: routes sent to this rank's routers; used: routed by them; mismatched: always 0, since
-        otherwise an error was raised. Tokens whose live selection was different are counted as
-        differing in passes without gradient, and as drifted in training passes, where earlier
+        sent: routes sent to this rank's routers; used: routed by them; mismatched: always 0,
+        because an error is raised otherwise. Tokens whose live selection was different are counted
+        as differing in passes without gradient, and as drifted in training passes, where earlier
         updates have changed the weights. `routers` is the number of this rank's routers. Ranks that
         repeat another rank's tokens return zeros.
         """
@@ -180,19 +180,19 @@ class RouterReplay:
     def _check_model(self) -> None:
         if not self.config.num_moe_experts:
             raise ModelError(
-                "actor.router_replay needs a mixture of experts; this model is dense: set it to "
-                "none"
+                "actor.router_replay requires a mixture of experts, but this model is dense; set "
+                "it to none"
             )
         if self.config.moe_router_fusion:
             raise ModelError(
-                "router replay and Megatron's fused router (moe_router_fusion) exclude each other: "
-                "the fused one asks nobody"
+                "router replay is not supported with Megatron's fused router (moe_router_fusion), "
+                "which does not call the replay hook"
             )
 
     def _checked(self, batch: DataProto) -> Jagged:
         if ROUTES not in batch:
             raise RouterReplayError(
-                f"the batch has no column {ROUTES!r}: nothing recorded the routes to replay"
+                f"the batch has no column {ROUTES!r}: no routes to replay were recorded"
             )
         routes = batch.jagged(ROUTES)
         lengths = sequence_lengths(batch)
@@ -200,21 +200,21 @@ class RouterReplay:
         if routes.values.shape[1:] != wanted:
             found = list(routes.values.shape[1:])
             raise RouterReplayError(
-                f"{ROUTES} has shape {found} a token; the model has {wanted[0]} layers and "
-                f"{wanted[1]} experts a token"
+                f"{ROUTES} has shape {found} per token, but the model has {wanted[0]} layers and "
+                f"{wanted[1]} experts per token"
             )
         if not np.array_equal(routes.lengths, lengths):
             row = int(np.argmax(routes.lengths != lengths))
             raise RouterReplayError(
-                f"{ROUTES} of row {row} has {routes.lengths[row]} tokens; prompt and response have "
-                f"{lengths[row]}"
+                f"{ROUTES} of row {row} has {routes.lengths[row]} tokens, but prompt and response "
+                f"have {lengths[row]}"
             )
         if routes.values.size and not (
             routes.values.min() >= FREE and routes.values.max() < self.config.num_moe_experts
         ):
             raise RouterReplayError(
-                f"{ROUTES} names expert {routes.values.max()} (smallest {routes.values.min()}); "
-                f"the model has {self.config.num_moe_experts}"
+                f"{ROUTES} contains expert {routes.values.max()} (smallest {routes.values.min()}), "
+                f"but the model has {self.config.num_moe_experts} experts"
             )
         return routes
 
@@ -226,11 +226,11 @@ class RouterReplay:
         waiting = sum(router.queue.pending() for router in self._routers)
         if mismatched or used != sent or waiting:
             raise RouterReplayError(
-                f"router replay is not live on global rank {dist.get_rank()}: of {sent} "
-                f"token-layers with given experts {used} were routed, {mismatched} of them to "
-                f"other experts; {waiting} recomputations did not happen. This pass computed "
-                "another function than the one that was sampled from. Set actor.router_replay=none "
-                "to train without replay."
+                f"router replay failed on global rank {dist.get_rank()}: of {sent} token-layers "
+                f"with given experts, {used} were routed, {mismatched} of them to other experts; "
+                f"{waiting} recomputations did not happen. This pass computed a different function "
+                "from the one that was sampled from. Set actor.router_replay=none to train without "
+                "replay."
             )
         self._taken = {name: count + found[name] for name, count in self._taken.items()}
 

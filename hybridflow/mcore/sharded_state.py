@@ -43,7 +43,7 @@ _OPTIMIZER = "optimizer.state."
 class ShardedState:
     """The rectangles of one policy.
 
-    `tensors` are over its live memory and include replicas; `hf` yields the locations of the
+    `tensors` are views of its live memory and include replicas; `hf` yields the locations of the
     model's HF tensors.
     """
 
@@ -170,7 +170,7 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
     missing = sorted(local_parameters(policy.stages, policy.family).keys() - shards.keys())
     if missing:
         raise CheckpointError(
-            f"Megatron describes no shards of {missing[:4]}; a checkpoint would lack them"
+            f"Megatron returned no shards for {missing[:4]}; a checkpoint would lack them"
         )
     return shards
 

@@ -119,7 +119,7 @@ def backward_outputs(
     loss_function: OutputLoss,
     watch: Watch,
 ) -> Metrics:
-    """Same as `backward`, for a loss of the model's whole output."""
+    """Same as `backward`, for a loss on the model's whole output."""
 
     def loss(
         number: int, micro: MicroBatch, output: torch.Tensor
@@ -190,7 +190,7 @@ def run(
     stage.
 
     With `watch`, each forward pass is followed by a backward pass, and `on_output` returns (loss,
-    count, anything).
+    count, any value).
     """
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:

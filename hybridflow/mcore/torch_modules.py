@@ -56,12 +56,12 @@ class RMSNorm(nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden]."""
+        """Normalize x [..., hidden]."""
         return rms_norm(x, gain(self.weight, self.zero_centered), self.eps)
 
 
 def gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
-    """Return a norm's factors: its weights, or 1 more where they are centered at zero."""
+    """Return a norm's factors: its weights, plus 1 if they are centered at zero."""
     return weight + 1 if zero_centered else weight
 
 
@@ -77,7 +77,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """x [s, b, hidden].
+        """Apply the norm and the linear to x [s, b, hidden].
 
         The norm runs on this rank's share of the sequence, before sequence parallelism gathers it.
         """
@@ -105,14 +105,14 @@ class DuplicatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         if bias:
-            raise ValueError("duplicated linears with bias need Transformer Engine")
+            raise ValueError("duplicated linears with bias require Transformer Engine")
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         if config.perform_initialization:
             init_method(self.weight.data)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """x [..., in]. Returns ([..., out], None for the bias)."""
+        """Apply the linear to x [..., in]. Returns ([..., out], None for the bias)."""
         return F.linear(x, self.weight), None
 
     def backward_dw(self) -> None:
@@ -142,7 +142,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         if bias:
-            raise ValueError("experts with bias need Transformer Engine")
+            raise ValueError("experts with bias require Transformer Engine")
         self.num_gemms = num_gemms
         self.groups = pg_collection
         self.tp_group = pg_collection.expt_tp
@@ -328,7 +328,7 @@ class ExpertCounts:
 def _where_they_are(original: Any) -> Any:
     """Keep expert counts on the device without expert parallelism.
 
-    No other rank has to be told its row counts, so the host need not wait for them
+    No other rank needs the row counts, so the host does not wait for them
     (token_dispatcher.py:803).
     """
 

@@ -15,7 +15,7 @@ def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
     """Build the causal language model on the meta device, without allocating its weights.
 
     Raises:
-        ModelError: transformers has no model of this `model_type`.
+        ModelError: transformers does not support this `model_type`.
     """
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -23,8 +23,8 @@ def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
     model_type = str(family.hf["model_type"])
     if model_type not in CONFIG_MAPPING:
         raise ModelError(
-            f"transformers has no model_type {model_type!r}; use another actor.backend or "
-            "rollout.engine"
+            f"transformers does not support model_type {model_type!r}; use another actor.backend "
+            "or rollout.engine"
         )
     config = CONFIG_MAPPING[model_type].from_dict(dict(family.hf))
     with torch.device("meta"):

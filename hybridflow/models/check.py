@@ -1,4 +1,4 @@
-"""Check before start-up that the models of a run can be sharded as configured, using the families'
+"""Check before startup that the models of a run can be sharded as configured, using the families'
 own rules."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _folder_problems(config: RunConfig, job: str) -> Iterator[str]:
         if model.path is None:
             continue
         try:
-            # a scalar head may be newly initialised
+            # a missing scalar head is newly initialised
             has_head = role == "model" or ROLES[role].head == "vocabulary"
             family = family_of({"vocab_size": 1, **derived.hf_config(model)}) if has_head else None
             check_weights(Path(model.path), family.tensors() if family else ())

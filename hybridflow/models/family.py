@@ -40,7 +40,7 @@ class Family(Protocol):
         """Return every tensor of the HF checkpoint with its shape, in checkpoint order."""
 
     def check(self, at: Coordinates) -> None:
-        """Raise ModelError if a size does not divide."""
+        """Raise ModelError if a size is not divisible by its parallel size."""
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
         """Return the parameters of the rank at these coordinates."""
@@ -65,9 +65,9 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
     model_type = str(hf_config.get("model_type"))
     if model_type not in FAMILIES.names():
         raise ModelError(
-            f"model_type {model_type!r} has no parameter map; supported: "
-            f"{', '.join(FAMILIES.names())}. Set it in model.hf_config or config.json, or give "
-            f"your own map: model.family=path/to/file.py:{model_type} (for `hybridflow "
+            f"model_type {model_type!r} is not supported; supported: "
+            f"{', '.join(FAMILIES.names())}. Set it in model.hf_config or config.json, or add your "
+            f"own parameter map: model.family=path/to/file.py:{model_type} (for `hybridflow "
             "checkpoint`: --family)"
         )
     return FAMILIES.get(model_type)(hf_config, mtp)
@@ -81,7 +81,7 @@ def use_family(name: str | None) -> None:
             `FAMILIES.register(MODEL_TYPE, ...)`.
 
     Raises:
-        ConfigError: the file cannot be imported or registers no such family.
+        ConfigError: the file cannot be imported, or does not register the family.
     """
     if name is not None:
         FAMILIES.register(name.rpartition(":")[2], FAMILIES.get(name))

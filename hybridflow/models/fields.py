@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridflow.errors import ModelError
 
-REQUIRED = object()  # used instead of a default: config.json must have the field
+REQUIRED = object()  # used instead of a default: the field must be in config.json
 
 # sizes common to all decoders; families add their own and override defaults
 SIZES: Mapping[str, Any] = {
@@ -27,8 +27,8 @@ SIZES: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "rms_norm_eps": 1e-6,
 }
-# fields of `PreTrainedConfig` and all families without effect on log-probs; `models.rotary` reads
-# the rope_* fields
+# fields of `PreTrainedConfig` and of all families that do not affect log-probs; `models.rotary`
+# reads the rope_* fields
 _WITHOUT_INFLUENCE = frozenset(
     {
         *(
@@ -79,8 +79,8 @@ class Fields:
         """Return {used field: value} for the contents of a config.json.
 
         Raises:
-            ModelError: a required field is missing, or a field has an unsupported value; names the
-                field.
+            ModelError: a required field is missing, or a field has an unsupported value; the
+                message contains the field.
         """
         model = f"the config of model_type {hf.get('model_type')}"
         for name, supported in {**_FIXED, **self.fixed}.items():
@@ -90,7 +90,7 @@ class Fields:
                 for one in (value if isinstance(value, list) else [value])
                 if one is not None
             ):
-                wanted = f"set it to {supported[0]!r}" if supported else "leave it out"
+                wanted = f"set it to {supported[0]!r}" if supported else "remove it"
                 raise ModelError(f"{model} has {name}={value!r}, which is not supported; {wanted}")
         given = {**{main: hf[other] for other, main in self.aliases.items() if other in hf}, **hf}
         found: dict[str, Any] = {}
@@ -99,5 +99,5 @@ class Fields:
             found[name] = default if value is None and name not in self.nullable else value
         missing = [name for name, value in found.items() if value is REQUIRED]
         if missing:
-            raise ModelError(f"{model} lacks {', '.join(missing)}")
+            raise ModelError(f"{model} has no {', '.join(missing)}")
         return found

@@ -42,8 +42,8 @@ class BlockQuantisation:
     def __post_init__(self) -> None:
         if len(self.block) != 2 or min(self.block) < 1:
             raise ModelError(
-                f"quantization_config.weight_block_size is {list(self.block)}; give two positive "
-                "numbers, rows and columns"
+                "quantization_config.weight_block_size must be two positive numbers (rows, "
+                f"columns), got {list(self.block)}"
             )
 
     @classmethod
@@ -56,7 +56,7 @@ class BlockQuantisation:
                 to powers of two.
         """
         said: Mapping[str, Any] = hf_config.get("quantization_config") or {}
-        _refuse_others(said, {**_BLOCK_WISE, "scale_fmt": "float"}, "weights are not brought into")
+        _refuse_others(said, {**_BLOCK_WISE, "scale_fmt": "float"}, "is not supported for engines")
         return cls(
             tuple(said.get("weight_block_size") or (128, 128)),
             tuple(said.get("modules_to_not_convert") or ()),
@@ -75,11 +75,13 @@ class BlockQuantisation:
             said.get("quant_method") == METHOD and hf_config.get("model_type") == "gpt_oss"
         ):
             return None
-        _refuse_others({"quant_method": "none", **said}, _BLOCK_WISE, "weights cannot be read from")
+        _refuse_others(
+            {"quant_method": "none", **said}, _BLOCK_WISE, "is not supported for weights"
+        )
         if not said.get("weight_block_size"):
             raise ModelError(
-                "quantization_config has no weight_block_size: only fp8 weights with a scale for "
-                "each block can be read; give a folder in bfloat16 or in block-wise fp8"
+                "quantization_config has no weight_block_size: fp8 weights must have one scale per "
+                "block; use a folder in bfloat16 or in block-wise fp8"
             )
         return cls(tuple(said["weight_block_size"]))
 
@@ -111,7 +113,7 @@ class BlockQuantisation:
         return first, tuple(end - low for end, low in zip(ends, first, strict=True))
 
     def covers(self, name: str, shape: Sequence[int]) -> bool:
-        """Return whether the HF tensor is quantised."""
+        """Return True if the HF tensor is quantised."""
         if (
             len(shape) != 2
             or not name.endswith(".weight")
@@ -147,8 +149,8 @@ class BlockQuantisation:
         return shapes, dtypes
 
     def config(self) -> dict[str, Any]:
-        """Return the `quantization_config` for config.json with which an engine allocates such
-        buffers."""
+        """Return the `quantization_config` for config.json that makes an engine allocate block-wise
+        fp8 buffers."""
         skipped = {"modules_to_not_convert": list(self.skipped)} if self.skipped else {}
         return {**_BLOCK_WISE, "weight_block_size": list(self.block), **skipped}
 
@@ -157,6 +159,5 @@ def _refuse_others(said: Mapping[str, Any], accepted: Mapping[str, str], what: s
     for key, value in accepted.items():
         if said.get(key) not in (None, value):
             raise ModelError(
-                f"quantization_config.{key} is {said[key]!r}, which {what}; block-wise fp8 has "
-                f"{value!r} there"
+                f"quantization_config.{key}={said[key]!r} {what}; block-wise fp8 has {value!r}"
             )

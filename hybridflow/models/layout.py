@@ -102,7 +102,7 @@ class Coordinates:
 
     @property
     def is_even(self) -> bool:
-        """Whether every stage has an equal share of the layers."""
+        """True if every stage has an equal share of the layers."""
         return not (self.first_stage_layers or self.last_stage_layers or self.layers_per_stage)
 
     def chunk_layers(self, num_layers: int) -> list[int]:
@@ -140,12 +140,12 @@ class Coordinates:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this stage has the embedding."""
+        """True if this stage has the embedding."""
         return self.pp_rank == 0 and self.vpp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this stage has the final norm and the output layer."""
+        """True if this stage has the final norm and the output layer."""
         return self.pp_rank == self.pp_size - 1 and self.vpp_rank == self.vpp_size - 1
 
     def virtual_stages(self) -> list[Coordinates]:
@@ -157,8 +157,8 @@ class Coordinates:
 class ParallelShape:
     """Parallel sizes of a Megatron world of `ranks` processes, data-parallel replicas included.
 
-    Checks, ranks, weight transfers and plans all derive their coordinates from it. The layers of
-    stages are as in `Coordinates`.
+    Checks, ranks, weight transfers and plans all derive their coordinates from it. The fields for
+    stages' layers are the same as in `Coordinates`.
     """
 
     ranks: int
@@ -174,7 +174,7 @@ class ParallelShape:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, ranks: int, **extra: Any) -> Self:
-        """The sizes of a section of the configuration; `extra` are fields of a subclass."""
+        """Return the sizes of a configuration section. `extra` are fields of a subclass."""
         return cls(
             ranks,
             parallel.tensor,
@@ -192,7 +192,8 @@ class ParallelShape:
     def place(
         self, tp_rank: int = 0, pp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0
     ) -> Coordinates:
-        """The coordinates of a rank with these positions; with virtual stages, of its first one."""
+        """Return the coordinates of the rank at these positions; with virtual stages, those of its
+        first one."""
         return Coordinates(
             tp_rank=tp_rank,
             tp_size=self.tensor,
@@ -214,7 +215,7 @@ class ParallelShape:
         The order is tensor, context, expert, data, pipeline; the last varies slowest.
 
         Raises:
-            ModelError: the sizes do not multiply to a divisor of `ranks`.
+            ModelError: the product of the sizes does not divide `ranks`.
         """
         for product in (
             self.pipeline * self.tensor * self.context,
@@ -222,8 +223,8 @@ class ParallelShape:
         ):
             if product < 1 or self.ranks % product:
                 raise ModelError(
-                    f"{self.ranks} ranks are no multiple of {product}, the product of the parallel "
-                    f"sizes {self}"
+                    f"{self.ranks} ranks are not a multiple of {product}, the product of the "
+                    f"parallel sizes {self}"
                 )
         stage = self.ranks // self.pipeline
         return [
@@ -238,7 +239,7 @@ class ParallelShape:
 
 
 def whole(name: str, source: str, shape: Sequence[int]) -> LocalTensor:
-    """Return a tensor that is replicated on every rank of the stage."""
+    """Return the description of a tensor that is replicated on every rank of the stage."""
     zeros = (0,) * len(shape)
     return LocalTensor(name, tuple(shape), (Piece(source, zeros, zeros, tuple(shape)),))
 
@@ -246,7 +247,7 @@ def whole(name: str, source: str, shape: Sequence[int]) -> LocalTensor:
 def split(
     name: str, source: str, shape: Sequence[int], dim: int, rank: int, size: int
 ) -> LocalTensor:
-    """Return an even split of one HF tensor along `dim`."""
+    """Return this rank's part of an even split of one HF tensor along `dim`."""
     local = list(shape)
     local[dim] //= size
     start = [0] * len(shape)
@@ -293,8 +294,8 @@ def stacked(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int
 def stacked_rows(
     name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int], rank: int, size: int
 ) -> LocalTensor:
-    """Return this rank's even share of the rows of `stacked(name, parts, tail)`. The split may go
-    through a part."""
+    """Return this rank's even share of the rows of `stacked(name, parts, tail)`. A part may be
+    split across ranks."""
     total = sum(rows for _, _, rows in parts)
     low = total // size * rank
     high = total // size * (rank + 1)

@@ -3,9 +3,8 @@
 An adapted linear computes with W + scale * B A, scale = alpha / rank, A [rank, in], B [out, rank]
 (arXiv 2106.09685). The factors of a Megatron linear are sharded like the linear: B's rows like the
 weight's rows, A's columns like its columns. Both therefore follow from the family's map of the
-weight, without separate index arithmetic: each of a rank's rows of a fused projection (queries,
-keys and values interleaved by group, gate stacked on up) maps to the Hugging Face tensor that it
-belongs to.
+weight, without separate index arithmetic: each local row of a fused projection (queries, keys and
+values interleaved by group, gate stacked on up) maps to the Hugging Face tensor that it belongs to.
 
 Names are PEFT's: `model.layers.0.self_attn.q_proj.lora_A.weight`. HF linears that Megatron fuses
 share one A. It is stored under the name of the first linear; the names of the others are `aliases`.
@@ -69,8 +68,8 @@ class AdapterMap:
         has = dict.fromkeys(map(_target, linears))
         if missing := [target for target in config.targets if target not in has]:
             raise ModelError(
-                f"actor.lora.targets: the model has no {', '.join(missing)} to adapt (routed "
-                f"experts have no adapters); choose from {', '.join(has)}"
+                f"actor.lora.targets: the model has no {', '.join(missing)} (routed experts do not "
+                f"support adapters); choose from {', '.join(has)}"
             )
         # HF tensor -> the unsharded Megatron weight that contains it
         self._uncut = {
@@ -101,7 +100,7 @@ class AdapterMap:
         return {name: kept for name, kept in pairs.items() if name != kept}
 
     def local(self, tensors: Iterable[LocalTensor]) -> list[AdaptedWeight]:
-        """Return those of a rank's weights that have adapters."""
+        """Return the rank's weights that have adapters."""
         adapted: list[AdaptedWeight] = []
         for local in tensors:
             if any(piece.source in self._uncut for piece in local.pieces):
@@ -170,17 +169,17 @@ def module_of(name: str) -> str:
 
 
 def is_a(name: str) -> bool:
-    """Return whether a factor is an A, from its PEFT name."""
+    """Return True if a factor is an A, from its PEFT name."""
     return name.endswith(".lora_A.weight")
 
 
 def is_factor(name: str) -> bool:
-    """Return whether a tensor is an A or a B, from its PEFT name."""
+    """Return True if a tensor is an A or a B, from its PEFT name."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 def is_adapter(parameter: str) -> bool:
-    """Return whether a Megatron parameter is an adapter factor, from its name."""
+    """Return True if a Megatron parameter is an adapter factor, from its name."""
     return ".lora." in parameter
 
 

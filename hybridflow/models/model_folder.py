@@ -1,4 +1,4 @@
-"""Check before start-up that the weights of a Hugging Face folder are complete.
+"""Check before startup that the weights of a Hugging Face folder are complete.
 
 Reads only the file headers and does not need torch.
 """
@@ -29,20 +29,20 @@ def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
 
     Raises:
         ModelError: a file is missing, truncated or a git-lfs pointer, or a tensor is missing. The
-            message has the command that completes the folder.
+            message contains the command that completes the folder.
     """
     held, files = _listed(folder)
     if missing := [name for name in files if not (folder / name).is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
-            f"{folder / missing[0]}{more}: {INDEX} lists it, and it is not there; {_again(folder)}"
+            f"{folder / missing[0]}{more}: listed in {INDEX}, but not found; {_again(folder)}"
         )
     for name in files:
         present = _names_in(folder / name)
         if absent := held.get(name, set()) - present:
             raise ModelError(
-                f"{folder / name} has no tensor {min(absent)}, which {INDEX} says is in it; "
-                f"{_again(folder)}"
+                f"{folder / name} does not contain the tensor {min(absent)}, which {INDEX} assigns "
+                f"to it; {_again(folder)}"
             )
         held[name] = present if name == SINGLE else held[name]
     known = set().union(*held.values())
@@ -51,7 +51,7 @@ def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
         where = folder / (INDEX if (folder / INDEX).exists() else SINGLE)
         raise ModelError(
             f"{where} lacks {len(absent)} of the {len(set(tensors))} tensors that config.json "
-            f"implies, for example {min(absent)}; if config.json is of the same model, "
+            f"implies, for example {min(absent)}; if config.json belongs to the same model, "
             f"{_again(folder)}"
         )
 
@@ -62,7 +62,7 @@ def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
     if index.is_file():
         if _is_pointer(index):
             raise ModelError(
-                f"{index} is a git-lfs pointer in place of the file; {_again(folder, pointer=True)}"
+                f"{index} is a git-lfs pointer, not the file; {_again(folder, pointer=True)}"
             )
         held: dict[str, set[str]] = {}
         for name, file in read_weight_map(index).items():
@@ -78,10 +78,10 @@ def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
     other = sorted(weights)
     if shards:
         raise ModelError(
-            f"{index} is missing beside {len(shards)} files of weights; {_again(folder)}"
+            f"{index} not found, although there are {len(shards)} weight files; {_again(folder)}"
         )
-    found = f"; {other[0]} is in another form, and only safetensors are read" if other else ""
-    raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}{found}; {_again(folder)}")
+    found = f"; {other[0]} is in another format, but only safetensors is supported" if other else ""
+    raise ModelError(f"{folder} contains neither {SINGLE} nor {INDEX}{found}; {_again(folder)}")
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -90,28 +90,28 @@ def read_weight_map(index: Path) -> dict[str, str]:
     File names must be plain names, so that an untrusted folder cannot refer to files outside of it.
 
     Raises:
-        ModelError: the index cannot be read, or names what is no file of its folder.
+        ModelError: the index cannot be read, or refers to a file outside of its folder.
     """
     try:
         found = read_outside_json(index).get("weight_map")
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{index} is no index of weights ({error}); {_again(index.parent)}"
+            f"{index} is not a weight index ({error}); {_again(index.parent)}"
         ) from error
     if not isinstance(found, dict):
         raise ModelError(
-            f"{index} is no index of weights (it has no weight_map); {_again(index.parent)}"
+            f"{index} is not a weight index (missing weight_map); {_again(index.parent)}"
         )
     files = set[str]()
     for name, file in found.items():
         if not isinstance(file, str) or (file not in files and not _is_plain(file)):
             raise ModelError(
-                f"{index}: tensor {name[:80]} is said to lie in {repr(file)[:80]}, which is no "
-                "file of this folder"
+                f"{index}: tensor {name[:80]} is assigned to {repr(file)[:80]}, which is not a "
+                "file in this folder"
             )
         files.add(file)
     if len(files) > _MOST_FILES:
-        raise ModelError(f"{index} names {len(files)} files, and no model has that many")
+        raise ModelError(f"{index} lists {len(files)} files; the limit is {_MOST_FILES}")
     return found
 
 
@@ -128,7 +128,7 @@ def _names_in(file: Path) -> set[str]:
     truncated."""
     if _is_pointer(file):
         raise ModelError(
-            f"{file} is a git-lfs pointer in place of weights; {_again(file.parent, pointer=True)}"
+            f"{file} is a git-lfs pointer, not a weight file; {_again(file.parent, pointer=True)}"
         )
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -136,16 +136,18 @@ def _names_in(file: Path) -> set[str]:
         data = stream.read(min(length, _MOST_HEADER_BYTES))
     try:
         if length > _MOST_HEADER_BYTES:
-            raise ValueError(f"its header has {length} bytes")
+            raise ValueError(f"the header has {length} bytes")
         header = parse_outside_json(data)
         names = {name for name in header if name != "__metadata__"}
         end = max((int(header[name]["data_offsets"][1]) for name in names), default=0)
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
-        raise ModelError(f"{file} is no whole safetensors file; {_again(file.parent)}") from error
+        raise ModelError(
+            f"{file} is not a complete safetensors file; {_again(file.parent)}"
+        ) from error
     if size != 8 + length + end:
         raise ModelError(
-            f"{file} is no whole safetensors file: it has {size} bytes, and its header says "
-            f"{8 + length + end}; {_again(file.parent)}"
+            f"{file} is not a complete safetensors file: it has {size} bytes, but its header "
+            f"requires {8 + length + end}; {_again(file.parent)}"
         )
     return names
 
@@ -158,9 +160,9 @@ def _is_pointer(file: Path) -> bool:
 def _again(folder: Path, *, pointer: bool = False) -> str:
     """Return the advice for the error message: the download command.
 
-    Running it again resumes an interrupted download.
+    Running the command again resumes an interrupted download.
     """
     rest = len(list(folder.glob(".cache/huggingface/download/**/*.incomplete")))
-    was = f" (it was interrupted: {rest} .incomplete files are left)" if rest else ""
+    was = f"  (the last download was interrupted: {rest} .incomplete files remain)" if rest else ""
     pull = f"run `git lfs pull` in {folder}, or" if pointer else "run"
-    return f"{pull} `hf download ORG/NAME --local-dir {folder}` with the name of the model{was}"
+    return f"{pull} `hf download ORG/NAME --local-dir {folder}` with the model's name{was}"

@@ -17,20 +17,20 @@ def published(name: str) -> dict[str, Any]:
     """Return the config of a published model.
 
     Raises:
-        ModelError: there is no model of this name; lists the available ones.
+        ModelError: unknown name; the message lists the available ones.
     """
     if name not in published_names():
         raise ModelError(
-            f"no sizes of a model {name!r} are known here; there are "
-            f"{', '.join(published_names())}, or give a config.json"
+            f"unknown model {name!r}; choose one of {', '.join(published_names())}, or pass a "
+            "config.json"
         )
     return _sizes(_group(name))
 
 
 @functools.cache
 def published_names() -> tuple[str, ...]:
-    """Return the models with known sizes: the groups with a vocabulary size. The tiny models leave
-    it open."""
+    """Return the models with known sizes: the groups with a vocabulary size. The tiny models have
+    none."""
     return tuple(
         sorted(
             file.stem for file in _group("*").parent.glob("*.yaml") if "vocab_size" in _sizes(file)

@@ -17,16 +17,15 @@ def check_recompute(family: Family, recompute: str, modules: Sequence[str]) -> N
     if recompute != "selective":
         if tuple(modules) != ("core_attn",):
             raise ModelError(
-                f"{named} needs actor.recompute=selective, which is {recompute}; set one of them"
+                f"{named} requires actor.recompute=selective, got {recompute}; change one of them"
             )
         return
     if not modules:
-        raise ModelError(
-            f"{named} computes nothing again; name modules, or set actor.recompute=none"
-        )
+        raise ModelError(f"{named} recomputes nothing; list modules, or set actor.recompute=none")
     if again := sorted({"moe_act", "shared_experts"} & set(modules)) if "moe" in modules else []:
         raise ModelError(
-            f"{named}: moe is the whole layer of experts, {again[0]} with it; leave {again[0]} out"
+            f"{named}: moe recomputes the whole expert layer, including {again[0]}; remove "
+            f"{again[0]}"
         )
     config = family.megatron_config()
     has_experts = bool(config.get("num_moe_experts"))
@@ -38,16 +37,14 @@ def check_recompute(family: Family, recompute: str, modules: Sequence[str]) -> N
         "moe": (has_experts, "experts"),
         "moe_act": (has_experts, "experts"),
         "shared_experts": (shared, "shared experts"),
-        "mlp": (has_dense, "dense MLPs (moe computes layers of experts again)"),
+        "mlp": (has_dense, "dense MLPs (moe recomputes expert layers)"),
         "mla_up_proj": (is_latent, "multi-head latent attention"),
         "layernorm": (
             has_experts or is_latent,
-            "norms of their own: they are part of the linears behind them",
+            "separate norms: they are part of the following linears",
         ),
     }
     for module in modules:
         found, what = needs.get(module, (True, ""))
         if not found:
-            raise ModelError(
-                f"{named}: the layers of this model have no {what}; leave {module} out"
-            )
+            raise ModelError(f"{named}: this model's layers have no {what}; remove {module}")

@@ -33,7 +33,7 @@ class SigmoidDecoder(Decoder):
         self.router = sigmoid_router_config(self.values)
 
     def num_dense(self) -> int:
-        """How many layers at the beginning have a gated MLP in place of experts."""
+        """Return the number of initial layers with a gated MLP instead of experts."""
         return int(self.values["first_k_dense_replace"])
 
     def mlp(self, layer: int) -> Block:
@@ -53,8 +53,7 @@ def sigmoid_router_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ModelError: the experts cannot be divided into groups that allow this top-k, or Megatron
-            would score a group by a number of experts other than its best two, as published models
-            and engines do.
+            would not score a group by its best two experts, as published models and engines do.
     """
     dense = int(values["first_k_dense_replace"])
     ffn = int(values["moe_intermediate_size"])
@@ -69,14 +68,14 @@ def sigmoid_router_config(values: Mapping[str, Any]) -> dict[str, Any]:
         or topk > experts // groups * chosen
     ):
         raise ModelError(
-            f"num_experts_per_tok={topk} of n_routed_experts={experts} cannot be chosen from "
-            f"topk_group={chosen} of n_group={groups} groups; groups are equal, of at least two "
-            "experts, and hold as many as are chosen"
+            f"num_experts_per_tok={topk} of n_routed_experts={experts} cannot be selected from "
+            f"topk_group={chosen} of n_group={groups} groups; groups must have equal sizes of at "
+            "least two experts, and the selected groups at least num_experts_per_tok experts"
         )
     if topk == 1:  # moe_utils.py:721 renormalises only if topk > 1
         raise ModelError(
             "num_experts_per_tok=1 is not supported: Megatron's sigmoid router does not "
-            "renormalise one"
+            "renormalise a single score"
         )
     # Megatron scores a group by its best topk // topk_group experts (moe_utils.py:554),
     # transformers and SGLang by its best two

@@ -30,7 +30,7 @@ def softmax_router_config(
         wanted = (
             f"at most {num_experts}"
             if topk > num_experts
-            else "at least 2 where probabilities are renormalised"
+            else "at least 2 if probabilities are renormalised"
         )
         raise ModelError(f"{key}={topk} is not supported; it must be {wanted}")
     return {

@@ -37,22 +37,22 @@ _COMPANIONS = (
     ),
     *("generation_config.json", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
-_MOST_COMPANION_BYTES = 256 << 20  # the largest published tokenizers have 40 MB
+_MOST_COMPANION_BYTES = 256 << 20  # the largest published tokenizers are 40 MB
 
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copy a published folder's regular files that are neither weights nor config.json, unchanged.
 
     Raises:
-        ModelError: a file is larger than any of these is, and its copy might fill the disk.
+        ModelError: a file is implausibly large, so that its copy might fill the disk.
     """
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
             if file.is_file():
                 if file.stat().st_size > _MOST_COMPANION_BYTES:
                     raise ModelError(
-                        f"{file} is larger than {_MOST_COMPANION_BYTES} bytes, which no file next "
-                        "to a model's weights is; download it again"
+                        f"{file} exceeds the limit of {_MOST_COMPANION_BYTES} bytes for a model's "
+                        "companion files; download it again"
                     )
                 copy = target / file.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
@@ -127,11 +127,12 @@ class SafetensorsFolder:
                 with _opened(file) as handle:
                     self.files = dict.fromkeys(handle.keys(), file.name)
             except (SafetensorError, OSError, MemoryError) as error:
-                raise ModelError(f"{file} is no whole safetensors file: {error}") from error
+                raise ModelError(f"{file} is not a complete safetensors file: {error}") from error
         else:
             raise ModelError(
-                f"{self.folder} holds no model.safetensors and no model.safetensors.index.json; "
-                "model.path must be a Hugging Face folder with weights"
+                f"{self.folder} contains neither model.safetensors nor "
+                "model.safetensors.index.json; model.path must be a Hugging Face folder with "
+                "weights"
             )
         self.packed = packed_names(self.files)  # tensors in MXFP4
 
@@ -154,9 +155,9 @@ class SafetensorsFolder:
         scales = f"{name}{SCALE_SUFFIX}"
         if self.quantisation is None or scales not in self.files:
             raise ModelError(
-                f"{self.folder}: {name} is {str(values.dtype).removeprefix('torch.')} without a "
-                f"scale for each block ({scales} and quantization_config in config.json), so its "
-                "values are not known"
+                f"{self.folder}: {name} is {str(values.dtype).removeprefix('torch.')} without "
+                f"block scales ({scales} and quantization_config in config.json), so its values "
+                "are unknown"
             )
         factors = self._region(scales, *self.quantisation.blocks_of(start, shape))
         return self.quantisation.dequantise(values, factors, start)
@@ -181,7 +182,7 @@ class SafetensorsFolder:
 
         if name not in self.files:
             raise ModelError(
-                f"{self.folder} has no tensor {name}; is its config.json of another model?"
+                f"{self.folder} has no tensor {name}; does its config.json belong to another model?"
             )
         file = self.folder / self.files[name]
         try:
@@ -198,8 +199,8 @@ class SafetensorsFolder:
                 s + n > f for s, n, f in zip(start, shape, full, strict=True)
             ):
                 raise ModelError(
-                    f"{self.folder}: {name} has shape {full}, too small for the region "
-                    f"{start}+{shape} that config.json implies"
+                    f"{self.folder}: {name} has shape {full}, which is too small for the region "
+                    f"{start}+{shape} implied by config.json"
                 )
             return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
 

@@ -84,15 +84,17 @@ def test_what_cannot_be_replayed_is_an_error_that_says_why() -> None:
     [said] = run_ranks(1, "tests.dist.cases.replay:broken", parallel={}, hf=TINY)
     assert said["fine"] == said["fine again"] == "nothing"
     assert "has no column 'routed_experts'" in said["no column"]
-    assert "shape [3, 2] a token; the model has 4 layers and 2 experts" in said["other layers"]
-    assert "names expert 7" in said["other expert"]
+    assert (
+        "shape [3, 2] per token, but the model has 4 layers and 2 experts" in said["other layers"]
+    )
+    assert "contains expert 7" in said["other expert"]
     assert "of row 0 has" in said["other lengths"]
-    assert "router replay is not live" in said["twice"]
-    assert "router replay is not live" in said["not asked"]
+    assert "router replay failed" in said["twice"]
+    assert "router replay failed" in said["not asked"]
     assert all(
         line.startswith("RouterReplayError: ")
         for name, line in said.items()
         if not name.startswith("fine")
     )
     [said] = run_ranks(1, "tests.dist.cases.replay:broken", parallel={}, hf=DENSE_UNTIED)
-    assert "needs a mixture of experts" in said["fine"]
+    assert "requires a mixture of experts" in said["fine"]

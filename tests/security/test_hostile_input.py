@@ -114,13 +114,13 @@ def tensor(shape: list[int], begin: int, end: int) -> bytes:
 )
 def test_hostile_safetensors(tmp_path: Path, header: bytes) -> None:
     folder = model_folder(tmp_path, header)
-    with pytest.raises(ModelError, match=r"model\.safetensors is no whole safetensors file"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a complete safetensors file"):
         SafetensorsFolder(folder)
 
 
 def test_a_header_that_says_it_is_endless(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 63) + b"{}")
-    with pytest.raises(ModelError, match="no whole safetensors file"):
+    with pytest.raises(ModelError, match="not a complete safetensors file"):
         SafetensorsFolder(tmp_path)
 
 
@@ -129,7 +129,7 @@ def test_a_header_that_says_it_is_endless(tmp_path: Path) -> None:
 )
 def test_an_index_that_points_outside(tmp_path: Path, name: object) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(ModelError, match=r"is said to lie in .* which is no file of this folder"):
+    with pytest.raises(ModelError, match=r"is assigned to .* which is not a file in this folder"):
         SafetensorsFolder(tmp_path)
 
 

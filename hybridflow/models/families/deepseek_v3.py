@@ -61,8 +61,8 @@ class DeepseekV3(SigmoidDecoder):
         super().__init__(hf, mtp)
         if self.groups != self.heads:
             raise ModelError(
-                "latent attention has a key and a value for each head: "
-                f"num_key_value_heads={self.groups} must be num_attention_heads={self.heads}"
+                f"num_key_value_heads={self.groups} must equal num_attention_heads={self.heads}: "
+                "latent attention has one key and one value per head"
             )
         rank = self.values["q_lora_rank"]
         self.q_rank = None if rank is None else int(rank)

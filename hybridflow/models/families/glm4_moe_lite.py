@@ -1,5 +1,5 @@
-"""GLM-4.7-Flash: DeepSeek-V3's latent attention and router, with the kind of each layer's MLP as a
-list."""
+"""GLM-4.7-Flash: DeepSeek-V3's latent attention and router, with each layer's kind of MLP given as
+a list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridflow.models.sigmoid_router import LAYER_SIZES
 
 
 class Glm4MoeLite(DeepseekV3):
-    """The map for a `glm4_moe_lite` config."""
+    """Parameter map of a `glm4_moe_lite` config."""
 
     architecture = "Glm4MoeLiteForCausalLM"
     positions = 202752
@@ -32,17 +32,17 @@ class Glm4MoeLite(DeepseekV3):
             "rms_norm_eps": 1e-5,
             "mlp_layer_types": None,
         },
-        # transformers reads mlp_layer_types in place of first_k_dense_replace, which published
-        # configs keep
+        # transformers reads mlp_layer_types instead of first_k_dense_replace, which published
+        # configs still contain
         unused=DeepseekV3.fields.unused | {"first_k_dense_replace"},
     )
 
     def num_dense(self) -> int:
-        """The dense layers of `mlp_layer_types`: one, where config.json has no list.
+        """Return the number of dense layers in `mlp_layer_types`; one if config.json has no list.
 
         Raises:
-            ModelError: the list has another length than the model, or a dense layer follows a
-                sparse one.
+            ModelError: the list's length differs from the number of layers, or a dense layer
+                follows a sparse one.
         """
         kinds = self.values["mlp_layer_types"]
         if kinds is None:

@@ -9,13 +9,13 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import REQUIRED, Fields
 
-# published configs keep the dropout of pretraining; log-probs and their gradients are computed
-# without it
+# published configs contain the dropout of pretraining; log-probs and gradients are computed without
+# dropout
 _DROPOUT = (0.1, 0.0)
 
 
 class SeedOss(Decoder):
-    """The map for a `seed_oss` config."""
+    """Parameter map of a `seed_oss` config."""
 
     architecture = "SeedOssForCausalLM"
     positions = 524288

@@ -87,7 +87,7 @@ def test_a_baseline_of_other_hardware_is_refused_with_what_differs(tmp_path: Pat
     [
         (["run", "mirco"], "no suite or measurement named mirco; did you mean micro?"),
         (["run", "colums"], "did you mean columns?"),
-        (["run", "nowhere/my.py:entry"], "is no file"),
+        (["run", "nowhere/my.py:entry"], "not found"),
         (["run", "gate", "trise=3"], "trise=3: no such setting; settings: tries=20"),
         (["run", "gate", "tries"], "no such setting"),
         (["run", "gate", "tries=many"], "tries=many: the value must be of type int"),

@@ -48,7 +48,7 @@ def test_a_missing_file_is_said_for_every_key_that_names_a_registry(
     assert len(ENTRIES) >= 10
     found = said("nowhere/x.py:y", *ENTRIES)
     assert sorted(line.partition("=")[0] for line in found) == sorted([*ENTRIES, "reward.combine"])
-    assert all("'nowhere/x.py' is no file" in line for line in found)
+    assert all("file 'nowhere/x.py' not found" in line for line in found)
     assert said("") == []
 
 

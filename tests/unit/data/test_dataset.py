@@ -391,7 +391,7 @@ def test_a_dataset_class_that_cannot_serve_is_refused_with_a_reason(
 
 
 def test_a_dataset_file_that_is_missing_or_broken_is_named(tmp_path, tokenizer):
-    for text, said in ((None, "is no file"), ("1/0", "could not be imported: ZeroDivisionError")):
+    for text, said in ((None, "not found"), ("1/0", "could not be imported: ZeroDivisionError")):
         path = tmp_path / "broken.py"
         if text is not None:
             path.write_text(text)

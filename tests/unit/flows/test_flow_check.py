@@ -152,7 +152,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         ),
         (
             BEGIN + "    batch = run.policy.log_probs(batch)\n    await batch\n    await batch",
-            "run.policy.log_probs(batch) of line 8 is awaited twice",
+            "run.policy.log_probs(batch) in line 8 is awaited twice",
             10,
         ),
         (
@@ -336,25 +336,25 @@ def test_a_flow_that_does_not_end_is_refused_with_its_line(
         ("@flow()\nasync def mine(run):", "write @flow('mine', roles=('policy',)) (line 4)"),
         (
             "@flow('mine')\nasync def mine(run):",
-            "flow 'mine' names no roles: write @flow('mine', roles=('policy',)) (line 4)",
+            "flow 'mine' declares no roles; write @flow('mine', roles=('policy',)) (line 4)",
         ),
         (
             "@flow('mine', roles='policy')\nasync def mine(run):",
-            "roles are a tuple; write roles=('policy',) (line 4)",
+            "roles must be a tuple; write roles=('policy',) (line 4)",
         ),
         ("@flow('mine', roles=('polisy',))\nasync def mine(run):", "did you mean 'policy'?"),
         (
             "@flow('mine', roles=('policy',))\ndef mine(run):",
-            "is no async function: write `async def mine(run):` (line 4)",
+            "is not an async function; write `async def mine(run):` (line 4)",
         ),
         (
             "@flow('mine', roles=('policy',))\nasync def mine(run, config):",
-            "takes one argument, the run: write `async def mine(run):`",
+            "must take one argument, the run; write `async def mine(run):`",
         ),
-        ("@flow('mine', roles=('policy',))\nasync def mine():", "takes one argument, the run"),
+        ("@flow('mine', roles=('policy',))\nasync def mine():", "must take one argument, the run"),
         (
             "@flow('mine', roles=('policy',))\nasync def mine(run):\n    yield",
-            "has a `yield`: a flow is no generator",
+            "contains `yield`: a flow must not be a generator",
         ),
     ],
 )

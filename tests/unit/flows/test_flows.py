@@ -183,7 +183,7 @@ def test_advantages_of_a_flow_are_trained_on(tmp_path: Path) -> None:
         ),
         (
             GRPO.replace("    await run.pol", "    batch = batch.rows([0])\n    await run.pol"),
-            r"step 1: policy.update\(batch\) is given 1 rows of 8, .* `batch = run.leave_out\(",
+            r"step 1: policy.update\(batch\): got 1 of 8 rows, .* `batch = run.leave_out\(",
         ),
         (GRPO + "    if step == 2: 1 / 0", r"step 2: ZeroDivisionError: .* \(line 12\)$"),
     ],
@@ -349,7 +349,7 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
         (BEGIN + "    raise ValueError('mine')", "ValueError: mine", 2),
         (BEGIN + "    raise SystemExit(0)", "SystemExit: 0", 2),
         (BEGIN + "    batch['nothing']", "nothing", 2),
-        ("await run.samples()", "samples() outside of a step", 0),
+        ("await run.samples()", "samples() is called outside of a step", 0),
         ("return None", "the flow ended without running a step", -2),
     ],
 )
@@ -402,7 +402,7 @@ def test_updates_of_a_frozen_reference_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_role_is_refused_where_the_flow_is_registered(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no role 'polisy'; did you mean 'policy'"):
+    with pytest.raises(ConfigError, match="unknown role 'polisy'; did you mean 'policy'"):
         FLOWS.get(own(tmp_path, GRPO, ("polisy",)))
 
 

@@ -51,9 +51,9 @@ def test_a_flow_with_two_policies_passes(tmp_path: Path) -> None:
             "run.tester.update",
             r"tester.update\(batch\) is never awaited",
         ),
-        ("run.tester.advantages(tests)", "tests", r"run.tester.advantages\(batch\)` before it"),
+        ("run.tester.advantages(tests)", "tests", r"run.tester.advantages\(batch\)` first"),
         ('.with_columns(scores=tests.lengths("response_ids"))', "", "the batch has no scores"),
-        ('["a", "b"]', '"a"', "a list of prompts"),
+        ('["a", "b"]', '"a"', "a list with at least one prompt"),
         (
             "    await run.sync()",
             "    await run.tester.generate(['a'])\n    await run.sync()",

@@ -206,7 +206,7 @@ def test_a_dense_model_has_nothing_to_replay() -> None:
     ] == [0, 0, 8, 4]
     assert found("actor.router_replay=r3") == []
     assert (
-        "actor.router_replay=r2 needs a mixture of experts"
+        "actor.router_replay=r2 requires a mixture of experts"
         in found("actor.router_replay=r2", "model=tiny-dense")[0]
     )
     switched_off = "rollout.extra_args={enable_return_routed_experts: false}"

@@ -110,10 +110,10 @@ def test_megatron_takes_the_settings_of_deepep_and_of_the_kernel_for_gradients(
             False,
             torch.bfloat16,
             True,
-            r"needs FusedAdam of Transformer Engine, which is not in use here .*LANE=gpu",
+            r"requires Transformer Engine's FusedAdam, which is not in use here .*LANE=gpu",
         ),
         (True, torch.float32, True, "needs model.dtype=bfloat16"),
-        (True, torch.bfloat16, False, "needs parallel.distributed_optimizer=true"),
+        (True, torch.bfloat16, False, "requires parallel.distributed_optimizer=true"),
     ],
 )
 def test_an_adam_in_lower_precision_is_refused_without_it(

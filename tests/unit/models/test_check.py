@@ -240,7 +240,7 @@ def test_the_layouts_that_failed_after_the_start(
             ("model.hf_config.moe_intermediate_size=33", "actor.parallel.expert_tensor=2"),
             ("intermediate_size is 33",),
         ),
-        (("actor.recompute_modules=[moe]",), ("needs actor.recompute=selective, which is none",)),
+        (("actor.recompute_modules=[moe]",), ("requires actor.recompute=selective, got none",)),
         (
             ("actor.recompute=selective", "actor.recompute_modules=[mla_up_proj]"),
             ("have no multi-head latent",),

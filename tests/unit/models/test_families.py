@@ -191,7 +191,7 @@ def test_settings_of_the_others() -> None:
     [
         (
             {"model_type": "gpt2"},
-            "'gpt2' has no parameter map; supported: deepseek_v3, ernie4_5, ernie4_5_moe, ",
+            "'gpt2' is not supported; supported: deepseek_v3, ernie4_5, ernie4_5_moe, ",
         ),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_size": None}, "lacks hidden_size"),

@@ -17,17 +17,17 @@ from hybridflow.models.model_folder import check_weights
 from tests.published.folders import FAMILIES, FAULTS, break_folder, published_folder
 
 MESSAGES = {
-    "missing-shard": "3.safetensors: model.safetensors.index.json lists it, and it is not there",
+    "missing-shard": "3.safetensors: listed in model.safetensors.index.json, but not found",
     "cut-shard": (
-        r"3.safetensors is no whole safetensors file: it has \d+ bytes, and its header says \d+"
+        r"3.safetensors is not a complete safetensors file: it has \d+ bytes, but its header requires \d+"
     ),
     "missing-entry": (
         r"lacks 1 of the \d+ tensors that config.json implies, for example model.norm.weight"
     ),
-    "missing-index": "model.safetensors.index.json is missing beside 3 files of weights",
-    "lfs-pointer": "3.safetensors is a git-lfs pointer in place of weights; run `git lfs pull` in",
+    "missing-index": "model.safetensors.index.json not found, although there are 3 weight files",
+    "lfs-pointer": "3.safetensors is a git-lfs pointer, not a weight file; run `git lfs pull` in",
     "incomplete": (
-        r"lists it, and it is not there; .* \(it was interrupted: 1 .incomplete files are left\)"
+        r"listed in model.safetensors.index.json, but not found; .* \(the last download was interrupted: 1 .incomplete files remain\)"
     ),
 }
 
@@ -67,16 +67,16 @@ def spoil(folder: Path) -> dict[str, Callable[[], object]]:
 
     return {
         "has no tensor model.norm.weight, which": without_a_tensor,
-        "is no index of weights": lambda: index.write_text("{}"),
-        "is no index of weights .not JSON": lambda: index.write_text("{"),
-        "index.json is a git-lfs pointer in place of the file": lambda: index.write_text(
+        "is not a weight index": lambda: index.write_text("{}"),
+        "is not a weight index .not JSON": lambda: index.write_text("{"),
+        "index.json is a git-lfs pointer, not the file": lambda: index.write_text(
             "version https://git-lfs.github.com/"
         ),
-        "3.safetensors is no whole safetensors file; run": lambda: shard.write_bytes(
+        "3.safetensors is not a complete safetensors file; run": lambda: shard.write_bytes(
             b"\x10\0\0\0\0\0\0\0not a header at"
         ),
         (
-            "3.safetensors is no whole safetensors file: it has 0 bytes|no whole safetensors file; "
+            "3.safetensors is not a complete safetensors file: it has 0 bytes|not a complete safetensors file; "
             "run"
         ): lambda: shard.write_bytes(b""),
     }
@@ -94,7 +94,7 @@ def test_a_folder_in_another_form_is_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     with pytest.raises(
         ModelError,
-        match=r"neither .*; pytorch_model\.bin is in another form, and only safetensors are",
+        match=r"neither .*; pytorch_model\.bin is in another format, but only safetensors is",
     ):
         check_weights(tmp_path)
 

@@ -37,7 +37,7 @@ def test_modules_that_a_model_has_pass(model: str, modules: tuple[str, ...]) -> 
             "qwen3-8b",
             "selective",
             ("layernorm",),
-            "no norms of their own: they are part of the linears",
+            "no separate norms: they are part of the following linears",
         ),
         ("qwen3-8b", "selective", ("mla_up_proj",), "no multi-head latent attention"),
         ("qwen3-30b-a3b", "selective", ("mlp",), "no dense MLPs .moe computes"),
@@ -46,10 +46,10 @@ def test_modules_that_a_model_has_pass(model: str, modules: tuple[str, ...]) -> 
             "deepseek-v3",
             "selective",
             ("moe", "moe_act"),
-            "moe is the whole layer of experts, moe_act with it",
+            "moe recomputes the whole expert layer, including moe_act",
         ),
         ("deepseek-v3", "selective", (), "computes nothing again"),
-        ("deepseek-v3", "full", ("moe",), "needs actor.recompute=selective, which is full"),
+        ("deepseek-v3", "full", ("moe",), "requires actor.recompute=selective, got full"),
     ],
 )
 def test_others_are_refused_with_the_reason(

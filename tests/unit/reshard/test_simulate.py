@@ -91,7 +91,7 @@ def test_command_prints_json_and_writes_the_plan(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--model", "gpt-5"], "no sizes of a model 'gpt-5'"),
+        (["--model", "gpt-5"], "unknown model 'gpt-5'"),
         (["--trainer", "tp=2"], "ranks=NUMBER is missing; valid names: cp, ep"),
         (["--trainer", "ranks=4,dpa=2"], "'data_attention' is not a size of this side"),
         (["--engines", "tp=two"], "'tp=two' in 'tp=two': expected NAME=NUMBER"),
@@ -99,7 +99,7 @@ def test_command_prints_json_and_writes_the_plan(
         (["--engines", "0xtp=8"], "must be 1 or more"),
         (["--link-gbps", "0"], "must be positive"),
         (["--staging-mib", "0"], "set the staging bytes to at least 32768"),
-        (["--trainer", "ranks=6,tp=4"], "6 ranks are no multiple of 4"),
+        (["--trainer", "ranks=6,tp=4"], "6 ranks are not a multiple of 4"),
     ],
 )
 def test_bad_input_is_one_clear_message(

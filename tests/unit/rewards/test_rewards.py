@@ -322,7 +322,7 @@ def test_kwargs_the_function_does_not_take_are_reported(tmp_path):
 
 
 def test_a_missing_file_is_reported(tmp_path):
-    with pytest.raises(ConfigError, match=r"reward\.path: .*nowhere\.py' is no file"):
+    with pytest.raises(ConfigError, match=r"reward\.path: .*nowhere.py' not found"):
         RewardManager(RewardConfig(processes=0, path=str(tmp_path / "nowhere.py")))
 
 
