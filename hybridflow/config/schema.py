@@ -84,8 +84,8 @@ class OffloadConfig:
     """State to offload from the device (on CPU: to this process's memory) while it is not needed,
     restored bitwise."""
 
-    # while the engines generate (critic, reward model: whenever idle); the reference's whenever it
-    # is not computing
+    # while the engines generate (critic, reward model: whenever idle); the reference's weights:
+    # whenever it is not computing
     weights: bool = False
     gradients: bool = False  # outside updates
     optimizer: bool = False  # outside updates
@@ -136,7 +136,7 @@ class ActorConfig:
     policy_loss_options: dict[str, Any] = field(default_factory=dict)
     # old log-probs of the policy loss; trainer: the policy's before the first update of a step
     # (that update uses its own values for its rows; a separate pass computes the others); engine:
-    # those of the engine that sampled (verl's bypass_mode)
+    # from the sampling engine (verl's bypass_mode)
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     clip_ratio_low: NonNegative = 0.2
     clip_ratio_high: NonNegative = 0.2
@@ -155,9 +155,9 @@ class ActorConfig:
     entropy_coef_step: Positive = 0.005
     # step size of DeepSeek's loss-free balancing per update (published: 0.001); 0: biases are fixed
     expert_bias_update_rate: NonNegative = 0.0
-    # added to the loss for every layer with routers: load balancing over the real tokens of a
-    # micro-batch (Switch, pre-training: 0.001 to 0.01) and the squared logsumexp of the routers'
-    # logits (ST-MoE, 0.001)
+    # coefficients of losses added for every layer with a router: load balancing over the real
+    # tokens of a micro-batch (Switch, pre-training: 0.001 to 0.01), and the squared logsumexp of
+    # the router's logits (ST-MoE, 0.001)
     router_aux_loss_coef: NonNegative = 0.0
     router_z_loss_coef: NonNegative = 0.0
     kl_loss_coef: NonNegative = 0.0  # 0, with algorithm.kl_coef 0: no reference pass
@@ -166,9 +166,9 @@ class ActorConfig:
     # is that of the divergence (DeepSeek-V3.2; TRL's use_bias_correction_kl); with k1 and k3
     kl_loss_unbiased: bool = False
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
-    # experts used for the tokens of an update; none: those chosen by the live router; compare: the
-    # same, and measure how often the engine chose others; r2: those of the old-log-prob pass; r3:
-    # those of the engine, in the old-log-prob pass and in updates
+    # experts used during updates; none: selected by the live router; compare: the same, and measure
+    # how often the engine selected others; r2: from the old-log-prob pass; r3: from the engine, in
+    # the old-log-prob pass and in updates
     router_replay: Literal["none", "compare", "r2", "r3"] = "none"
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
@@ -288,16 +288,16 @@ class SyncConfig:
     # auto: on GPUs cuda_ipc for engines that share the trainer's devices and p2p for others, else
     # tcp
     transport: Annotated[str, TRANSPORT] = "auto"
-    # staged: every rank receives everything before any copies (memory of one more shard); in_place:
-    # written on arrival, and an engine whose transfer fails is excluded until the next sync; null:
-    # in_place on GPUs, where memory is short, else staged
+    # staged: every rank receives everything before any rank applies it (needs memory for one more
+    # shard); in_place: written on arrival; an engine whose transfer fails is excluded until the
+    # next sync; null: in_place on GPUs, where memory is short, else staged
     commit: Literal["staged", "in_place"] | None = None
     # treatment of requests in flight; retract: they wait and their KV cache is recomputed; abort:
     # they end; in_place: they wait and keep the old KV cache
     pause: Literal["retract", "abort", "in_place"] = "retract"
     # memory per rank for messages in flight, shared by the engines it serves
     staging_bytes: PositiveInt = 256 << 20
-    # deadline of each wait: for a peer, a message, or an answer of an engine
+    # deadline of each wait for a peer, a message or an engine's answer
     timeout_s: Positive = 120.0
     # retries within one sync for an engine whose transfer failed; 0: none until the next sync
     max_retries: NonNegativeInt = 1
@@ -328,8 +328,8 @@ class AgentConfig:
     # calls of one answer that run concurrently; further ones wait
     max_parallel_calls: PositiveInt = 16
     max_observation_tokens: PositiveInt = 1024  # tool results are truncated to this many tokens
-    # of a call, after which the policy is told that it timed out; of an environment's step, after
-    # which its process is killed with all its episodes
+    # deadline of a tool call, after which the policy is told that it timed out, and of an
+    # environment step, after which its process is killed with all its episodes
     tool_timeout_s: Positive = 30.0
     # conversations without progress for this long, while no engine works for them, are aborted and
     # not trained on
@@ -345,9 +345,9 @@ class RolloutConfig:
     num_engines: PositiveInt = 1
     tensor: PositiveInt = 1  # tensor parallel size of one engine
     pipeline: PositiveInt = 1  # pipeline stages of one engine; it has tensor x pipeline ranks
-    # groups into which an engine's tensor ranks divide the experts; divides tensor
+    # expert-parallel size within an engine's tensor ranks; must divide tensor
     expert: PositiveInt = 1
-    # copies of the attention among an engine's tensor ranks; divides tensor
+    # data-parallel copies of attention within an engine's tensor ranks; must divide tensor
     data_parallel_attention: PositiveInt = 1
     # nodes per engine, with one server each; in a local cluster all are on this machine
     nodes_per_engine: PositiveInt = 1
@@ -367,8 +367,8 @@ class RolloutConfig:
     max_running_requests: PositiveInt = 64
     max_total_tokens: PositiveInt = 16384  # KV cache of one engine
     mem_fraction_static: Annotated[float, Above(0), Below(1)] = 0.1
-    # for the start of a single-rank engine; ranks and weights extend it (`--explain` shows by how
-    # much)
+    # deadline for starting a single-rank engine; more ranks and weights extend it (`--explain`
+    # shows by how much)
     start_timeout_s: Positive = 300.0
     # an engine that sends no token for this long while requests are in flight counts as hung
     request_timeout_s: Positive = 300.0
@@ -380,7 +380,7 @@ class RolloutConfig:
     logprob_diff_bound: Positive | None = 0.01
     # minimum bound with model.dtype=bfloat16, since engine and trainer round differently
     logprob_diff_bound_bfloat16: Positive = 0.1
-    # lend the engines' device memory to the trainer (cuda; on CPU engines keep theirs)
+    # release the engines' device memory to the trainer (cuda only; on CPU engines keep theirs)
     sleep_while_training: bool = False
     # interpreter of the engine's server, with the kind's library (vllm); null: the interpreter of
     # this process
@@ -392,16 +392,17 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """A further trained policy with engines of its own, called by the flow as run.NAME
-    (docs/flows.md). Keys that are not given have the values of the run's own sections."""
+    """A further trained policy with separate engines, called by the flow as run.NAME
+    (docs/flows.md). Missing keys default to the values of the run's own sections."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    procs: PositiveInt | None = None  # training processes in total; null: as many as the first has
-    # it has no gradients and no optimizer: its weights change only by run.NAME.take(policy)
+    # total number of training processes; null: same as the first policy
+    procs: PositiveInt | None = None
+    # no gradients and no optimizer: the weights change only by run.NAME.take(policy)
     frozen: bool = False
-    # prompts of its update in a step (x rollout.n samples); null: data.train_batch_size
+    # prompts per step for its update (x rollout.n samples); null: data.train_batch_size
     train_batch_size: PositiveInt | None = None
 
 
@@ -416,17 +417,17 @@ class ClusterConfig:
     address: str | None = None
     nodes: PositiveInt = 1
     procs_per_node: PositiveInt = 1  # Megatron ranks per node (GPUs per node with cuda)
-    # GPUs that each node must have; null: use GPUs if the cluster has any, however many
+    # GPUs that each node must have; null: use GPUs if the cluster has any, whatever their number
     devices_per_node: PositiveInt | None = None
     # kind of device that `hybridflow plan` assumes, as in docs/planning.md; a run detects the
     # actual one
     device: str = "H100"
-    # for the start of Ray and of ranks; more than eight ranks, and weights to be read, extend it
+    # deadline for starting Ray and the ranks; more than eight ranks, and weights to load, extend it
     # (`--explain` shows by how much)
     start_timeout_s: Positive = 120.0
     call_timeout_s: Positive = 600.0  # deadline on any single worker call
-    # no other user can send to the machines of `address`. Without it a Ray without a token and
-    # engines over several machines are rejected (docs/security.md)
+    # declares that no other user can send to the machines of `address`. Otherwise Ray clusters
+    # without a token and engines over several machines are rejected (docs/security.md)
     trusted_network: bool = False
     # shared memory for batches in a local cluster; the rest is spilled to disk
     object_store_bytes: Annotated[int, AtLeast(75 << 20)] = 256 << 20
@@ -464,7 +465,7 @@ class TrainerConfig:
     checkpoint_timeout_s: Positive = 1800.0  # deadline of a background save
     resume: Literal["auto", "disable"] = "auto"
     # allow resuming from a checkpoint that was trained on other rows, starting with the first of
-    # these; rejected otherwise
+    # the new rows; rejected otherwise
     resume_with_other_data: bool = False
     # restarts per hour if ranks are lost in the loop: of training ranks, which continue from the
     # last checkpoint; of each role that only computes, within the step; of all engines, if none is
@@ -476,8 +477,8 @@ class TrainerConfig:
     # generate, score and dump without training: the weights stay as at the start
     # (docs/debugging.md)
     rollout_only: bool = False
-    # train on these dumps instead of generating, without engines: the folder of a run's rollouts,
-    # or the file of one step; the run ends after the last one
+    # train on these dumps instead of generating, without engines: a run's rollouts folder, or the
+    # file of one step; the run ends after the last one
     rollouts_from: str | None = None
     report: bool = True
 
@@ -497,7 +498,7 @@ class RunConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    # further trained policies by their names: {tester: {model: {path: ...}, procs: 2}}
+    # further trained policies by name: {tester: {model: {path: ...}, procs: 2}}
     roles: dict[str, PolicyConfig] = field(default_factory=dict)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

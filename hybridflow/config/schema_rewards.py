@@ -69,11 +69,11 @@ class RewardConfig:
     processes: NonNegativeInt | None = None
     timeout_s: Positive = 60.0  # deadline of one call of a function or verifier
     # treatment of a response whose scoring hangs, raises or returns an invalid value. zero: a score
-    # of 0; drop: its tokens are masked and it enters no statistic; stop: the run ends. It also ends
-    # if all rows of a step fail
+    # of 0; drop: exclude it from loss and statistics; stop: end the run. The run also ends if all
+    # rows of a step fail
     on_failure: Literal["zero", "drop", "stop"] = "zero"
-    # DAPO's soft punishment: an answer loses reward in proportion to its tokens among the last N
-    # before data.max_response_length, and overlong_penalty with all of them; 0: none
+    # DAPO's soft overlong penalty: the reward decreases linearly over the last N tokens before
+    # data.max_response_length, by at most overlong_penalty; 0: off
     overlong_tokens: NonNegativeInt = 0
     overlong_penalty: NonNegative = 1.0
 
@@ -82,8 +82,9 @@ class RewardConfig:
 class AlgorithmConfig:
     """The dataflow of a step, and the computation of advantages from rewards."""
 
-    # the algorithm's steps as a program (docs/flows.md), your own: path/to/file.py:name; null: ppo
-    # with a critic, else remax, dpo, distill or grpo depending on the estimator and the teacher
+    # the algorithm's dataflow as a program (docs/flows.md), or your own, path/to/file.py:name;
+    # null: ppo with a critic, else remax, dpo, distill or grpo depending on the estimator and the
+    # teacher
     flow: Annotated[str | None, FLOW] = None
     # options of the flow, available as run.options
     flow_options: dict[str, Any] = field(default_factory=dict)
@@ -95,19 +96,19 @@ class AlgorithmConfig:
     # for grpo, gigpo, grpo_process, grpo_passk, gdpo; Dr.GRPO (algorithm=dr-grpo) disables it
     norm_adv_by_std: bool = True
     gamma: Share = 1.0  # gae, reinforce_plus_plus: discount per token; gigpo: per turn
-    lam: Share = 1.0  # gae: 1 sums the rewards to go, 0 looks one token ahead
+    lam: Share = 1.0  # gae: 1 sums all future rewards, 0 looks one token ahead
     kl_coef: NonNegative = 0.0  # coefficient of the KL penalty inside the reward
     kl_penalty: KlEstimate = "k1"  # per-token estimate of the KL divergence
     # adapt kl_coef to reach this mean KL per token; null: kl_coef is fixed
     kl_target: Positive | None = None
     kl_horizon: PositiveInt = 10000  # samples over which the adaptation takes effect
-    # DAPO: replace groups whose samples all have the same score by those of further prompts, with
+    # DAPO: replace groups whose samples all have the same score by groups of further prompts, with
     # at most this many batches of data.train_batch_size prompts per step; 0: keep every group
     dynamic_sampling: NonNegativeInt = 0
-    # share of a step's sampled tokens, those of highest entropy before its updates, that get an
-    # advantage; 1: all
+    # share of a step's sampled tokens that keep an advantage: those of highest entropy before its
+    # updates; 1: all
     top_entropy_share: Annotated[float, Above(0), AtMost(1)] = 1.0
-    # DAPO: answers that reach data.max_response_length enter no loss and no statistic
+    # DAPO: exclude answers that reach data.max_response_length from loss and statistics
     overlong_filter: bool = False
 
 
