@@ -5,6 +5,7 @@ it."""
 from __future__ import annotations
 
 _PREFIX = "actor_rollout_ref."
+NO_EFFECT = "it has no effect here; remove it"  # of a key that neither table contains
 _SECTIONS = {
     "actor": "actor",
     "ref": "reference",
@@ -12,7 +13,7 @@ _SECTIONS = {
     "reward_model": "reward_model",
 }
 
-# verl's name: our key, and after a space the difference of its values
+# {verl's key: our key, then a space and how its values differ}
 RENAMED = {
     "ROLE.model.path": "ROLE.path",
     "ROLE.megatron.tensor_model_parallel_size": "ROLE.parallel.tensor",
@@ -57,12 +58,12 @@ RENAMED = {
     "ROLE.grad_clip": "ROLE.optim.clip_grad",
     "ROLE.optim.betas": "ROLE.optim.adam_beta1 (and adam_beta2)",
     "ROLE.optim.lr_warmup_steps_ratio": (
-        "ROLE.optim.lr_warmup_steps (optimizer updates, no share of them)"
+        "ROLE.optim.lr_warmup_steps (optimizer updates, not a share of them)"
     ),
     "ROLE.optim.total_training_steps": "ROLE.optim.lr_decay_steps (optimizer updates)",
     "ROLE.optim.warmup_style": "ROLE.optim.lr_decay_style",
     "ROLE.optim.lr_scheduler_type": "ROLE.optim.lr_decay_style",
-    "ROLE.optim.min_lr_ratio": "ROLE.optim.min_lr (a rate, no share of lr)",
+    "ROLE.optim.min_lr_ratio": "ROLE.optim.min_lr (a rate, not a share of lr)",
     (
         "ROLE.optim.override_optimizer_config.use_precision_aware_optimizer"
     ): "ROLE.optim.precision_aware",
@@ -78,7 +79,7 @@ RENAMED = {
     "ROLE.log_prob_max_token_len_per_gpu": "ROLE.max_tokens_per_micro_batch",
     "actor.entropy_coeff": "actor.entropy_coef",
     "actor.clip_ratio": "actor.clip_ratio_low (and clip_ratio_high)",
-    "actor.use_kl_loss": "actor.kl_loss_coef (above 0 it is on)",
+    "actor.use_kl_loss": "actor.kl_loss_coef (above 0 enables it)",
     "actor.policy_loss.loss_mode": "actor.policy_loss",
     "actor.policy_loss.*": "actor.policy_loss_options",
     "actor.loss_scale_factor": "actor.loss_norm_tokens",
@@ -114,7 +115,7 @@ RENAMED = {
     "rollout.prompt_length": "data.max_prompt_length",
     "rollout.response_length": "data.max_response_length",
     "rollout.max_model_len": (
-        "data.max_response_length (with data.max_prompt_length it says how long a row may be)"
+        "data.max_response_length (with data.max_prompt_length it limits the length of a row)"
     ),
     "rollout.log_prob_micro_batch_size": "actor.max_tokens_per_micro_batch (tokens, not rows)",
     "rollout.log_prob_micro_batch_size_per_gpu": (
@@ -166,17 +167,17 @@ RENAMED = {
     "data.tools_key": "sft.tools_key",
     "data.multiturn.messages_key": "sft.messages_key",
     "data.multiturn.tools_key": "sft.tools_key",
-    "data.multiturn.enable": "sft.messages_key (with a column it is on)",
-    "data.gen_batch_size": "algorithm.dynamic_sampling (batches of data.train_batch_size at most)",
+    "data.multiturn.enable": "sft.messages_key (setting a column enables it)",
+    "data.gen_batch_size": "algorithm.dynamic_sampling (maximum batches of data.train_batch_size)",
     "data.tool_config_path": "rollout.agent.tools (names, or path/to/file.py:name)",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std",
-    "algorithm.use_kl_in_reward": "algorithm.kl_coef (above 0 it is on)",
+    "algorithm.use_kl_in_reward": "algorithm.kl_coef (above 0 enables it)",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coef",
-    "algorithm.kl_ctrl.type": "algorithm.kl_target (with it the coefficient adapts)",
+    "algorithm.kl_ctrl.type": "algorithm.kl_target (setting it makes the coefficient adaptive)",
     "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
     "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
     "algorithm.filter_groups.*": (
-        "algorithm.dynamic_sampling (batches of data.train_batch_size at most)"
+        "algorithm.dynamic_sampling (maximum batches of data.train_batch_size)"
     ),
     "algorithm.rollout_correction.rollout_is": "actor.rollout_correction.weight",
     "algorithm.rollout_correction.rollout_is_threshold": "actor.rollout_correction.upper",
@@ -194,61 +195,61 @@ RENAMED = {
     "reward_model.num_workers": "reward.processes",
     "reward_model.reward_kwargs.overlong_buffer_cfg.len": "reward.overlong_tokens",
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": (
-        "reward.overlong_tokens (above 0 it is on)"
+        "reward.overlong_tokens (above 0 enables it)"
     ),
     "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor": "reward.overlong_penalty",
     "reward_model.reward_kwargs.max_resp_len": "data.max_response_length",
-    "reward_model.enable": "reward_model.path (with a folder it is on)",
+    "reward_model.enable": "reward_model.path (setting a folder enables it)",
     "reward_model.enable_resource_pool": "reward_model.placement (own)",
-    "reward_model.n_gpus_per_node": "reward_model.procs (in all)",
-    "reward_model.nnodes": "reward_model.procs (in all)",
+    "reward_model.n_gpus_per_node": "reward_model.procs (in total)",
+    "reward_model.nnodes": "reward_model.procs (in total)",
     "trainer.experiment_name": "name",
     "trainer.total_training_steps": "trainer.total_steps",
     "trainer.logger": "trainer.loggers",
-    "trainer.test_freq": "trainer.test_every_steps (0 where verl has -1)",
-    "trainer.save_freq": "trainer.save_every_steps (0 where verl has -1)",
+    "trainer.test_freq": "trainer.test_every_steps (0 instead of verl's -1)",
+    "trainer.save_freq": "trainer.save_every_steps (0 instead of verl's -1)",
     "trainer.resume_mode": "trainer.resume",
     "trainer.resume_from_path": "trainer.resume (auto: the last checkpoint of output_dir/name)",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_checkpoints_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_checkpoints_to_keep",
-    "trainer.default_local_dir": "output_dir (the run's folder is output_dir/name)",
+    "trainer.default_local_dir": "output_dir (the run folder is output_dir/name)",
     "trainer.rollout_data_dir": (
-        "trainer.dump_rollouts_every_steps (files go into the run's folder)"
+        "trainer.dump_rollouts_every_steps (files are written to the run folder)"
     ),
     "trainer.validation_data_dir": (
-        "trainer.dump_rollouts_every_steps (files go into the run's folder)"
+        "trainer.dump_rollouts_every_steps (files are written to the run folder)"
     ),
     "trainer.nnodes": "cluster.nodes",
     "trainer.n_gpus_per_node": "cluster.procs_per_node",
-    "trainer.device": "cluster.devices_per_node (GPUs that a node must have)",
+    "trainer.device": "cluster.devices_per_node (GPUs required per node)",
     "trainer.ray_wait_register_center_timeout": "cluster.start_timeout_s",
     "trainer.val_only": "trainer.rollout_only",
-    # of other trainers
+    # keys of other trainers
     "trainer.max_steps": "trainer.total_steps",
     "trainer.epochs": "trainer.total_epochs",
     "ROLE.learning_rate": "ROLE.optim.lr",
     "ray_kwargs.ray_init.address": "cluster.address",
 }
 _ALWAYS_PACKED = (
-    "rows are always packed without padding, up to actor.max_tokens_per_micro_batch tokens a pass; "
-    "leave the key out"
+    "rows are always packed without padding, up to actor.max_tokens_per_micro_batch tokens per "
+    "pass; remove the key"
 )
 _ONE_MAP = (
-    "weights are always read and written as Hugging Face folders, by one map for all layouts; "
-    "leave the key out"
+    "weights are always read and written as Hugging Face folders, with one map for all layouts; "
+    "remove the key"
 )
-_NO_CODE = "code that comes with a model is never run (docs/security.md); leave the key out"
-_KERNELS = "kernels are chosen by the device; leave the key out"
+_NO_CODE = "code shipped with a model is never run (docs/security.md); remove the key"
+_KERNELS = "kernels are chosen based on the device; remove the key"
 _ENGINE_OWN = (
-    "the engine's own settings go into rollout.extra_args under the names of its server's "
-    "arguments; its defaults need no key"
+    "set the engine's own options in rollout.extra_args, under the names of its server's "
+    "arguments; defaults need no key"
 )
-_PROFILES = "the run's folder always has a timeline, which its report shows; leave the key out"
+_PROFILES = "the run folder always contains a timeline, which the report shows; remove the key"
 
-# verl's name without an equivalent key: the reason, and the remedy
+# {verl's key without an equivalent: the reason and the remedy}
 ABSENT = {
     "actor_rollout_ref": (
-        "its sections are top-level here: actor, rollout, model, and reference for verl's ref"
+        "its sections are at top level here: actor, rollout, model, and reference for verl's ref"
     ),
     "ROLE.use_dynamic_bsz": _ALWAYS_PACKED,
     "ROLE.log_prob_use_dynamic_bsz": _ALWAYS_PACKED,
@@ -257,36 +258,38 @@ ABSENT = {
     "ROLE.model.use_remove_padding": _ALWAYS_PACKED,
     "ROLE.megatron.use_remove_padding": _ALWAYS_PACKED,
     "trainer.balance_batch": (
-        "rows are always balanced over the ranks by their tokens; leave the key out"
+        "rows are always balanced over the ranks by token count; remove the key"
     ),
     "ROLE.megatron.use_mbridge": _ONE_MAP,
     "ROLE.megatron.vanilla_mbridge": _ONE_MAP,
     "ROLE.megatron.use_dist_checkpointing": _ONE_MAP,
     "ROLE.megatron.dist_checkpointing_path": _ONE_MAP,
     "ROLE.checkpoint.*": (
-        "a checkpoint holds all that a run needs to go on, the export the model; leave the key out"
+        "a checkpoint always contains everything needed to resume, and the export contains the "
+        "model; remove the key"
     ),
     "ROLE.model.enable_gradient_checkpointing": (
-        "all roles that train follow actor.recompute; leave the key out"
+        "all trained roles use actor.recompute; remove the key"
     ),
     "ROLE.megatron.override_transformer_config.recompute_method": (
-        "actor.recompute=full is of every layer; leave it out"
+        "actor.recompute=full applies to every layer; remove the key"
     ),
     "ROLE.megatron.override_transformer_config.recompute_num_layers": (
-        "actor.recompute=full is of every layer; leave it out"
+        "actor.recompute=full applies to every layer; remove the key"
     ),
-    "ROLE.megatron.override_transformer_config.*": "Megatron's fields follow config.json and "
-    "actor.parallel; leave the key out",
-    "ROLE.megatron.*": "Megatron's fields follow config.json and actor.parallel; leave the key out",
+    "ROLE.megatron.override_transformer_config.*": "Megatron's fields are derived from config.json "
+    "and actor.parallel; remove the key",
+    "ROLE.megatron.*": "Megatron's fields are derived from config.json and actor.parallel; remove "
+    "the key",
     "ROLE.optim.override_optimizer_config.*": (
-        "the optimizer has the keys of actor.optim and actor.offload"
+        "use the optimizer keys of actor.optim and actor.offload"
     ),
-    "ROLE.model.*": "what the folder of the model has counts; leave the key out",
+    "ROLE.model.*": "these settings are read from the model folder; remove the key",
     "ROLE.fsdp_config.*": (
-        "with actor.backend=fsdp every process is one rank of FSDP2; leave the key out"
+        "with actor.backend=fsdp every process is an FSDP2 rank; remove the key"
     ),
     "ROLE.model.fsdp_config.*": (
-        "with actor.backend=fsdp every process is one rank of FSDP2; leave the key out"
+        "with actor.backend=fsdp every process is an FSDP2 rank; remove the key"
     ),
     "ROLE.use_torch_compile": _KERNELS,
     "ROLE.use_fused_kernels": _KERNELS,
@@ -296,87 +299,90 @@ ABSENT = {
     "ROLE.profiler.*": _PROFILES,
     "rollout.profiler.*": _PROFILES,
     "global_profiler.*": _PROFILES,
-    "ROLE.shuffle": "mini-batches keep the order of the step's rows; leave the key out",
-    "rollout.mode": "engines always answer asynchronously; leave the key out",
+    "ROLE.shuffle": "mini-batches keep the order of the step's rows; remove the key",
+    "rollout.mode": "engines always generate asynchronously; remove the key",
     "rollout.load_format": (
-        "weights always reach the engines by slices from the trainer; leave the key out"
+        "weights are always sent to the engines as slices from the trainer; remove the key"
     ),
     "rollout.layered_summon": (
-        "weights always reach the engines by slices from the trainer; leave the key out"
+        "weights are always sent to the engines as slices from the trainer; remove the key"
     ),
-    "rollout.calculate_log_probs": "the engine's log-probs are always kept; leave the key out",
-    "rollout.multi_stage_wake_up": "weights and cache are always woken apart; leave the key out",
+    "rollout.calculate_log_probs": "the engine's log-probs are always recorded; remove the key",
+    "rollout.multi_stage_wake_up": "weights and cache are always woken separately; remove the key",
     "rollout.enforce_eager": _ENGINE_OWN,
     "rollout.cudagraph_capture_sizes": _ENGINE_OWN,
     "rollout.enable_prefix_caching": _ENGINE_OWN,
-    "rollout.ignore_eos": "an answer always ends at a stop token; leave the key out",
-    "rollout.multi_turn.*": "conversations are the keys of rollout.agent (docs/agents.md)",
+    "rollout.ignore_eos": "an answer always ends at a stop token; remove the key",
+    "rollout.multi_turn.*": "conversations are configured with the keys of rollout.agent "
+    "(docs/agents.md)",
     "model.trust_remote_code": _NO_CODE,
     "ROLE.model.trust_remote_code": _NO_CODE,
     "data.trust_remote_code": _NO_CODE,
-    "model.use_shm": "a model folder is read where it is; leave the key out",
+    "model.use_shm": "a model folder is read in place; remove the key",
     "model.custom_chat_template": (
-        "the template is the tokenizer folder's (chat_template.jinja); write it there"
+        "the template is read from the tokenizer folder (chat_template.jinja); write it there"
     ),
-    "model.override_config.*": "config.json of the model folder counts; write the field there",
+    "model.override_config.*": "the model folder's config.json is used; set the field there",
     "model.enable_activation_offload": (
-        "activations stay on the device; actor.recompute makes them smaller"
+        "activations stay on the device; use actor.recompute to reduce them"
     ),
     "data.val_batch_size": (
-        "held-out prompts are all handed to the engines at once; leave the key out"
+        "all held-out prompts are submitted to the engines together; remove the key"
     ),
-    "data.return_raw_chat": "prompts are always kept as messages; leave the key out",
-    "data.return_raw_input_ids": "prompts are always kept as messages; leave the key out",
-    "data.return_full_prompt": "rollouts are dumped with their prompts; leave the key out",
-    "data.reward_fn_key": "rows name their verifier in the column data_source; rename the column",
-    "data.train_max_samples": "every row of data.train_files counts; write a smaller file",
-    "data.image_key": "models with images are not supported",
-    "data.video_key": "models with images are not supported",
-    "data.dataloader_num_workers": "prompts are read once into memory; leave the key out",
+    "data.return_raw_chat": "prompts are always stored as messages; remove the key",
+    "data.return_raw_input_ids": "prompts are always stored as messages; remove the key",
+    "data.return_full_prompt": "rollouts are always dumped with their prompts; remove the key",
+    "data.reward_fn_key": "the column data_source selects a row's verifier; rename the column",
+    "data.train_max_samples": "all rows of data.train_files are used; write a smaller file",
+    "data.image_key": "multimodal models are not supported",
+    "data.video_key": "multimodal models are not supported",
+    "data.dataloader_num_workers": "prompts are read into memory once; remove the key",
     "data.filter_overlong_prompts_workers": (
-        "prompts are measured once at the start; leave the key out"
+        "prompt lengths are measured once at the start; remove the key"
     ),
     "data.apply_chat_template_kwargs.*": (
-        "the template is applied as the tokenizer folder has it; write the default into "
+        "the tokenizer folder's template is applied unchanged; set the default in "
         "chat_template.jinja"
     ),
     "algorithm.pf_ppo.*": "PF-PPO is not supported",
     "algorithm.use_pf_ppo": "PF-PPO is not supported",
     "trainer.project_name": (
-        "a run is known by name and output_dir alone; leave the key out, or put it into name"
+        "a run is identified only by name and output_dir; remove the key, or include it in name"
     ),
     "trainer.log_val_generations": (
-        "held-out answers are in the run's folder and its report; leave the key out"
+        "held-out answers are in the run folder and its report; remove the key"
     ),
-    "trainer.default_hdfs_dir": "checkpoints go to output_dir; mount the file system there",
+    "trainer.default_hdfs_dir": (
+        "checkpoints are written to output_dir; mount the file system there"
+    ),
     "trainer.del_local_ckpt_after_load": (
-        "trainer.max_checkpoints_to_keep says how many stay; leave the key out"
+        "trainer.max_checkpoints_to_keep limits the checkpoints kept; remove the key"
     ),
     "trainer.esi_redundant_time": (
-        "a Slurm job stops --grace seconds before its end; leave the key out"
+        "a Slurm job stops --grace seconds before its time limit; remove the key"
     ),
-    "trainer.use_legacy_worker_impl": "there is one kind of worker; leave the key out",
+    "trainer.use_legacy_worker_impl": "there is only one kind of worker; remove the key",
     "reward_model.use_reward_loop": (
-        "rewards are always computed in a pool of processes; leave the key out"
+        "rewards are always computed in a process pool; remove the key"
     ),
     "reward_model.launch_reward_fn_async": (
-        "rewards are always computed in a pool of processes; leave the key out"
+        "rewards are always computed in a process pool; remove the key"
     ),
     "reward_model.sandbox_fusion.*": (
-        "programs run in a sandbox of this machine (the verifier code, docs/security.md)"
+        "programs run in a sandbox on this machine (the verifier code, docs/security.md)"
     ),
     "reward_model.rollout.*": (
-        "a reward model is a Megatron role with one score an answer, not an engine; see "
+        "a reward model is a Megatron role with one score per answer, not an engine; see "
         "reward_model.path, or the judges of docs/algorithms.md"
     ),
-    "ray_kwargs.*": "cluster has what Ray is started with",
-    "transfer_queue.*": "rows stay references until a rank reads them; leave the key out",
+    "ray_kwargs.*": "set Ray's options in the section cluster",
+    "transfer_queue.*": "rows are always passed by reference until a rank reads them; remove the "
+    "key",
 }
 _MANAGERS = (
-    "verl's reward managers are keys of reward here: naive, prime and remote are how scores are "
-    "always computed, in a pool of processes (reward.processes); dapo is reward.overlong_tokens; "
-    "batch is a function of lists and rate_limited an async one (reward.path); gdpo is "
-    "algorithm.adv_estimator=gdpo"
+    "verl's reward managers are keys of reward here: naive, prime and remote match the default, a "
+    "process pool (reward.processes); dapo is reward.overlong_tokens; batch is a function of lists "
+    "and rate_limited an async one (reward.path); gdpo is algorithm.adv_estimator=gdpo"
 )
 ABSENT |= dict.fromkeys(
     (
@@ -390,11 +396,11 @@ ABSENT |= dict.fromkeys(
 
 
 def counterpart(name: str) -> tuple[str, str]:
-    """Return our key for a name that may be verl's, and the difference of its values; ("", reason)
-    if there is no equivalent; ("", "") if verl's table does not contain the name.
+    """Return (our key, how its values differ) for a name that may be verl's; ("", reason) if there
+    is no equivalent; ("", "") if the tables do not contain the name.
 
-    A name in a section that is called differently here (`actor_rollout_ref.actor.ppo_epochs`) is
-    returned with our section's name even if there is no such key, with the reason in that case.
+    A name in a section with a different name here (`actor_rollout_ref.actor.ppo_epochs`) is
+    returned with our section's name; if we have no such key, it includes the reason.
     """
     own = name.removeprefix(_PREFIX)
     section, _, rest = own.partition(".")
@@ -408,10 +414,10 @@ def counterpart(name: str) -> tuple[str, str]:
     moved = f"{section}.{rest}" if section else own
     if moved == name:
         return "", ""
-    return moved, "nothing here is set by it; leave it out"
+    return moved, NO_EFFECT
 
 
 def _patterns(name: str) -> list[str]:
-    """Return the entries of the tables that match the name, most specific first."""
+    """Return the table keys that match the name, most specific first."""
     parts = name.split(".")
     return [name, *(".".join((*parts[:end], "*")) for end in range(len(parts), 0, -1))]

@@ -28,8 +28,9 @@ def recipe(migration: Migration, source: str) -> str:
     groups += ["reward: builtin"] if "reward.path" not in migration.settings else []
     lines += ["defaults:", *(f"  - {group}" for group in groups), "  - _self_", ""]
     tree = _tree({"model.dtype": "bfloat16", **migration.settings})
-    name = {"name": tree.pop("name")}
-    for part in (name, *({section: keys} for section, keys in sorted(tree.items()))):
+    parts = [{"name": tree.pop("name")}]
+    parts += [{section: keys} for section, keys in sorted(tree.items())]
+    for part in parts:
         lines.append(yaml.safe_dump(part, sort_keys=False, width=_COLUMNS).rstrip())
     return "\n".join(lines) + "\n"
 

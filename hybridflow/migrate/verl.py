@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridflow.config.keys import Kind, all_keys
 from hybridflow.config.schema import RunConfig
-from hybridflow.config.verl_keys import counterpart
+from hybridflow.config.verl_keys import NO_EFFECT, counterpart
 
 # verl's defaults that a run of ours would not have (verl/trainer/config, January 2026)
 DEFAULTS: dict[str, Any] = {
@@ -175,9 +175,9 @@ def _by_name(name: str, settings: Settings, out: Migration) -> None:
         else:
             out.settings[key] = _converted(key, value)
         return
-    is_known = bool(note) and not note.startswith("nothing here")
+    is_known = note not in ("", NO_EFFECT)
     reason = note if is_known else "no setting here corresponds to it"
-    is_needless = is_known and any(words in note for words in ("leave", "need no key"))
+    is_needless = is_known and any(words in note for words in ("remove", "need no key"))
     settings.drop(reason, name, needless=is_needless or value in (None, False, "null", [], {}))
 
 

@@ -139,7 +139,7 @@ class SliceSync:
                 RolloutWorker.receive_weights, orders, timeout=wait, only=numbers
             )
         except HybridFlowError as error:
-            # the engines' workers are lost, so the senders must be told here to go on or to stop
+            # the engines' workers are lost, so the senders are told here whether to continue
             for order in orders:
                 refuse(order, str(error).splitlines()[0])
             with suppress(HybridFlowError):

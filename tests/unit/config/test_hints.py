@@ -137,7 +137,7 @@ def test_a_key_of_another_place_is_refused_with_the_one_that_was_meant(
 @pytest.mark.parametrize("theirs", WITHOUT)
 def test_a_key_without_a_counterpart_says_what_to_do(theirs: str) -> None:
     assert re.search(
-        f"^unknown key {theirs}: .*(leave it out|leave the key out|extra_args|put it into)",
+        f"^unknown key {theirs}: .*(remove it|remove the key|extra_args|include it in)",
         refusal(theirs + "=1"),
     )
 

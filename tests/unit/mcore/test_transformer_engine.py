@@ -112,7 +112,7 @@ def test_megatron_takes_the_settings_of_deepep_and_of_the_kernel_for_gradients(
             True,
             r"requires Transformer Engine's FusedAdam, which is not in use here .*LANE=gpu",
         ),
-        (True, torch.float32, True, "needs model.dtype=bfloat16"),
+        (True, torch.float32, True, "requires model.dtype=bfloat16"),
         (True, torch.bfloat16, False, "requires parallel.distributed_optimizer=true"),
     ],
 )

@@ -194,7 +194,7 @@ def test_settings_of_the_others() -> None:
             "'gpt2' is not supported; supported: deepseek_v3, ernie4_5, ernie4_5_moe, ",
         ),
         ({"attention_bias": True}, "attention_bias"),
-        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_size": None}, "has no hidden_size"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' without factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic', which is not supported"),
         (

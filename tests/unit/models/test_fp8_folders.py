@@ -100,8 +100,8 @@ def test_an_import_writes_the_weights_that_are_meant(tmp_path: Path) -> None:
             {"quant_method": "gptq", "bits": 4},
             "quant_method='gptq' is not supported for weights",
         ),
-        ({"format": "pack-quantized"}, "quant_method is 'none'"),
-        ({**QUANTISED, "activation_scheme": "static"}, "activation_scheme is 'static'"),
+        ({"format": "pack-quantized"}, "quant_method='none'"),
+        ({**QUANTISED, "activation_scheme": "static"}, "activation_scheme='static'"),
         ({"quant_method": "fp8"}, "no weight_block_size"),
     ],
 )

@@ -66,7 +66,7 @@ def spoil(folder: Path) -> dict[str, Callable[[], object]]:
         save_file(kept, shard)
 
     return {
-        "has no tensor model.norm.weight, which": without_a_tensor,
+        "does not contain the tensor model.norm.weight, which": without_a_tensor,
         "is not a weight index": lambda: index.write_text("{}"),
         "is not a weight index .not JSON": lambda: index.write_text("{"),
         "index.json is a git-lfs pointer, not the file": lambda: index.write_text(

@@ -48,7 +48,7 @@ def test_a_family_from_a_file_has_a_catalog_and_a_layout(
     with pytest.raises(ModelError, match=r"model\.family=path/to/file\.py:plain"):
         family_of(CONFIG)
     (tmp_path / "own.py").write_text(FILE)
-    with pytest.raises(ConfigError, match="registers no model family 'other'"):
+    with pytest.raises(ConfigError, match="does not register the model family 'other'"):
         use_family(f"{tmp_path}/own.py:other")
     use_family(f"{tmp_path}/own.py:plain")
     family = family_of(CONFIG)

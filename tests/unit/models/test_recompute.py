@@ -31,7 +31,7 @@ def test_modules_that_a_model_has_pass(model: str, modules: tuple[str, ...]) -> 
             "qwen3-8b",
             "selective",
             ("moe_act",),
-            r"\['moe_act'\].* have no experts; leave moe_act out",
+            r"\['moe_act'\].* have no experts; remove moe_act",
         ),
         (
             "qwen3-8b",
@@ -40,7 +40,7 @@ def test_modules_that_a_model_has_pass(model: str, modules: tuple[str, ...]) -> 
             "no separate norms: they are part of the following linears",
         ),
         ("qwen3-8b", "selective", ("mla_up_proj",), "no multi-head latent attention"),
-        ("qwen3-30b-a3b", "selective", ("mlp",), "no dense MLPs .moe computes"),
+        ("qwen3-30b-a3b", "selective", ("mlp",), "no dense MLPs .moe recomputes"),
         ("qwen3-30b-a3b", "selective", ("shared_experts",), "no shared experts"),
         (
             "deepseek-v3",
@@ -48,7 +48,7 @@ def test_modules_that_a_model_has_pass(model: str, modules: tuple[str, ...]) -> 
             ("moe", "moe_act"),
             "moe recomputes the whole expert layer, including moe_act",
         ),
-        ("deepseek-v3", "selective", (), "computes nothing again"),
+        ("deepseek-v3", "selective", (), "recomputes nothing"),
         ("deepseek-v3", "full", ("moe",), "requires actor.recompute=selective, got full"),
     ],
 )

@@ -221,7 +221,7 @@ def test_values_that_are_not_finite_are_null_with_a_warning(tmp_path: Path) -> N
 
 
 def test_wrong_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no tracker of this name; did you mean 'tensorboard'"):
+    with pytest.raises(ConfigError, match=r"unknown tracker; did you mean 'tensorboard'"):
         Tracker(tmp_path, ("console", "tensorbord"))
     tracker = Tracker(tmp_path, ("jsonl",))
     with pytest.raises(

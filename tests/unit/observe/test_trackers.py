@@ -51,7 +51,10 @@ def test_a_tracker_of_the_users_own_is_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("{folder}/mine.py:line", "mine.py registers no tracker 'line'; it registers: lines"),
+        (
+            "{folder}/mine.py:line",
+            "mine.py does not register the tracker 'line'; it registers: lines",
+        ),
         ("{folder}/mine.py:lines", None),
     ],
 )

@@ -349,8 +349,8 @@ def test_which_tensors_are_quantised() -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method is 'awq'"),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, "activation_scheme is 'static'"),
+        ({"quant_method": "awq"}, "quant_method='awq'"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "activation_scheme='static'"),
         ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is \\[128\\]"),
     ],

@@ -386,10 +386,11 @@ def test_a_verifier_from_a_file_scores_the_rows_of_its_data_sources(tmp_path):
 def test_a_verifier_that_a_file_lacks_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(textwrap.dedent(VERIFIER_OF_MINE))
     with pytest.raises(
-        ConfigError, match=r"reward\.verifiers=.*registers no verifier 'lower'; it registers: upper"
+        ConfigError,
+        match=r"reward\.verifiers=.*does not register the verifier 'lower'; it registers: upper",
     ):
         RewardManager(RewardConfig(processes=0, verifiers=(f"{tmp_path}/mine.py:lower",)))
-    with pytest.raises(ConfigError, match="registers no verifier 'gsm8k'"):
+    with pytest.raises(ConfigError, match="does not register the verifier 'gsm8k'"):
         RewardManager(RewardConfig(processes=0, verifiers=(f"{tmp_path}/mine.py:gsm8k",)))
 
 

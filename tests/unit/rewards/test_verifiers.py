@@ -172,7 +172,7 @@ def test_a_combination_judges_every_row_and_records_each_score() -> None:
 
 def test_a_combination_that_cannot_be_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"reward\.combine: .*no verifier of this name; did you mean 'gsm8k'"
+        ConfigError, match=r"reward\.combine: .*unknown verifier; did you mean 'gsm8k'"
     ):
         RewardManager(RewardConfig(processes=0, combine={"gsm8": 1.0}))
     with pytest.raises(ConfigError, match=r"reward\.combine\.gsm8k='much': a verifier's weight"):
