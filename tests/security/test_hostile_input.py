@@ -74,7 +74,7 @@ def test_json_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
 
 def test_a_link_in_a_circle_is_a_missing_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="could not be read"):
         derived.hf_config(ModelConfig(path=str(tmp_path)))
 
 
