@@ -159,7 +159,7 @@ def test_code_on_the_command_line_needs_no_consent_and_consent_is_enough(
     [
         ("defaults: [grpo]\n", "it contains a defaults list"),
         ("name: ${oc.env:HOME}\n", "it contains an interpolation"),
-        ("a: &a [1]\nb: *a\n", "it has an alias"),
+        ("a: &a [1]\nb: *a\n", "aliases are not allowed"),
         ("- 1\n", "expected a mapping, got list"),
         ("name: [\n", r"not YAML \(line 2\)"),
     ],

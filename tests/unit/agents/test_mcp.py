@@ -374,9 +374,11 @@ def test_settings_without_sense_are_refused(tmp_path: Path) -> None:
     )
     assert "mcp_servers.a.url=ftp://h: expected an address" in said(a={"url": "ftp://h"})
     assert "did you mean rollout.agent.mcp_servers.a.command" in said(a={"comand": ["x"]})
-    assert "mcp_servers.a.token_env=T is of a url" in said(a={"command": ["x"], "token_env": "T"})
+    assert "mcp_servers.a.token_env=T requires a url" in said(
+        a={"command": ["x"], "token_env": "T"}
+    )
     assert "mcp_servers.a.max_restarts=-1" in said(a={"command": ["x"], "max_restarts": -1})
     assert "mcp_servers" not in said(
         a={"command": ["x"]}
-    ) and "without rollout.agent.tools" not in said(a={"command": ["x"]})
+    ) and "requires rollout.agent.tools" not in said(a={"command": ["x"]})
     assert json.dumps(said(a=3)).count("mcp_servers.a") == 1

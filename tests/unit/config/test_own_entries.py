@@ -58,7 +58,9 @@ def test_each_kind_is_tried_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert sorted(line.partition("=")[0] for line in found) == sorted(
         {*LATER, "reward.combine"} - {"rollout.agent.tools"}
     )
-    assert all("registers no" in line and "it registers: none" in line for line in found), found
+    assert all("does not register" in line and "it registers: none" in line for line in found), (
+        found
+    )
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_a_teacher_speaks_the_language_of_the_policy() -> None:
     [line] = found(*settings, "model.hf_config.vocab_size=17")
     assert "teacher.path=teacher has vocab_size=16, the policy 17" in line
     [line] = found("teacher.path=teacher")
-    assert "teacher.top_k=32 is more than the 16 tokens of the vocabulary" in line
+    assert "teacher.top_k=32 is more than the 16 tokens in the vocabulary" in line
     [line] = found("teacher.path=nowhere")
     assert (
         "teacher.path=nowhere: not a Hugging Face folder" in line
@@ -173,7 +173,7 @@ def test_a_teacher_speaks_the_language_of_the_policy() -> None:
     ) in line
     text = explain(load_config("e2e", settings), Origins(frozenset(), {}))
     assert (
-        "Teacher: teacher; its 4 most likely tokens at every response token, 1 processes of its own"
+        "Teacher: teacher; its 4 most likely tokens at every response token, 1 separate processes"
         in text
     )
     check_steps(load_config("e2e", settings))
@@ -188,7 +188,7 @@ def test_distillation_needs_a_teacher_and_reads_what_it_writes() -> None:
     [line] = found(alone)
     assert (
         "actor.distillation.task_rewards=false with actor.distillation.coef=0: nothing would "
-        "be learned"
+        "be trained"
     ) in line
     given = ("teacher.path=teacher", "teacher.top_k=4")
     sampled = (*given, one, alone, "actor.distillation.loss=low_var_kl+")

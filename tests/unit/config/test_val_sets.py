@@ -96,7 +96,7 @@ def test_a_run_folder_keeps_the_order_of_the_sets(tmp_path: Any) -> None:
                 "would be identical",
             ),
         ),
-        ("data.val_sets={a/b: {files: [x.parquet]}}", ("'a/b'", "metrics and a folder")),
+        ("data.val_sets={a/b: {files: [x.parquet]}}", ("'a/b'", "metric and folder names")),
         ("data.val_sets={7: {files: [x.parquet]}}", ("7 is used in metric", "quote")),
         (
             "data.val_sets={a: {files: [nowhere.parquet]}}",

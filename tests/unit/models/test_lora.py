@@ -166,7 +166,7 @@ def test_a_merge_is_rounded_once_whatever_the_strips(
 def test_targets_that_a_model_lacks_are_refused() -> None:
     with pytest.raises(ModelError, match=r"has no linear_qkv .*choose from linear_q_down_proj"):
         adapters(DEEPSEEK, "linear_qkv")
-    with pytest.raises(ModelError, match="routed experts have no adapters"):
+    with pytest.raises(ModelError, match="routed experts do not support adapters"):
         adapters(TINY, "linear_proj", "linear_fc1")
 
 

@@ -141,7 +141,7 @@ def test_the_file_of_another_user_is_refused_by_number(folder: Path) -> None:
     lock_of(folder).touch(0o666)
     os.chown(lock_of(folder), 65534, 65534)
     with (
-        pytest.raises(ConfigError, match="belongs to the user with the number 65534"),
+        pytest.raises(ConfigError, match="belongs to the user with id 65534"),
         exclusive(folder),
     ):
         raise AssertionError("it was taken")

@@ -77,7 +77,9 @@ def test_steps_before_the_checkpoint_that_have_no_record_are_named_at_the_next_s
         f"{file} has no record of train step {lost.split('|', maxsplit=1)[0]}"
     ) or line.startswith(f"{file} has no record of train step {lost.rsplit('|', maxsplit=1)[-1]}")
     file.unlink()
-    assert "step 1-3, which global_step_3 comes after" in session.lost_records(latest)[0]
+    assert (
+        "step 1-3, although the run resumes from global_step_3" in session.lost_records(latest)[0]
+    )
 
 
 def test_a_run_that_goes_on_from_another_ones_checkpoint_lacks_nothing(tmp_path: Path) -> None:
