@@ -394,7 +394,7 @@ def test_config_keys_explains_a_group(capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert (
         out.startswith('actor.router_replay = "none"  (none | compare | r2 | r3)')
-        and "r2: those of" in out
+        and "r2: from the" in out
     )
     assert main(["config", "keys", "actor.nothing"]) == 2
     assert "unknown key actor.nothing" in capsys.readouterr().err

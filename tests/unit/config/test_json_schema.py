@@ -84,6 +84,6 @@ def test_what_the_loader_accepts_is_not(right: Any) -> None:
 
 def test_a_key_is_described_by_its_comment() -> None:
     key = SCHEMA["$defs"]["ActorConfig"]["properties"]["router_replay"]
-    assert "r3: those of the engine" in key["description"]
+    assert "r3: from the engine" in key["description"]
     assert key["anyOf"][0] == {"enum": ["none", "compare", "r2", "r3"]}
     assert key["default"] == "none"

@@ -95,7 +95,7 @@ def test_a_policy_has_devices_of_its_own(tmp_path: Path) -> None:
         (
             f"{{tester: {{{ONE}, rollout: {{pool: critic}}}}}}",
             (),
-            "must be null (separate devices) or actor",
+            r"must be null \(separate devices\) or actor",
         ),
         ("{tester: {actor: {policy_loss: nope}}}", (), "roles.tester.actor.policy_loss"),
     ],
