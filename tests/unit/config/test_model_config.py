@@ -43,7 +43,7 @@ def test_each_field_that_a_family_uses_is_checked(name: str, value: Any) -> None
     if (name, value) == ("moe_layer_end_index", -1):
         pytest.skip("the last layer")
     (line,) = wrong_fields({name: value})
-    assert line.startswith(f"{name}=") and " belongs" in line and line.isprintable()
+    assert line.startswith(f"{name}=") and ": expected " in line and line.isprintable()
 
 
 @pytest.mark.parametrize(

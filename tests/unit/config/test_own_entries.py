@@ -111,6 +111,6 @@ def test_an_engine_that_cannot_tell_supports_is_refused_where_they_are_needed(
     engine = f"rollout.engine={tmp_path}/own.py:mine"
     assert list(own_entries.problems(load_config("e2e", [engine]))) == []
     found = list(own_entries.problems(load_config("e2e", [engine, "rollout.sampling.top_k=20"])))
-    assert [engine in line and "takes no with_support" in line for line in found] == (
+    assert [engine in line and "has no argument with_support" in line for line in found] == (
         [] if takes else [True]
     )
