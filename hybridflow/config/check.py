@@ -242,6 +242,14 @@ def _lengths(config: RunConfig) -> Iterator[str]:
                     f"least {least} or shorten the lengths"
                 )
             )
+    for name, given in config.rollout.extra_args.items():
+        is_context = name.replace("-", "_") in ("context_length", "max_model_len")
+        if is_context and isinstance(given, int) and given < longest + margin:
+            rest = f" tokens + {margin}" if margin else " tokens"
+            yield (
+                f"rollout.extra_args.{name}={given} is less than {total}{rest}; the longest sample "
+                f"must fit the engine's context: raise it to at least {longest + margin}"
+            )
 
 
 def _optim(prefix: str, optim: OptimConfig, dtype: str) -> Iterator[str]:

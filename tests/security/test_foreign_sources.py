@@ -49,7 +49,7 @@ def told(words: list[str]) -> int:
 
 
 class Export:
-    """A checkpoint of a tiny model beside the folder that it came from."""
+    """A checkpoint of a tiny model, next to the folder that it came from."""
 
     def __init__(self, work: Path) -> None:
         self.work = work

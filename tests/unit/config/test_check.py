@@ -417,6 +417,10 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ),
             ("max_position_embeddings=1024", "= 1024 + 6", "an engine rejects a prompt"),
         ),
+        (
+            ("+rollout.extra_args.context_length=9",),
+            ("rollout.extra_args.context_length=9", "the engine's context", "at least "),
+        ),
         (("rollout.sampling.top_k=0",), ("rollout.sampling.top_k=0", "-1")),
         (("actor.clip_ratio_c=0.9",), ("actor.clip_ratio_c=0.9", "null")),
         (("rollout.mem_fraction_static=1.5",), ("mem_fraction_static=1.5", "less than 1")),
