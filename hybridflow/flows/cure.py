@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridflow.batch import DataProto
+from hybridflow.batch import DataProto, objects
 from hybridflow.config.keys import Positive
 from hybridflow.flows.base import Run, flow
 from hybridflow.rewards.unit_tests import ProgramRuns, unit_test_of, unit_test_rewards
@@ -73,25 +73,42 @@ def requests(programs: DataProto, prompt: str) -> list[str]:
 async def judged(
     programs: DataProto, tests: DataProto, runs: ProgramRuns
 ) -> tuple[np.ndarray, Mapping[str, float]]:
-    """The rewards [B] of the unit tests, and metrics over the tasks with right programs:
-    right_tests, the share of unit tests that all of these pass, and mu, over the tasks that have
-    wrong ones too; judged_tasks is their share."""
-    is_right = programs["scores"] >= 1
-    tasks = np.unique(programs["uid"], return_inverse=True)[1]
-    rows = [(np.flatnonzero(tasks == task), tests["uid"] == task) for task in range(max(tasks) + 1)]
-    read = np.array([unit_test_of(text) for text in tests["response_text"]], dtype=object)
+    """The rewards [B] of the unit tests, and metrics: means of `rewards_of`, and judged_tasks, the
+    share of tasks with right and wrong programs."""
+    texts = programs["response_text"]
+    read = objects([unit_test_of(text) for text in tests["response_text"]])
+    tasks = rows_by_task(programs, tests)
     tables = await asyncio.gather(
-        *[runs.passed(programs["response_text"][of].tolist(), read[by].tolist()) for of, by in rows]
+        *[runs.passed(texts[own].tolist(), read[asked].tolist()) for own, asked in tasks]
     )
+    is_right = programs["scores"] >= 1
     rewards = np.zeros(len(tests), np.float32)
-    right, mus = list[float](), list[float]()
-    for (of, by), passed in zip(rows, tables, strict=True):
-        is_test = np.array([test is not None for test in read[by]])
-        rewards[by], mu = unit_test_rewards(passed, is_right[of], is_test)
-        if is_right[of].any():
-            right.append(float(passed[is_right[of]].all(0).mean()))
-        if mu is not None:
-            mus.append(mu)
-    metrics = {"judged_tasks": len(mus) / len(rows)}
-    metrics |= {"right_tests": float(np.mean(right))} if right else {}
-    return rewards, metrics | ({"mu": float(np.mean(mus))} if mus else {})
+    found: dict[str, list[float]] = {"right_tests": [], "mu": []}
+    for (own, asked), passed in zip(tasks, tables, strict=True):
+        rewards[asked], metrics = rewards_of(passed, is_right[own], read[asked])
+        for name, value in metrics.items():
+            found[name].append(value)
+    means = {name: float(np.mean(values)) for name, values in found.items() if values}
+    return rewards, {"judged_tasks": len(found["mu"]) / len(tasks), **means}
+
+
+def rows_by_task(programs: DataProto, tests: DataProto) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The rows of each task's programs, and those of its unit tests, which are in its order."""
+    tasks = np.unique(programs["uid"], return_inverse=True)[1]
+    return [
+        (np.flatnonzero(tasks == task), np.flatnonzero(tests["uid"] == task))
+        for task in range(max(tasks) + 1)
+    ]
+
+
+def rewards_of(
+    passed: np.ndarray, is_right: np.ndarray, tests: np.ndarray
+) -> tuple[np.ndarray, Mapping[str, float]]:
+    """The rewards of a task's unit tests. Metrics: with a right program right_tests, the share of
+    unit tests that all right ones pass; with a wrong one too mu (`rewards.unit_tests`)."""
+    is_test = np.array([test is not None for test in tests])
+    rewards, mu = unit_test_rewards(passed, is_right, is_test)
+    metrics = {}
+    if is_right.any():
+        metrics["right_tests"] = float(passed[is_right].all(0).mean())
+    return rewards, metrics if mu is None else {**metrics, "mu": mu}

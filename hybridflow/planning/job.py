@@ -147,10 +147,7 @@ def job_of(
             "model.hf_config.vocab_size is not set (a run takes it from the tokenizer); set "
             "model.hf_config.vocab_size=N to plan this recipe"
         )
-    roles = []
-    for name in derived.models_in_use(config):
-        trains = derived.trains(config, name) and not (frozen and name == "actor")
-        roles.append(_role(config, machines, name, sizes, trains))
+    roles = _roles(config, machines, sizes, frozen)
     rollout = config.rollout
     data = config.data
     engine = Engine(
@@ -201,6 +198,14 @@ def _placement_problem(config: RunConfig, machines: Machines) -> str | None:
     except ResourceError as error:
         return str(error)
     return None
+
+
+def _roles(config: RunConfig, machines: Machines, sizes: Any, frozen: bool) -> list[RolePlan]:
+    roles = []
+    for name in derived.models_in_use(config):
+        trains = derived.trains(config, name) and not (frozen and name == "actor")
+        roles.append(_role(config, machines, name, sizes, trains))
+    return roles
 
 
 def _role(config: RunConfig, machines: Machines, name: str, sizes: Any, trains: bool) -> RolePlan:

@@ -128,11 +128,8 @@ def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str,
         ("unit_tests.parquet", options.num_unit_tests, _unit_test),
     ):
         if count:
-            demonstrations = []
-            for number in rng.choice(drawn, count):
-                steps = options.steps(int(number))
-                demonstrations.append(demonstration(steps, _other(steps, options, rng), rng))
-            rows[name] = write_demonstrations(out / name, demonstrations)
+            found = _demonstrations(options, rng.choice(drawn, count), demonstration, rng)
+            rows[name] = write_demonstrations(out / name, found)
     words = (_TEST, *_TEST_FENCES, *WORDS) if options.num_unit_tests else WORDS
     write_character_tokenizer(out / "tokenizer", CHARACTERS, words)
     return rows
@@ -158,6 +155,20 @@ def result(steps: Steps, value: int) -> int:
     for name, operand in steps:
         value = _OPERATIONS[name][1](value, operand)
     return value
+
+
+def _demonstrations(
+    options: ProgramsOptions,
+    numbers: np.ndarray,
+    demonstration: Callable[[Steps, Steps, np.random.Generator], dict[str, Any]],
+    rng: np.random.Generator,
+) -> list[dict[str, Any]]:
+    """Return a demonstration for each of the problems of these numbers, with random operations."""
+    found = []
+    for number in numbers:
+        steps = options.steps(int(number))
+        found.append(demonstration(steps, _other(steps, options, rng), rng))
+    return found
 
 
 def _program(steps: Steps, solved: Steps, rng: np.random.Generator) -> dict[str, Any]:
