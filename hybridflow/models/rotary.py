@@ -193,8 +193,14 @@ def rotaries_by_kind(
             f"the config of model_type {hf.get('model_type')} has one set of rope_parameters, "
             "which is not supported; give one each for full_attention and sliding_attention"
         )
+    scaling = hf.get("rope_scaling") or {}
+    if "type" in scaling and "rope_type" not in scaling:
+        raise ModelError(
+            f"the config of model_type {hf.get('model_type')} has rope_scaling.type, which "
+            "transformers ignores in this family; name it rope_type"
+        )
     rest = {name: hf[name] for name in hf if name not in ("rope_parameters", "rope_scaling")}
-    full = {**(given.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
+    full = {**(given.get("full_attention") or {}), **scaling}
     local = dict(given.get("sliding_attention") or {})
     found = []
     for settings, base in (

@@ -37,7 +37,7 @@ def test_one_configuration_of_each_family_in_tensor_parallel_ranks(tmp_path: Pat
         [name, configs[0], "TP2", number % 3 == 0]
         for number, (name, configs) in enumerate(ODD_FAMILIES.items())
     ]
-    assert wrong(cases, tmp_path, SHORT, 230) == []
+    assert wrong(cases, tmp_path, SHORT, 500) == []
 
 
 @pytest.mark.full
@@ -49,4 +49,4 @@ def test_every_configuration_in_every_layout(name: str, tmp_path: Path) -> None:
         for layout in LAYOUTS
         if layout != "EP2" or any("experts" in key for key in hf)
     ]
-    assert wrong(cases, tmp_path, LONG, 500) == []
+    assert wrong(cases, tmp_path, LONG, 1500) == []

@@ -178,6 +178,9 @@ def _rotary_of(family: str, settings: dict[str, Any]) -> dict[str, Any]:
             found[name] = {**growing, **value}
         elif family in BY_KIND and name == "rope_parameters":
             found[name] = {"full_attention": value}
+        elif family in BY_KIND and name == "rope_scaling":
+            # the old name of the type alone is refused
+            found[name] = {"rope_type" if key == "type" else key: value[key] for key in value}
         else:
             found[name] = value
     return found

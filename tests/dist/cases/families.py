@@ -6,6 +6,7 @@ Log-probs, and the gradient of an update.
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,25 @@ def _measure(
     dist.barrier()
     expected, model = _oracle(folder, batch)
     result = {"log_probs": float((ours - expected.detach()).abs().max())}
+    result["missing in a checkpoint"] = _missing(policy)
     if with_gradient:
         (-expected.mean()).backward()
         result["gradient"] = _gradient_difference(policy, batch, model)
     return result
+
+
+def _missing(policy: Any) -> float:
+    """The share of the model's elements that is not in a checkpoint exactly once."""
+    from hybridflow.mcore.sharded_state import ShardedState
+
+    shapes = policy.family.tensors()
+    counts = dict.fromkeys(shapes, 0)
+    for part in ShardedState(policy, with_random_state=False).hf():
+        counts[part.source] += prod(part.shape)
+    held = torch.tensor(list(counts.values()))
+    dist.all_reduce(held)
+    wanted = torch.tensor([prod(shape) for shape in shapes.values()])
+    return float((held - wanted).abs().sum() / wanted.sum())
 
 
 def _write(family: Any, hf: dict[str, Any], folder: Path) -> None:
