@@ -46,7 +46,10 @@ SAID = {
     "twice": ("Rollouts of step 2", "duplicate key 'step'"),
     "encodings": ("config.yaml: not readable (not UTF-8 (byte 0))", "index.json has"),
     "steering": ("\\x1b]0;owned\\x07", "\\x1b]0;owned\\x07"),
-    "bombs": ("config.yaml: not readable (aliases are not allowed", "index.json has 60000016 bytes"),
+    "bombs": (
+        "config.yaml: not readable (aliases are not allowed",
+        "index.json has 60000016 bytes",
+    ),
     "many_records": ("metrics.jsonl: has more than", "all as in the manifest"),
     "wrong_content": (
         "Rollouts of step 2 (1 of 1 rows)",

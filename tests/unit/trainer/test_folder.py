@@ -82,7 +82,9 @@ def test_the_next_process_waits_for_one_that_ends_and_says_so(
         assert str(os.getpid()) in lock_of(folder).read_text()
     first.join()
     [line] = said
-    assert f"process {first.pid} on" in line and str(folder) in line and "waiting up to 60 s" in line
+    assert (
+        f"process {first.pid} on" in line and str(folder) in line and "waiting up to 60 s" in line
+    )
 
 
 def test_a_lock_is_of_this_user_alone_also_one_of_an_earlier_version(folder: Path) -> None:
