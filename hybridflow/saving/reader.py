@@ -166,10 +166,16 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
         found = None
         filled = 0
+        parts: list[tuple[Start, Start]] = []
         for slice_start, slice_shape, key, key_start in self._slices[name]:
             low, size = _overlap(start, shape, slice_start, slice_shape)
             if not prod(size):
                 continue
+            if any(prod(_overlap(low, size, *other)[1]) for other in parts):
+                raise CheckpointError(
+                    f"{self.folder}: its index describes parts of {name} twice, around {low}"
+                )
+            parts.append((low, size))
             lead = len(key_start) - len(low)
             starts = []
             for base, a, b in zip(key_start[lead:], low, slice_start, strict=True):

@@ -21,8 +21,8 @@ from tests.published.folders import published_folder
 from tests.security.foreign import STEER, reseal
 from tests.security.foreign_models import FIELDS, FORMS, VALUES, WEIGHTS, in_a_fork
 from tests.security.read_foreign import run
-from tests.unit.data.test_published import FILES, fill
-from tests.unit.saving.test_checkpoint_parts import lie_about
+from tests.unit.data.published_files import FILES, fill
+from tests.unit.saving.lies import lie_about
 
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 FORM = {form.__name__: form for form in FORMS}

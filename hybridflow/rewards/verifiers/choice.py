@@ -20,7 +20,8 @@ _SUBJECT = re.compile(
 )
 # before it: it is one of several, or nothing is said of it
 _NO_SUBJECT = re.compile(
-    r"(?:(?<![A-Za-z])[A-Z][)*_]{0,3},?\s(?:and|or|nor)\s|(?i:\b(?:neither|either|not|nor|if|whether|unless)\s))"
+    r"(?:(?<![A-Za-z])[A-Z][)*_]{0,3},?\s(?:and|or|nor)\s|"
+    r"(?i:\b(?:neither|either|not|nor|if|whether|unless)\s))"
     r"[(*_]{0,3}$"
 )
 # limits of the search: characters at the end, and statements in them

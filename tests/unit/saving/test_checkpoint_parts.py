@@ -9,7 +9,6 @@ import subprocess
 import sys
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +34,7 @@ from hybridflow.saving.reader import CheckpointFolder
 from hybridflow.saving.rectangles import Rectangle, write_tensors
 from hybridflow.saving.safetensors_file import Entry, ShardWriter, shards_of
 from hybridflow.saving.tools import inspect, verify
+from tests.unit.saving.lies import lie_about, places, put
 
 MODEL = {"model_type": "qwen3", "hidden_size": 32, "architectures": ["A"], "torch_dtype": "float32"}
 
@@ -91,10 +91,10 @@ def test_each_lie_of_an_index_is_one_message(tmp_path: Path) -> None:
         [1 << 60, 1 << 60],
     ]
     told = 0
-    for place in _places(right):
+    for place in places(right):
         for lie in lies:
             value = json.loads(json.dumps(right))
-            _put(value, place, lie)
+            put(value, place, lie)
             (tmp_path / INDEX).write_text(json.dumps(value))
             try:
                 inspect(tmp_path)
@@ -145,66 +145,6 @@ def test_lies_of_an_index_in_combination_are_messages_or_the_right_weights(
             told += 1
             assert str(tmp_path) in str(error) and len(str(error)) < 1000
     assert told > lies * 0.7 and kept > 0
-
-
-def lie_about(value: Any, drawn: random.Random) -> None:
-    kind = drawn.choice(["value", "value", "exchange", "repeat", "leave out", "shift"])
-    rows = value[drawn.choice(["chunks", "hf"])]
-    if kind == "exchange":
-        one, two = drawn.sample(_places(value), 2)
-        if one != two[: len(one)] and two != one[: len(two)]:
-            first = _get(value, one)
-            second = _get(value, two)
-            _put(value, one, second)
-            _put(value, two, first)
-    elif kind == "repeat" and rows:
-        rows.append(json.loads(json.dumps(drawn.choice(rows))))
-    elif kind == "leave out" and rows:
-        rows.pop(drawn.randrange(len(rows)))
-    elif kind == "shift":
-        chunk = drawn.choice(value["chunks"] or [{"start": 0, "offset": 0}])
-        if isinstance(chunk, dict) and isinstance(chunk.get("offset"), int):
-            chunk["offset"] += drawn.choice([-96, -4, 4, 96])
-    else:
-        lies: list[object] = [
-            -1,
-            1 << 70,
-            1 << 61,
-            float("nan"),
-            0.0,
-            None,
-            "",
-            "\x1b[2J",
-            [],
-            [0, 0],
-            {},
-            True,
-        ]
-        _put(value, drawn.choice(_places(value)), drawn.choice(lies))
-
-
-def _get(value: Any, place: tuple[Any, ...]) -> Any:
-    for name in place:
-        value = value[name]
-    return value
-
-
-def _places(value: object) -> list[tuple[object, ...]]:
-    """The way to each value inside of the lists and objects."""
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    return [(name, *rest) for name, inner in items for rest in ((), *_places(inner))]
-
-
-def _put(value: Any, place: tuple[Any, ...], lie: object) -> None:
-    for name in place[:-1]:
-        value = value[name]
-    value[place[-1]] = lie
 
 
 def test_a_checkpoint_without_the_drivers_part_is_not_well(tmp_path: Path) -> None:
