@@ -108,8 +108,8 @@ QUICK = ("kimi-k2", "thinking_opened")
 
 
 def processor_s() -> float:
-    """Of this process and of its children that have ended: other programs of a machine do not
-    count."""
+    """Return the processor time of this process and of its children that have ended. Other
+    programs of a machine do not count."""
     return sum(
         sum(resource.getrusage(whose)[:2])
         for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)

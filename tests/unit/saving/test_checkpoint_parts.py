@@ -147,6 +147,17 @@ def test_lies_of_an_index_in_combination_are_messages_or_the_right_weights(
     assert told > lies * 0.7 and kept > 0
 
 
+def test_a_slice_that_comes_twice_leaves_no_memory_in_place_of_another(tmp_path: Path) -> None:
+    """As many elements as the tensor has are there, and the half that is not was never written."""
+    weights = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    chunks, _ = write_tensors(tmp_path, 0, [Rectangle("w", weights, (4, 6), (0, 0))])
+    half = ["w", [0, 0], [2, 6], "w", [0, 0]]
+    (tmp_path / INDEX).write_text(json.dumps({"chunks": chunks, "hf": [half, half]}))
+    manifest_of(tmp_path).write(tmp_path)
+    with pytest.raises(CheckpointError, match="describes parts of w twice"):
+        CheckpointFolder(tmp_path).read("w", (0, 0), (4, 6))
+
+
 def test_a_checkpoint_without_the_drivers_part_is_not_well(tmp_path: Path) -> None:
     policy = tmp_path / "global_step_3" / "policy"
     policy.mkdir(parents=True)
