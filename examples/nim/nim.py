@@ -1,8 +1,8 @@
 """Self-play: the policy learns a game against its own earlier weights.
 
 Two players take 1, 2 or 3 stones of a pile in turns, and whoever takes the last one wins. The best
-move leaves a multiple of 4 stones. A prompt is the number of stones that are left, an answer one
-token: the number of stones that are taken. Any other answer loses the game.
+move leaves a multiple of 4 stones. A prompt is the number of stones that are left, and an answer
+the number of stones that are taken. Any other answer loses the game.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Mover = Callable[[np.ndarray], Awaitable[np.ndarray]]  # piles [B] -> moves [B]
 
 @dataclass(frozen=True)
 class Options:
-    """Games begin with 1 to `largest` stones. The opponent takes the policy's weights every `every`
-    steps."""
+    """Games begin with 1 to `largest` stones. The opponent takes the policy's weights before the
+    first step and every `every` steps from there."""
 
     largest: int = 12
     every: int = 10
@@ -34,6 +34,8 @@ async def nim(run: Any) -> None:
     policy, opponent = mover(run.policy), mover(run.opponent)
     piles = np.arange(1, run.options.largest + 1)
     async for step in run.steps():
+        if step % run.options.every == 1 or run.options.every == 1:
+            await run.opponent.take(run.policy)
         moves = await run.policy.generate([str(pile) for pile in piles])
         first = numbers(moves)
         given = piles[moves["uid"]]
@@ -44,8 +46,6 @@ async def nim(run: Any) -> None:
         moves = await run.policy.log_probs(moves.with_columns(scores=won.astype(np.float32)))
         await run.policy.update(run.advantages(moves))
         await run.sync()
-        if step % run.options.every == 0:
-            await run.opponent.take(run.policy)
 
 
 def mover(player: Any) -> Mover:
