@@ -17,7 +17,7 @@ def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
     Raises:
         ModelError: transformers does not support this `model_type`.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = str(family.hf["model_type"])
@@ -27,8 +27,11 @@ def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
             "or rollout.engine"
         )
     config = CONFIG_MAPPING[model_type].from_dict(dict(family.hf))
+    # attention sinks have no SDPA
+    has_sdpa = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
+    kind = "sdpa" if has_sdpa else "eager"
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=kind, dtype=dtype)
 
 
 def allocate(causal: Any, device: torch.device) -> None:
@@ -36,5 +39,8 @@ def allocate(causal: Any, device: torch.device) -> None:
     causal.to_empty(device=device)
     # rotary frequencies are not part of a checkpoint and were not computed on the meta device
     causal.model.rotary_emb = type(causal.model.rotary_emb)(causal.config).to(device)
+    embedding = causal.model.embed_tokens
+    if hasattr(embedding, "scalar_embed_scale"):  # neither is Gemma's factor of embeddings
+        embedding.embed_scale.fill_(embedding.scalar_embed_scale)
     if causal.config.tie_word_embeddings:  # to_empty unties the weights
         causal.lm_head.weight = causal.model.embed_tokens.weight
