@@ -141,8 +141,8 @@ def grow_queries(model: torch.nn.Module, rotary: Rotary) -> None:
         if factors is None:
             group = parallel_state.get_context_parallel_group()
             positions = positions_of(packed.cu_seqlens_q, len(query), group.size(), group.rank())
-            turns = torch.log1p((positions // rotary.original).float())
-            factors = packed.query_factors = 1 + rotary.query_growth * turns[:, None, None]
+            growth = torch.log1p((positions // rotary.original).float())
+            factors = packed.query_factors = 1 + rotary.query_growth * growth[:, None, None]
         return (query * factors.to(query.dtype), *others), named
 
     for module in list(model.modules()):
