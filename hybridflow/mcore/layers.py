@@ -22,6 +22,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.config.schema import ParallelConfig
+from hybridflow.errors import ModelError
 from hybridflow.mcore.fused_experts import FusedExpertsMlp
 from hybridflow.models import Family
 from hybridflow.models.blocks import Block, DenseMlp, GroupedAttention
@@ -167,3 +169,24 @@ class WideKeyNorm(WideNorm):
     """The norm over all key heads."""
 
     heads = "num_query_groups"
+
+
+def check_windows(family: Family, parallel: ParallelConfig) -> None:
+    """Raise ModelError where Transformer Engine has no attention with windows."""
+    if parallel.context > 1 and "window_size" in family.megatron_config():
+        # its context parallelism over packed samples ("p2p") has no windows
+        raise ModelError(
+            f"actor.parallel.context={parallel.context}: Transformer Engine has no sliding windows "
+            "over packed samples under context parallelism; set it to 1"
+        )
+
+
+def scale_embeddings(model: Any, scale: float) -> None:
+    """Multiply a first stage's embeddings by a factor, rounded to their dtype as in
+    transformers."""
+
+    def scaled(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * torch.tensor(scale, dtype=output.dtype)
+
+    if scale != 1.0:
+        model.embedding.register_forward_hook(scaled)

@@ -28,7 +28,7 @@ from hybridflow.config.schema import ParallelConfig
 from hybridflow.device.platform import Platform
 from hybridflow.errors import ModelError
 from hybridflow.mcore import bootstrap, megatron_versions, rotary, routing
-from hybridflow.mcore.layers import block_spec
+from hybridflow.mcore.layers import block_spec, check_windows, scale_embeddings
 from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.scalar_output import replace_output_layer
 from hybridflow.models import Family
@@ -196,7 +196,7 @@ def build_model(
         torch_modules.install()
     else:
         _check_transformer_engine(dtype)
-        _check_windows(family, parallel)
+        check_windows(family, parallel)
     if parallel.moe_dispatcher == "deepep" and not bootstrap.HAVE_DEEP_EP:
         raise ModelError(
             "actor.parallel.moe_dispatcher=deepep: the package deep_ep cannot be imported on node "
@@ -229,16 +229,6 @@ def _check_transformer_engine(dtype: str) -> None:
         )
 
 
-def _check_windows(family: Family, parallel: ParallelConfig) -> None:
-    """Raise ModelError where Transformer Engine has no attention with windows."""
-    if parallel.context > 1 and "window_size" in family.megatron_config():
-        # its context parallelism over packed samples ("p2p") has no windows
-        raise ModelError(
-            f"actor.parallel.context={parallel.context}: Transformer Engine has no sliding windows "
-            "over packed samples under context parallelism; set it to 1"
-        )
-
-
 def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> GPTModel:
     stage = at.vpp_rank if at.vpp_size > 1 else None
     # Megatron's router and the modules of `torch_modules` do not specify a device
@@ -260,8 +250,8 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
         rotary.use_frequencies(model, config, family.rotary)
     if family.rotary.query_growth:
         rotary.grow_queries(model, family.rotary)
-    if at.is_first_stage and (scale := getattr(decoder, "embedding_scale", 1.0)) != 1.0:
-        model.embedding.register_forward_hook(functools.partial(_scaled, scale))
+    if at.is_first_stage:
+        scale_embeddings(model, getattr(decoder, "embedding_scale", 1.0))
     routing.shape_biases(model, family.local_tensors(at))
     if family.latent_norm_eps is not None:
         _set_latent_norm_eps(model, family.latent_norm_eps)
@@ -272,11 +262,6 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
         # that hooks on its weight run
         model.output_layer.forward = functools.partial(_hidden_states, model.output_layer)
     return model
-
-
-def _scaled(scale: float, embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Multiply embeddings by a factor that is first rounded to their dtype, as in transformers."""
-    return output * torch.tensor(scale, dtype=output.dtype)
 
 
 def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:
