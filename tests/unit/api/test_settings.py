@@ -47,7 +47,7 @@ def test_a_dictionary_that_is_a_value_stays_one() -> None:
 def test_what_is_no_plain_data_is_refused_by_its_key() -> None:
     with pytest.raises(ConfigError, match=r"actor.optim.lr must be .*; got object"):
         words({"actor": {"optim": {"lr": object()}}})
-    with pytest.raises(ConfigError, match=r"reward.kwargs: the name 'a b'"):
+    with pytest.raises(ConfigError, match=r"reward.kwargs: dictionary key 'a b'"):
         words({"reward": {"kwargs": {"a b": 1}}})
 
 
