@@ -36,7 +36,7 @@ SAID = {
     "sparse_and_expected": ("Rollouts of step 2", "but none of them are on disk"),
     "links": (
         "step_000001.parquet: not readable (not followed, because it links",
-        "does not match its hash",
+        "does not match its own hash",
     ),
     "manifest_lies": ("Rollouts of step 2", "manifest.json cannot be read (ValueError: layout is"),
     "huge_numbers": (
