@@ -1,13 +1,13 @@
 """Hand-written layouts of SGLang ranks, used only by the dry run.
 
 A run does not use this file. It discovers the layout by tracing the engine's own loader
-(`hybridflow.engines.layout_tracer`), so no table can be wrong. The dry run has no engine, and
-planning for 1,024 ranks must take seconds.
+(`hybridflow.engines.layout_tracer`), so it does not depend on hand-written tables. The dry run has
+no engine, and must plan for 1,024 ranks within seconds.
 
 Conventions of SGLang 0.5.23: query, key and value are stacked in `qkv_proj`; gate is stacked over
 up in `gate_up_proj` and `w13_weight`; experts are stacked; the vocabulary is padded to a multiple
-of 64; KV heads are repeated if there are fewer than ranks; experts are split by expert parallelism
-first and by tensor parallelism within.
+of 64; KV heads are repeated if there are fewer of them than ranks; experts are first split by
+expert parallelism and then by tensor parallelism.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class EngineShape:
-    """Parallel sizes of `count` equal engines of `tensor * pipeline` ranks each.
+    """Parallel sizes of `count` identical engines with `tensor * pipeline` ranks each.
 
     `expert` and `data_attention` divide `tensor`, as for SGLang's `--ep-size` and `--dp-size
     --enable-dp-attention`. `dense` is the tensor size of dense MLPs and shared experts: 1, or 0 for
@@ -59,10 +59,12 @@ class EngineShape:
         """Raise WeightSyncError if this shape does not divide the model."""
         if min(self.tensor, self.expert, self.data_attention, self.pipeline, self.count) < 1:
             raise WeightSyncError(
-                f"all sizes of an engine and their number must be 1 or more: {self}"
+                f"engine sizes and the number of engines must be 1 or more, got {self}"
             )
         if self.dense not in (0, 1):
-            raise WeightSyncError(f"dense is the tensor size of dense MLPs, 1 or left out: {self}")
+            raise WeightSyncError(
+                f"dense (the tensor size of dense MLPs) must be 1 or omitted, got {self}"
+            )
         attention_ranks = self.tensor // self.data_attention
         rules = [
             ("the engine's tensor size", self.tensor, "its expert size", self.expert),
@@ -128,7 +130,7 @@ def engine_layout(
 
     Args:
         dtype: dtype of unquantised tensors.
-        quantisation: for engines that keep their linear layers in block-wise fp8.
+        quantisation: for engines whose linear layers are in block-wise fp8.
 
     Raises:
         WeightSyncError: the model does not fit an engine's shape, or an engine rank would hold part
@@ -177,7 +179,7 @@ def in_fp8(
     Other buffers are returned unchanged.
 
     Raises:
-        WeightSyncError: a buffer begins or ends within a block, which SGLang does not support
+        WeightSyncError: a buffer starts or ends within a block, which SGLang does not support
             either.
     """
     result: list[LocalTensor] = []
@@ -212,7 +214,7 @@ def _scale_piece(
         if start % step or at % step or ((start + size) % step and start + size != whole_size):
             raise WeightSyncError(
                 f"the engine's {buffer} has [{start}:{start + size}] of {piece.source} (of "
-                f"{whole_size}) from {at} on, which is not in whole fp8 blocks of {step}; choose a "
+                f"{whole_size}) starting at {at}, not in whole fp8 blocks of {step}; choose a "
                 "smaller tensor size, dense=1, or bfloat16"
             )
     first, shape = quantisation.blocks_of(piece.source_start, piece.shape)
@@ -283,7 +285,7 @@ class EngineRank:
             return []
         tensors = [_whole("model.norm.weight", (decoder.hidden,))]
         if not decoder.tied or self.stage > 0:
-            # with data-parallel attention the output head is still split over all tensor ranks
+            # with data-parallel attention, the output head is still split over all tensor ranks
             # (unless --enable-dp-lm-head)
             tensors.append(
                 self._vocab(head, embedding if decoder.tied else head, self.rank, self.shape.tensor)
@@ -307,7 +309,7 @@ class EngineRank:
             norms = _norms(block.norms, prefix, block.hidden)
             return [*norms, *self._grouped(block, f"{prefix}self_attn.")]
         raise WeightSyncError(
-            f"no engine layout is written for attention of kind {type(block).__name__}"
+            f"attention of kind {type(block).__name__} is not supported: it has no engine layout"
         )
 
     def _grouped(self, block: GroupedAttention, hf: str) -> list[LocalTensor]:
@@ -394,7 +396,7 @@ class EngineRank:
             ]
             return rest + block.shares(hf, hf, at)
         raise WeightSyncError(
-            f"no engine layout is written for an MLP of kind {type(block).__name__}"
+            f"MLP of kind {type(block).__name__} is not supported: it has no engine layout"
         )
 
     def _gated(self, hf: str, hidden: int, ffn: int, names: MlpNames) -> list[LocalTensor]:
