@@ -60,7 +60,7 @@ def test_each_field_that_a_family_uses_is_checked(name: str, value: Any) -> None
             "weight_block_size=[128, 'x']",
         ),
         ({"quantization_config": {"modules_to_not_convert": 3}}, "modules_to_not_convert=3"),
-        ({"num_hidden_layers": 10_000, "num_experts": 1 << 16}, "10000 layers of 65536 experts"),
+        ({"num_hidden_layers": 10_000, "num_experts": 1 << 16}, "10000 layers with 65536 experts"),
     ],
 )
 def test_values_that_no_model_has_are_named(values: dict[str, Any], named: str) -> None:
