@@ -89,7 +89,7 @@ def test_supports_are_read_back_and_a_run_that_samples_otherwise_refuses_them(
         match=r"step_000001.*from a truncated vocabulary.*contradicts this run's rollout.sampling",
     ):
         Dumps(tmp_path, MADE_WITH, 4).batch(1)
-    with pytest.raises(DataError, match=r"step_000002.*from all tokens"):
+    with pytest.raises(DataError, match=r"step_000002.*from the whole vocabulary"):
         Dumps(tmp_path, MADE_WITH, 4, with_support=True).batch(2)
 
 
@@ -195,7 +195,7 @@ def test_columns_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
             99,
             "prompt_ids contains the token 99, which is not in the model's vocabulary",
         ),
-        ("response_ids", -1, "response_ids has the token -1"),
+        ("response_ids", -1, "response_ids contains the token -1"),
         ("rollout_log_probs", np.nan, "not the logarithm of a probability"),
         ("rollout_log_probs", 7.0, "not the logarithm of a probability"),
     ],
