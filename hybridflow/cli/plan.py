@@ -22,12 +22,12 @@ PLAN = """\
 examples:
   hybridflow plan --config-name grpo-qwen3-30b-a3b-4x8
   hybridflow plan --config-name grpo-qwen3-30b-a3b-4x8 actor.parallel.expert=4 --mean-response 3000
-  hybridflow plan --config-name grpo-kimi-k2-256x8 --transfer     with the plan of the weight sync
+  hybridflow plan --config-name grpo-kimi-k2-256x8 --transfer     also plan the weight sync
   hybridflow plan --config-name my-recipe --cluster cluster.yaml  your own device, nodes and links
   hybridflow plan --config-name ppo-qwen3-8b-1x8 --cluster cluster.yaml --auto --write mapped.yaml
   hybridflow plan --published                                     published runs and our predictions
 
-Neither a GPU nor weights are needed. docs/planning.md describes the model and how well it agrees
+No GPU and no weights are needed. docs/planning.md describes the cost model and how well it agrees
 with published runs.
 """
 RESHARD = """\
@@ -35,17 +35,17 @@ example:
   hybridflow reshard plan --model kimi-k2 --engines 32xtp=32,ep=32 \\
     --trainer ranks=2048,tp=8,pp=16,ep=32,first=3,last=2
 
-Plans the transfer on this machine: no GPU, no engine and no weights are needed. MODEL is a folder
-with a config.json, such a file, or a published model's name, as configs/model/ has them. Sizes of
-the trainer: ranks, tp, pp, vpp, cp, ep, etp, first and last (layers of the first and last pipeline
-stage). Sizes of an engine: tp, ep, dpa (data-parallel attention), pp, and dense=1 where dense MLPs
-and shared experts are whole on every rank (--moe-dense-tp-size 1 and an --moe-a2a-backend);
-NUMBERx before them is the number of such engines, and --engines may be given several times.
+Plans the transfer on this machine without a GPU, engine or weights. MODEL is a folder with a
+config.json, such a file, or the name of a published model in configs/model/. Trainer sizes: ranks,
+tp, pp, vpp, cp, ep, etp, first and last (layers of the first and last pipeline stage). Engine
+sizes: tp, ep, dpa (data-parallel attention), pp, and dense=1 if dense MLPs and shared experts are
+replicated on every rank (--moe-dense-tp-size 1 and an --moe-a2a-backend). A prefix NUMBERx sets the
+number of such engines; --engines may be repeated.
 """
 
 
 def add(commands: Any) -> None:
-    """Add `plan`, and `reshard plan` with the same flags for a transfer without a recipe."""
+    """Add `plan`, and `reshard plan`, which has the same flags for a transfer without a recipe."""
     plan = add_command(
         commands,
         "plan",
@@ -53,10 +53,10 @@ def add(commands: Any) -> None:
         PLAN,
         run,
     )
-    add_recipe(plan, "a recipe; `hybridflow train` lists them")
+    add_recipe(plan, "name of a recipe; `hybridflow train` lists them")
     add = plan.add_argument
     add("--cluster", type=Path, metavar="FILE", help="YAML: device, nodes, devices_per_node, ...")
-    add("--device", metavar="NAME", help="kind of device, in place of cluster.device")
+    add("--device", metavar="NAME", help="kind of device, overriding cluster.device")
     add(
         "--mean-prompt",
         type=float,
@@ -73,16 +73,14 @@ def add(commands: Any) -> None:
         "--html",
         type=Path,
         metavar="FILE",
-        help="write a page: memory of each phase, schedule of a step",
+        help="write an HTML page with the memory of each phase and the schedule of a step",
     )
-    add(
-        "--transfer", action="store_true", help="plan and simulate the weight sync itself (seconds)"
-    )
+    add("--transfer", action="store_true", help="also plan and simulate the weight sync (seconds)")
     add("--auto", action="store_true", help="find the placement and layouts with the shortest step")
     add(
         "--overlap",
         action="store_true",
-        help="--auto: also consider separate engines that generate in the meantime",
+        help="with --auto, also consider separate engines that generate during training",
     )
     add("--published", action="store_true", help="compare the planner with published runs")
     add(
@@ -93,7 +91,7 @@ def add(commands: Any) -> None:
         commands, "reshard", "transfer of weights from trainer to engines", RESHARD
     )
     transfer = add_command(
-        actions, "plan", "plan, prove and simulate one weight sync", RESHARD, run_transfer
+        actions, "plan", "plan, verify and simulate one weight sync", RESHARD, run_transfer
     )
     _add_transfer(transfer, is_required=True)
 
@@ -107,10 +105,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.model or args.trainer or args.engines:
         if not (args.model and args.trainer and args.engines):
-            raise ConfigError("a transfer without a recipe needs --model, --trainer and --engines")
+            raise ConfigError(
+                "a transfer without a recipe requires --model, --trainer and --engines"
+            )
         return run_transfer(args)
     if args.config_name is None:
-        raise ConfigError("--config-name is missing; `hybridflow train` alone lists the recipes")
+        raise ConfigError(
+            "--config-name is missing; `hybridflow train` without arguments lists the recipes"
+        )
     return _run_recipe(args)
 
 
@@ -138,7 +140,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
         ("--mean-response", args.mean_response),
     ):
         if value is not None and not 0 < value < 1e9:
-            raise ConfigError(f"{option} {value:g} must be a number of tokens above 0")
+            raise ConfigError(f"{option} must be a number of tokens above 0, got {value:g}")
     assumed = Assumed(args.mean_prompt, args.mean_response)
     hf = _sizes(config)
     if args.auto:
@@ -156,9 +158,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
     )
     text = table(plan, name, change)
     for role, own in further.items():
-        text += (
-            f"\n\nThe further policy {role}, in its own processes\n{table(own, f'roles.{role}')}"
-        )
+        text += f"\n\nFurther policy {role}, in separate processes\n{table(own, f'roles.{role}')}"
     _write_page(args, name, plan, text)
     if args.json:
         figures = plan.figures() | ({"transfer": transfer.figures()} if transfer else {})
@@ -170,7 +170,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
     if transfer is not None:
         from hybridflow.reshard.report import table as transfer_table
 
-        say(f"\nThe weight sync\n{transfer_table(transfer)}")
+        say(f"\nWeight sync\n{transfer_table(transfer)}")
     return 0
 
 
@@ -203,7 +203,7 @@ def _run_auto(
             )
         )
         return 0
-    say(f"{pools}: {mapped.seconds:,.1f} s a step\n\n{recipe}\n{text}")
+    say(f"{pools}: {mapped.seconds:,.1f} s per step\n\n{recipe}\n{text}")
     return 0
 
 
@@ -215,8 +215,8 @@ def _write_page(args: argparse.Namespace, name: str, plan: Plan, text: str) -> N
 
 
 def _sizes(config: RunConfig) -> dict[str, Any]:
-    """Return the policy's config, with the vocabulary size from the tokenizer's folder if the
-    recipe does not specify it."""
+    """Return the policy's Hugging Face config, with the tokenizer's vocabulary size if the recipe
+    does not specify one."""
     from hybridflow.config import derived
     from hybridflow.config.outside_json import read_outside_json
 
@@ -257,7 +257,7 @@ def _add_transfer(parser: argparse.ArgumentParser, is_required: bool) -> None:
     add = parser.add_argument
     dtypes = ("bfloat16", "float16", "float32")
     without = "" if is_required else "without a recipe: "
-    model = f"{without}a published model's name, or the path of a config.json or its folder"
+    model = f"{without}name of a published model, or path of a config.json or its folder"
     add("--model", required=is_required, metavar="MODEL", help=model)
     add(
         "--trainer",
@@ -271,11 +271,11 @@ def _add_transfer(parser: argparse.ArgumentParser, is_required: bool) -> None:
         "--dtype",
         default="bfloat16",
         choices=dtypes,
-        help=f"{without}of the weights (default: bfloat16)",
+        help=f"{without}dtype of the weights (default: bfloat16)",
     )
     engine_dtype = (
-        f"{without}of the engines' weights (default: as --dtype); fp8 is block-wise, its scales "
-        "travel along"
+        f"{without}dtype of the engines' weights (default: same as --dtype); fp8 is block-wise, "
+        "and its scales are sent too"
     )
     add("--engine-dtype", choices=(*dtypes, "fp8"), help=engine_dtype)
     staging = f"{without}memory per rank for messages in flight (default: 1024)"
@@ -285,12 +285,12 @@ def _add_transfer(parser: argparse.ArgumentParser, is_required: bool) -> None:
         type=float,
         default=400.0,
         metavar="GBPS",
-        help="a rank's link, one direction (default: 400)",
+        help="bandwidth of a rank's link in one direction (default: 400)",
     )
     add("--json", action="store_true", help="print the figures as JSON")
     add(
         "--write",
         type=Path,
         metavar="FILE",
-        help="write the recipe (--auto), or the transfer's plan",
+        help="write the recipe (with --auto), or the transfer plan",
     )

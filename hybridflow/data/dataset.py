@@ -1,5 +1,5 @@
-"""In-memory datasets: parquet rows are validated and tokenized once at the start of a job, and
-returned as `DataProto` batches."""
+"""In-memory datasets: rows are validated and tokenized once at the start of a job, and returned as
+`DataProto` batches."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ _PAIRS = SftConfig()
 
 
 class _Dataset:
-    """Rows of data files as token ids: a prompt and answers, each ending with one end token of the
-    chat template.
+    """Rows of data files as token ids: a prompt and answers, each answer ending with one end token
+    of the chat template.
 
-    A prompt whose last message is the assistant's is rejected, because the answer would be part of
-    the question. With `data.continue_final_message` that message is the beginning of the answer,
+    A prompt that ends with an assistant message is rejected, because the answer would be part of
+    the question. With `data.continue_final_message`, that message is the beginning of the answer,
     and its turn stays open.
 
     A row whose prompt exceeds `data.max_prompt_length` tokens (chat template included), or whose
     answer exceeds `data.max_response_length` (eos included), is dropped with
     `filter_overlong_prompts`, else handled by `data.truncation`: `left`, `middle` and `right` name
     the part of the prompt that is removed, and `error` raises. An answer is truncated on the right
-    and then has no eos. A conversation may have as many tokens as both limits together, and is
+    and then has no eos. A conversation may have as many tokens as the sum of both limits, and is
     truncated at its end.
 
-    Many rows are encoded by several processes, and the tokens of large files are cached for later
-    runs (`TokenCache`).
+    If there are many rows, several processes encode them. The tokens of large files are cached for
+    later runs (`TokenCache`).
 
     Args:
-        files: read in order.
+        files: data files, read in order.
         encoder: tokenizes the rows.
         config: the `data` section.
-        others, optional: further columns that the files must have, and may have.
+        others, optional: additional columns that the files must have, and may have.
         max_rows: keep this many rows from the top, after filtering; None keeps all.
 
     Attributes:
-        num_filtered, num_truncated: number of overlong rows that were dropped, truncated.
+        num_filtered, num_truncated: numbers of overlong rows that were dropped and truncated.
         places: file and row number of each row, for error messages.
 
     Raises:
-        DataError: a file, column or row is missing or malformed, a row is too long, or no row is
+        DataError: a file, column or row is missing or malformed, a row is too long, or no rows are
             left.
     """
 
@@ -111,7 +111,7 @@ class _Dataset:
         return tokens
 
     def _further(self, row: Row) -> dict[str, Any]:
-        """Return further columns of a row. Raises DataError if the row is unusable."""
+        """Return additional columns of a row. Raises DataError if the row is unusable."""
         return {}
 
     def __len__(self) -> int:
@@ -122,12 +122,12 @@ class _Dataset:
         (int64 [B]) is the row number in this dataset.
 
         Raises:
-            IndexError: an index is negative or beyond the dataset.
+            IndexError: an index is negative or beyond the end.
         """
         chosen = np.asarray(indices, dtype=np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= len(self)):
             wrong = chosen.min() if chosen.min() < 0 else chosen.max()
-            raise IndexError(f"row {wrong} of a dataset of {len(self)} rows")
+            raise IndexError(f"row {wrong} is out of range for a dataset of {len(self)} rows")
         return self._rows.rows(chosen)
 
 
@@ -224,14 +224,14 @@ class SftDataset(_Dataset):
 class PreferenceDataset(_Dataset):
     """Pairs of answers to one prompt: prompt_ids, chosen_ids and rejected_ids (jagged int64).
 
-    Rows are {prompt: chat messages, chosen: string, rejected: string}. A row whose answers are
-    equal, also after truncation, is rejected.
+    Rows are {prompt: chat messages, chosen: string, rejected: string}. A row is rejected if its
+    answers are equal, before or after truncation.
 
     Args:
         files: parquet files, read in order.
         tokenizer: its chat template renders the prompts; answers are encoded as plain text.
         config: the `data` section.
-        chosen_key, rejected_key: columns of the better and the worse answer.
+        chosen_key, rejected_key: columns with the better and the worse answer.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class PreferenceDataset(_Dataset):
 
     @property
     def data_sources(self) -> list[str]:
-        """Always empty: recorded answers are not scored by verifiers."""
+        """Always empty, because recorded answers are not scored by verifiers."""
         return []
 
 
@@ -256,8 +256,8 @@ def _rows(
 ) -> Iterator[Row]:
     if not files:
         raise DataError(
-            "no dataset files are given: set data.train_files, data.val_files or sft.train_files, "
-            "or data.prepare.task"
+            "no dataset files; set data.train_files, data.val_files or sft.train_files, or "
+            "data.prepare.task"
         )
     for path in files:
         try:
@@ -266,27 +266,27 @@ def _rows(
             if "is missing; " not in str(error):
                 raise
             raise DataError(
-                f"{error}. Name the columns of these files in data.prompt_key, "
-                "data.ground_truth_key and data.data_source_key (or data.data_source=NAME for all "
-                "rows), those of demonstrations in sft.response_key or sft.messages_key, or make "
-                "files of a published set with `hybridflow prepare`"
+                f"{error}. Set the column names in data.prompt_key, data.ground_truth_key and "
+                "data.data_source_key (or data.data_source=NAME for all rows), for demonstrations "
+                "in sft.response_key or sft.messages_key; or convert a published dataset with "
+                "`hybridflow prepare`"
             ) from error
 
 
 def _report(
     files: Sequence[str | Path], kept: int, filtered: int, truncated: int, sources: int
 ) -> None:
-    """Log the number of rows used and dropped. Raises DataError if none is left."""
+    """Log the number of rows used and dropped. Raises DataError if no rows are left."""
     named = ", ".join(map(str, files))
     if not kept:
         raise DataError(
-            f"{named}: no rows left ({filtered} dropped as longer than the limits in the data "
-            "section)"
+            f"{named}: no rows left ({filtered} dropped because they exceed the length limits in "
+            "the data section)"
         )
-    log.info("%s: %d rows, %d dropped as too long, %d cut", named, kept, filtered, truncated)
+    log.info("%s: %d rows, %d dropped as too long, %d truncated", named, kept, filtered, truncated)
     if kept > sources:
         log.info(
-            "%s: %d conversations became %d rows, because the chat template renders an answer "
+            "%s: split %d conversations into %d rows, because the chat template renders an answer "
             "differently once messages follow it",
             named,
             sources,

@@ -1,7 +1,7 @@
-"""The engine `hf`: transformers' model and its `generate`, in the trainer's process.
+"""The engine `hf`: a transformers model and its `generate`, in the trainer's process.
 
 It is slower than a server with continuous batching, because a batch runs until its longest response
-ends. Intended for debugging and for the smallest machines.
+ends. It is intended for debugging and for very small machines.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from hybridflow.sync.schedule import EngineLayout
 
 _WHY = (
-    "the engine hf runs only in the trainer's process; set cluster=in-process, or choose "
-    "another rollout.engine"
+    "the engine hf runs only in the trainer's process; set cluster=in-process or choose another "
+    "rollout.engine"
 )
 
 
 class HfEngine:
-    """An engine that computes in the caller's thread."""
+    """An engine that runs in the caller's thread."""
 
     def __init__(self, spec: EngineSpec, log_path: Path, check: Callable[[], None]) -> None:
         self.spec = spec
@@ -51,7 +51,7 @@ class HfEngine:
         """Build the model, without weight values.
 
         Raises:
-            ModelError: transformers' model does not have the tensors of the family's map.
+            ModelError: the transformers model and the family's map differ in their tensors.
         """
         config = json.loads(
             (Path(self.spec.model_path) / "config.json").read_text(encoding="utf-8")
@@ -71,15 +71,15 @@ class HfEngine:
         self._model.generation_config.eos_token_id = None
 
     def wait_ready(self) -> None:
-        """Return immediately, since a started engine is ready. Raises EngineError if it was not
-        started."""
+        """Return immediately, since a started engine is ready. Raises EngineError if the engine was
+        not started."""
         self.check_alive()
 
     def check_alive(self) -> None:
-        """Raise EngineError if it was not started or has been stopped."""
+        """Raise EngineError if the engine was not started or has been stopped."""
         self._check()
         if self._model is None:
-            raise EngineError("is not running", engine=self.spec.name)
+            raise EngineError("not running", engine=self.spec.name)
 
     def log_tail(self) -> str:
         """Return an empty string: the engine logs to this process's log."""
@@ -110,13 +110,13 @@ class HfEngine:
         """
         self.check_alive()
         if self._version is None:
-            raise EngineError("has no complete weights", engine=self.spec.name)
+            raise EngineError("weights are missing or incomplete", engine=self.spec.name)
         if with_routes:
-            raise EngineError("does not return the experts of tokens", engine=self.spec.name)
+            raise EngineError("returning routed experts is not supported", engine=self.spec.name)
         for name in ("frequency_penalty", "presence_penalty", "stop"):
             if value := getattr(sampling, name):
                 raise EngineError(
-                    f"does not support rollout.sampling.{name}={value}; remove it",
+                    f"rollout.sampling.{name}={value} is not supported; remove it",
                     engine=self.spec.name,
                 )
         self._check_prompts(prompts)
@@ -141,8 +141,8 @@ class HfEngine:
         for number, prompt in enumerate(prompts):
             if len(prompt) >= longest:
                 said = (
-                    f"prompt {number} has {len(prompt)} tokens, but the model has room for only "
-                    f"{longest} including the answer"
+                    f"prompt {number} has {len(prompt)} tokens, but the model's limit is {longest} "
+                    "including the response"
                 )
                 raise EngineError(said, engine=self.spec.name)
 
@@ -201,8 +201,8 @@ class HfEngine:
         self, prompts: Sequence[Sequence[int]], ids: torch.Tensor, mask: torch.Tensor
     ) -> dict[str, DynamicCache]:
         """Return arguments for `generate` that share the prefill of repeated prompts (the samples
-        of a group): keys and values of all tokens but the last, computed once per distinct prompt.
-        Empty if no prompt is repeated."""
+        of a group): keys and values of all tokens except the last, computed once per distinct
+        prompt. Empty if no prompt is repeated."""
         from transformers import DynamicCache
 
         numbers: dict[tuple[int, ...], int] = {}
@@ -249,8 +249,7 @@ class HfEngine:
     # ---- weights and memory
 
     def take(self, version: str, fill: Callable[[Mapping[str, torch.Tensor]], int]) -> int:
-        """Let `fill` write a version of the weights into this model's tensors. Returns its
-        result."""
+        """Let `fill` write a weight version into this model's tensors, and return its result."""
         self.check_alive()
         self._version = None
         written = fill(dict(checkpoint_tensors(self._model)))
@@ -273,9 +272,10 @@ class HfEngine:
 
 
 class _LogProbs:
-    """Records the log-prob of each sampled token, from the logits before top-k and top-p.
+    """A transformers `LogitsProcessor` that records the log-prob of each sampled token, from the
+    logits before top-k and top-p.
 
-    A `LogitsProcessor` of transformers: the token of a step is the last id in the next call.
+    The token sampled in a step is the last id in the next call.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -289,7 +289,7 @@ class _LogProbs:
         return scores
 
     def of(self, sequences: torch.Tensor) -> torch.Tensor:
-        """Return [b, t] log-probs of all generated tokens; `sequences` is the result of
+        """Return the log-probs of all generated tokens [b, t]; `sequences` is the result of
         `generate`."""
         self._take(sequences)
         return torch.stack(self._taken, dim=1)
@@ -302,8 +302,8 @@ class _LogProbs:
 def _among(
     scores: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, list[Supports | None]]:
-    """Return [b, t] log-probs of the tokens within the sampler's support, and each row's supports;
-    `scores` [b, t, v] are -inf outside the support."""
+    """Return the tokens' log-probs [b, t] normalised over the sampler's support, and each row's
+    supports. `scores` [b, t, v] are -inf outside the support."""
     left = scores.isfinite()
     log_probs = scores.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     rows: list[Supports | None] = [
@@ -313,12 +313,12 @@ def _among(
     return log_probs, rows
 
 
-# transformers stores the experts of a layer as one tensor: gate above up, and down
+# transformers stores a layer's experts in two stacked tensors: gate above up, and down
 _EXPERTS = re.compile(r"(?P<layer>.*\.)mlp\.experts\.(?P<part>gate_up|down)_proj$")
 
 
 def checkpoint_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of transformers' model by their checkpoint names, as views of its
+    """Yield (checkpoint name, tensor) of a transformers model; the tensors are views of its
     memory."""
     saved = model.state_dict().keys()
     named = [

@@ -65,7 +65,9 @@ def test_batches_hold_the_asked_rows_in_the_asked_order(tmp_path, tokenizer):
 @pytest.mark.parametrize("index", [[0, 3], [-1]])
 def test_rows_outside_the_dataset_are_refused(tmp_path, tokenizer, index):
     dataset = PromptDataset([_file(tmp_path, [_row("1")] * 3)], tokenizer, DataConfig())
-    with pytest.raises(IndexError, match=f"row {index[-1]} of a dataset of 3 rows"):
+    with pytest.raises(
+        IndexError, match=f"row {index[-1]} is out of range for a dataset of 3 rows"
+    ):
         dataset.batch(index)
 
 
