@@ -180,18 +180,9 @@ class _Reader:
         start = self.at
         while self.at < len(self.text) and self.text[self.at] not in ends:
             letter = self.text[self.at]
-            if letter == "'":
-                end = self._closing("'", self.at + 1)
-                pieces.append(self.text[self.at + 1 : end])
-                self.at = end + 1
-            elif letter == '"':
-                self.at += 1
-                while not self.text.startswith('"', self.at):
-                    if self.at >= len(self.text):
-                        raise ValueError('a quotation mark " is not closed')
-                    found = self._piece(pieces)
-                    expanded = expanded if found is None else found
-                self.at += 1
+            if letter in "'\"":
+                found = self._quoted(pieces, letter)
+                expanded = expanded if found is None else found
             else:
                 count = len(pieces)
                 found = self._piece(pieces)
@@ -205,6 +196,23 @@ class _Reader:
         if expanded is not None and not any(pieces):
             return expanded
         return [*whole, "".join(pieces)]
+
+    def _quoted(self, pieces: list[str], mark: str) -> list[str] | None:
+        """Read a quoted text into `pieces`; return an array's words if it contains one."""
+        if mark == "'":
+            end = self._closing("'", self.at + 1)
+            pieces.append(self.text[self.at + 1 : end])
+            self.at = end + 1
+            return None
+        expanded: list[str] | None = None
+        self.at += 1
+        while not self.text.startswith('"', self.at):
+            if self.at >= len(self.text):
+                raise ValueError('a quotation mark " is not closed')
+            found = self._piece(pieces)
+            expanded = expanded if found is None else found
+        self.at += 1
+        return expanded
 
     def _piece(self, pieces: list[str]) -> list[str] | None:
         """Read one letter or expansion into `pieces`; return an array's words if it is one."""

@@ -15,6 +15,9 @@ KINDS = ("sglang", "vllm")
 ALLOWED = {  # (kind, file): how often its strings say it
     ("sglang", "config/schema.py"): 1,  # the default of rollout.engine
     ("sglang", "observe/environment.py"): 1,  # whose version a run folder records
+    # verl's names of engines, and the one that they become
+    ("sglang", "migrate/verl.py"): 5,
+    ("vllm", "migrate/verl.py"): 3,
 }
 
 

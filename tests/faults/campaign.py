@@ -33,7 +33,7 @@ from tests.faults.faults import (
 PATIENCE_S = 420.0  # without any sign of life a trial has failed
 PAUSED_S = 4.0  # how long a driver that was stopped by us stands still
 FROZEN_S = 8.0  # how long a disk takes no write
-REMEDIES = ("same command", "run again", "start anew", "Point it to")
+REMEDIES = ("same command", "run again", "start over", "start a new run", "Point it to")
 OF_DISKS = ("free space", "make it writable")  # a remedy of a message that says where
 SHARED_MEMORY = Path("/dev/shm")
 

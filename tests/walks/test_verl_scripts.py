@@ -10,7 +10,7 @@ import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
 from tests.e2e.runs import Run
-from tests.walks.test_recipes_in_the_cache import MAIN, laid
+from tests.walks.published_cache import MAIN, laid
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 HEAD = """\

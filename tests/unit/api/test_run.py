@@ -209,7 +209,7 @@ def test_an_edited_file_is_executed_anew_by_the_next_run(
         assert VERIFIERS.get(f"{file}:own").function(None, None) == value
     file.unlink()
     made()
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="not found"):
         import_file(file, "reward.path")
 
 

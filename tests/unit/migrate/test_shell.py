@@ -9,7 +9,7 @@ import pytest
 
 from hybridflow.migrate.shell import command_of
 
-ENVIRONMENT = {"HOME": "/home/of me", "NODES": "4"}
+ENVIRONMENT = {"HOME": "/a home of mine", "NODES": "4"}
 COMMAND = 'python3 -m verl.trainer.main_ppo a=1 "b=${B}" c=$C'
 SCRIPTS = {
     "defaults": "B=${NODES:-1}\nC=${GPUS:-8}\n",
