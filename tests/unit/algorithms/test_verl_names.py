@@ -72,7 +72,7 @@ REFUSED = {
     "actor.kl_loss_type=full": "choose one of: k1",
     # its reward managers: naive, prime, dapo, batch, remote, rate_limited, gdpo
     "reward_model.reward_manager=dapo": r"dapo is reward\.overlong_tokens",
-    "reward.reward_manager.name=prime": "in a pool of processes",
+    "reward.reward_manager.name=prime": "a process pool",
 }
 NAMES = {
     key: {**dict(zip(names, names, strict=True)), **OTHER.get(key, {})}

@@ -412,6 +412,6 @@ def test_a_package_that_was_built_without_its_kernels_says_what_to_build(
     said = capsys.readouterr().err
     assert (
         said.count("\n") == 1
-        and "lacks hybridflow_kernels" in said
+        and "hybridflow_kernels is not installed" in said
         and "launch/containers/Dockerfile" in said
     )

@@ -241,7 +241,7 @@ def test_an_unknown_recipe_lists_those_that_exist(own: Path) -> None:
 
 
 def test_a_missing_mandatory_value_says_what_to_give() -> None:
-    assert "give model.path=..." in message("model=folder")
+    assert "set model.path=..." in message("model=folder")
 
 
 def test_a_bad_yaml_is_reported_with_file_and_line(own: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_recipes_pass() -> None:
             r"tensor x pipeline x context = 2 does not divide critic.procs=3"
         )),
         ((*OWN, "critic.parallel.sequence=true"), (
-            r"critic.parallel.sequence=true needs critic.parallel.tensor > 1"
+            r"critic.parallel.sequence=true requires critic.parallel.tensor > 1"
         )),
         ((*PPO, "critic.ppo_mini_batch_size=3"), r"data.train_batch_size=4 is not a multiple of "
                                                  r"critic.ppo_mini_batch_size=3"),
@@ -135,7 +135,7 @@ def test_every_role_must_understand_the_policys_tokens(
         return [line for line in found(*overrides) if line.startswith(role)]
 
     [line] = of_role()
-    assert f"{role}.path=other has vocab_size=16, the policy 17" in line
+    assert f"{role}.path=other has vocab_size=16, but the policy has 17" in line
     (other / "config.json").write_text(json.dumps({"vocab_size": 18}))
     assert len(of_role()) == (role == "teacher")  # the others may have more rows than tokens
     (other / "config.json").write_text(json.dumps({"vocab_size": 17}))
@@ -157,7 +157,7 @@ def test_a_teacher_speaks_the_language_of_the_policy() -> None:
     assert found("teacher.path=teacher", "teacher.top_k=4", "model.hf_config.vocab_size=16") == []
     settings = ("teacher.path=teacher", "teacher.top_k=4")
     [line] = found(*settings, "model.hf_config.vocab_size=17")
-    assert "teacher.path=teacher has vocab_size=16, the policy 17" in line
+    assert "teacher.path=teacher has vocab_size=16, but the policy has 17" in line
     [line] = found("teacher.path=teacher")
     assert "teacher.top_k=32 is more than the 16 tokens in the vocabulary" in line
     [line] = found("teacher.path=nowhere")
@@ -202,7 +202,7 @@ def test_distillation_needs_a_teacher_and_reads_what_it_writes() -> None:
         ),
         (
             sampled,
-            "by k3+ with actor.distillation.coef 0.5, and nothing",
+            "distilled with k3+, actor.distillation.coef 0.5, without rewards",
             ("teacher_log_probs",),
             "compute_teacher_log_probs",
         ),
@@ -244,7 +244,7 @@ def test_explain_says_where_they_live_and_how_the_reward_is_made() -> None:
     )
     own = text(*OWN, "critic.ppo_mini_batch_size=2")
     assert (
-        "Critic: 2 processes of its own (tensor 1 x pipeline 2 x expert 1)" in own
+        "Critic: 2 separate processes (tensor 1 x pipeline 2 x expert 1)" in own
         and "4 / 2 x 1 = 2 a step" in own
     )
 

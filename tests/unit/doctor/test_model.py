@@ -215,7 +215,7 @@ BROKEN: dict[Callable[[Path], None], tuple[str, str, str]] = {
     ),
     of_another_shape: ("weights", "error", "tensors have unexpected shapes"),
     with_few_rows: ("vocabulary", "error", "the model has 400 embedding rows"),
-    of_an_unknown_family: ("config", "error", "model_type 'mamba' has no parameter map"),
+    of_an_unknown_family: ("config", "error", "model_type 'mamba' is not supported"),
     with_another_activation: ("config", "error", "hidden_act='gelu'"),
     without_half_of_config: ("config", "error", "not JSON"),
     without_tokenizer: ("tokenizer", "error", "has no tokenizer files"),

@@ -204,7 +204,14 @@ def test_each_packed_sequence_attends_to_itself_alone() -> None:
     torch.manual_seed(1)
     lengths = [5, 1, 8, 3, 7, 8]
     query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
-    layer = PackedAttention(SimpleNamespace(context_parallel_size=1), 1)
+    config = SimpleNamespace(
+        context_parallel_size=1,
+        softmax_scale=None,
+        softmax_type="vanilla",
+        window_size=None,
+        window_attn_skip_freq=None,
+    )
+    layer = PackedAttention(config, 1)
     params = SimpleNamespace(qkv_format="thd", bounds=bounds(lengths).long())
 
     def one_by_one(*whole: torch.Tensor) -> torch.Tensor:

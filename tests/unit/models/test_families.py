@@ -48,8 +48,6 @@ BILLIONS = {
         "qwen3-32b": 32.8,
     },
     **{"qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1},
-    **{"gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "minimax-m2": 228.7, "gemma-3-1b": 1.0},
-    **{"glm-4-9b": 9.4, "glm-4-32b": 32.6, "olmo-3-7b": 7.3, "ernie-4.5-21b-a3b": 21.8},
 }
 
 

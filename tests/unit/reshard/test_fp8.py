@@ -351,7 +351,7 @@ def test_which_tensors_are_quantised() -> None:
     [
         ({"quant_method": "awq"}, "quant_method='awq'"),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "activation_scheme='static'"),
-        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'"),
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt='ue8m0' is not supported"),
         (
             {"quant_method": "fp8", "weight_block_size": [128]},
             "weight_block_size must be .*\\[128\\]",

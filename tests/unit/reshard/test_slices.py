@@ -395,7 +395,7 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused() -> None:
     decoder = cases.decoder_of("qwen3_moe")
     with pytest.raises(WeightSyncError, match="num_experts is 8"):
         engine_layout(decoder, (EngineShape(tensor=16, expert=16, data_attention=16),), "float32")
-    with pytest.raises(ModelError, match="no multiple of 6"):
+    with pytest.raises(ModelError, match="not a multiple of 6"):
         ParallelShape(4, tensor=2, pipeline=3).coordinates()
     catalog = Catalog.of(decoder.tensors())
     source = megatron_layout(decoder, ParallelShape(1).coordinates(), "bfloat16")
