@@ -113,7 +113,7 @@ def test_fsdp_scales_rotary_embeddings_and_refuses_the_same_configs(
     [found] = run_ranks(
         1, "tests.dist.cases.config_fields:log_probs", loaded=FSDP, timeout_s=100, **arguments
     )
-    if name in {"dynamic", "use_sliding_window=True"}:
+    if name == "dynamic":
         assert "not supported" in found[name]
     else:
         assert np.abs(np.array(found[name]) - oracle(tmp_path / name)).max() < 2e-5

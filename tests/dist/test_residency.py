@@ -100,7 +100,7 @@ def test_without_room_nothing_is_lost_and_the_message_says_what_to_change(tmp_pa
         and "weights 0.00 GiB" in said["memory"]
     )
     assert (
-        "Lower actor.max_tokens_per_micro_batch, set actor.offload.optimizer=true, raise "
+        "Reduce actor.max_tokens_per_micro_batch, set actor.offload.optimizer=true, raise "
         "actor.parallel.tensor"
     ) in said["memory"]
     assert (said["goes on"], said["other"]) == ("1", "something else")

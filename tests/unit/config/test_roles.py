@@ -245,7 +245,7 @@ def test_explain_says_where_they_live_and_how_the_reward_is_made() -> None:
     own = text(*OWN, "critic.ppo_mini_batch_size=2")
     assert (
         "Critic: 2 separate processes (tensor 1 x pipeline 2 x expert 1)" in own
-        and "4 / 2 x 1 = 2 a step" in own
+        and "4 / 2 x 1 = 2 per step" in own
     )
 
 
