@@ -64,7 +64,7 @@ CASES = {
     ),
     "long-prompt": (
         ("data.max_prompt_length=3",),
-        r"train\.parquet, row \d+: the prompt has \d+ tokens, data\.max_prompt_length is 3",
+        r"train\.parquet, row \d+: the prompt has \d+ tokens, but data\.max_prompt_length is 3",
     ),
 }
 

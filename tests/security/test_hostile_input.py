@@ -82,7 +82,7 @@ def test_a_link_in_a_circle_is_a_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1 << 40, -1])
 def test_absurd_sizes_of_a_model(key: str, size: int) -> None:
     (found,) = wrong_fields({"num_hidden_layers": 2, key: size})
-    assert f"{key}={size}, where a whole number from 1 to " in found
+    assert f"{key}={size}: expected a whole number from 1 to " in found
 
 
 # ---- a model's folder

@@ -41,8 +41,8 @@ def engine(job: str) -> psutil.Process:
 VICTIMS: dict[str, tuple[Callable[[str], psutil.Process], str]] = {
     "rank": (lambda job: rank_on(job, "127.0.0.12"), "on n2"),
     "engine": (engine, "engine"),
-    "raylet": (lambda job: find(job, "raylet/raylet", "127.0.0.12"), "node n2: Ray ended"),
-    "head": (lambda job: find(job, "gcs_server"), "node n1: Ray ended"),
+    "raylet": (lambda job: find(job, "raylet/raylet", "127.0.0.12"), "node n2: Ray exited"),
+    "head": (lambda job: find(job, "gcs_server"), "node n1: Ray exited"),
     "agent": (agent_of_second_node, "node n2: the process watching Ray exited (Killed)"),
     "driver": (
         lambda job: find(job, "hybridflow.cli.main sft"),
