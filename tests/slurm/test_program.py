@@ -39,9 +39,9 @@ print("the program has ended")
 
 def submitted(jobs: Jobs, name: str, steps: int) -> str:
     """The number of the job that the program submits; the reward is the program's."""
-    data = [word for word in jobs.settings if word.startswith("data.")]
+    given = [word for word in jobs.settings if not word.startswith("reward.")]
     done = subprocess.run(
-        [sys.executable, "mine.py", str(steps), *data, *TWO_NODES, f"name={name}"],
+        [sys.executable, "mine.py", str(steps), *given, *TWO_NODES, f"name={name}"],
         cwd=jobs.folder,
         env=jobs.environment,
         capture_output=True,
