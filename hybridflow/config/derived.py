@@ -35,7 +35,7 @@ def world_size(config: RunConfig) -> int:
 
 
 def model_parallel_size(parallel: ParallelConfig) -> int:
-    """Return the number of processes with one copy of the non-expert weights."""
+    """Return the number of processes that together hold one copy of the non-expert weights."""
     return parallel.tensor * parallel.pipeline * parallel.context
 
 

@@ -239,7 +239,7 @@ class _PinnedStore:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return a writable view of a contiguous host tensor's bytes, valid as long as the tensor.
+    """Return a writable view of a contiguous host tensor's bytes, valid for as long as the tensor.
 
     `Tensor.numpy()` does not work here, because torch refuses to resize a storage that was exposed
     to numpy. A ctypes array would be slow, because each length needs a new type.

@@ -79,7 +79,7 @@ def check(job: Job) -> None:
         )
     if job.other_nodes and job.spares:
         raise ConfigError(
-            "--spares cannot be used with --other-nodes: a spare could not replace their nodes"
+            "--spares cannot be used with --other-nodes: a spare cannot replace its nodes"
         )
     if job.grace_s < 1 or job.max_restarts < 0:
         raise ConfigError(

@@ -126,8 +126,8 @@ class Settings:
         return self._given.get(name, DEFAULTS.get(name))
 
     def take(self, *names: str) -> Any:
-        """Take keys (with `*`: all that match) as translated. Returns the value of the first name,
-        or verl's default."""
+        """Mark keys as translated (`*` is a wildcard). Return the first key's value, or verl's
+        default."""
         value = self.get(names[0])
         for name in names:
             for known in fnmatch.filter(list(self._names), name) if "*" in name else [name]:

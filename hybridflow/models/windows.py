@@ -1,4 +1,4 @@
-"""Sliding windows: how many tokens each layer attends to."""
+"""Sliding windows: the number of tokens that each layer attends to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def layer_windows(
     Args:
         window: `sliding_window` of config.json; None: there are no windows.
         kinds: `layer_types` of config.json.
-        default: whether a layer has a window where config.json has no `layer_types`.
+        default: returns True if a layer has a window; used if config.json has no `layer_types`.
 
     Raises:
         ModelError: `layer_types` has another length than the model or an unknown kind, or a layer
@@ -33,7 +33,7 @@ def layer_windows(
     if len(kinds) != num_layers or set(kinds) - {SLIDING, FULL}:
         raise ModelError(
             f"layer_types={list(kinds)} is not supported: it must list {SLIDING} or {FULL} for "
-            f"each of the {num_layers} layers of num_hidden_layers"
+            f"each of the {num_layers} layers (num_hidden_layers)"
         )
     if SLIDING in kinds and not window:
         raise ModelError(

@@ -267,7 +267,7 @@ class _Invented:
         )
 
     async def of_prompts(self, prompts: Sequence[Any], n: int) -> DataProto:
-        """Answers to prompts of the flow's own."""
+        """Return samples of prompts that the flow generates."""
         self.count()
         return self.answers(len(prompts), n)
 
