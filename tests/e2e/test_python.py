@@ -49,7 +49,7 @@ try:
     begun("too-early", reward=file).train()
 except hf.HybridFlowError as error:
     refused = str(error)
-assert "after step 2: finish it" in refused, refused
+assert "after step 2; finish it" in refused, refused
 summary = run.train()
 assert summary["steps"] == run.step == run.metrics["step"] == 3 and run.summary == summary
 assert run.evaluate()["val/score"] == summary["score_after"] != held_out

@@ -57,6 +57,19 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "actor.distillation.task_rewards=false",
     ),
     "rejection": (*_ONE, "algorithm.flow=rejection", "actor.policy_loss=reinforce"),
+    "cure": (
+        *_ONE,
+        "algorithm.flow=cure",
+        "data.keep_prompts=true",
+        "+roles={tester: {procs: 1, rollout: {num_engines: 1}}}",
+        "algorithm.flow_options={prompt: '{task}'}",
+    ),
+    "learned reward": (
+        *_ONE,
+        "algorithm.flow=learned_reward",
+        "reward_model.trains=true",
+        "rollout.n=2",
+    ),
     # a file of the user's (`safe_rlhf.py`) on ranks of TP 2 and PP 2, with every role of PPO
     "own flow": (
         "rollout=tiny",
@@ -75,6 +88,8 @@ FLOWS = {
     "dpo": "dpo",
     "distill": "distill",
     "rejection": "rejection",
+    "cure": "cure",
+    "learned_reward": "learned reward",
 }
 
 
@@ -91,7 +106,7 @@ def words_of(shape: str, work: Path, out: Path) -> list[str]:
     own = list(SHAPES[shape])
     if not any(word.startswith("algorithm=") for word in own):
         own.append(f"algorithm.adv_estimator='{estimator}:score'")
-    if shape == "own flow":
+    if shape in ("own flow", "learned reward"):
         own.append(f"reward_model.path={random_reward_model(work / 'cost')}")
     if shape == "distill":
         own.append(f"teacher.path={random_teacher(work / 'teacher')}")
