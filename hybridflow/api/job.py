@@ -53,8 +53,7 @@ def checked_for_a_job(config: RunConfig, words: list[str]) -> RunConfig:
             'where="slurm" with cluster.in_process=true: a run in one process needs no Ray; pass '
             'the program to sbatch with where="here", or choose another cluster'
         )
-    address_given = any(word.lstrip("+").startswith("cluster.address=") for word in words)
-    return in_a_job(config, address_given=address_given)
+    return in_a_job(config, words)
 
 
 def submit(config: RunConfig, options: Options) -> NoReturn:

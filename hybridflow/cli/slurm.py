@@ -194,8 +194,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
             f"submit it with sbatch --wrap='hybridflow {args.job} --config-name "
             f"{args.config_name}', or add cluster=one-process"
         )
-    address_given = any(word.lstrip("+").startswith("cluster.address=") for word in overrides)
-    checked = located(in_a_job(run, address_given=address_given))
+    checked = located(in_a_job(run, overrides))
     check(checked, args.job)
     warn(checked)
     options = _options(args)

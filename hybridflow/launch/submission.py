@@ -54,11 +54,12 @@ class Options:
         )
 
 
-def in_a_job(config: RunConfig, *, address_given: bool) -> RunConfig:
+def in_a_job(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration as the job will have it, with an address of Ray's head.
 
     Args:
-        address_given: True if the user set `cluster.address`, rather than the recipe.
+        overrides: the user's settings (`key=value`). A `cluster.address` among them is refused;
+            the recipe's is ignored with a message.
 
     Raises:
         ConfigError: the run cannot be a job.
@@ -70,7 +71,7 @@ def in_a_job(config: RunConfig, *, address_given: bool) -> RunConfig:
         )
     address = config.cluster.address
     if address not in (None, "auto"):
-        if address_given:
+        if any(word.lstrip("+").startswith("cluster.address=") for word in overrides):
             raise ConfigError(
                 f"cluster.address={address} is not supported with Slurm, because the job starts "
                 "its own Ray cluster; remove the key"

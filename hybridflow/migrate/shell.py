@@ -102,8 +102,7 @@ class _Reader:
             elif letter in " \t\r":
                 self.at += 1
             elif letter == "#":
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
+                self._skip_comment()
             else:
                 found = self._assignment() if not words or words == ["export"] else None
                 if found is not None:
@@ -165,10 +164,13 @@ class _Reader:
             if letter in " \t\r\n":
                 self.at += 1
             elif letter == "#":
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
+                self._skip_comment()
             else:
                 values += self._word(")")
+
+    def _skip_comment(self) -> None:
+        end = self.text.find("\n", self.at)
+        self.at = len(self.text) if end < 0 else end
 
     def _word(self, stops: str = "", splits: bool = True) -> list[str]:
         """Read one word and return its expansion: several words for an array, and for an unquoted

@@ -493,11 +493,8 @@ def _schedule(given: Settings) -> dict[str, Any]:
         found[f"trainer.{key}"] = max(0, int(given.take(f"trainer.{name}")))
     if given.take("trainer.resume_mode") == "disable":
         found["trainer.resume"] = "disable"
-    given.take("trainer.max_ckpt_to_keep")
     for name in ("max_ckpt_to_keep", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
-        kept = given.get(f"trainer.{name}")
-        given.take(f"trainer.{name}")
-        if kept:
+        if kept := given.take(f"trainer.{name}"):
             found["trainer.max_checkpoints_to_keep"] = int(kept)
     for name in ("rollout_data_dir", "validation_data_dir"):
         given.drop("rollouts are in the run folder", f"trainer.{name}")
