@@ -137,7 +137,7 @@ def test_lost_ranks_of_each_role_cost_what_that_role_knows_and_no_more(
     assert exit_code == 0, run.err
     assert left == []
     assert "continuing after step 0" in run.out and "continuing after step 2" in run.out
-    assert run.out.count("the ranks of the reference start again") == 1
+    assert run.out.count("restarting the ranks of the reference") == 1
     train = [
         record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "train"
     ]

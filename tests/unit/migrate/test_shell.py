@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,7 @@ SCRIPTS = {
         "B=1\nC=0\nif [ $B = 2 ]; then\n if [ 1 = 1 ]; then C=3; fi\nelse\n C=5\nfi\n"
     ),
     "split words": 'B=1\nC="1 d=2  e=3"\n',
-    "other commands": "mkdir -p /nowhere/at/all 2>/dev/null || true\nB=1\nC=2\n",
+    "other commands": "mkdir -p nowhere/at/all 2>/dev/null || true\nB=1\nC=2\n",
 }
 LINES = {
     "continued": 'B=1\nC=2\npython3 -m verl.trainer.main_ppo \\\n    a=$B \\\n    "b=$C" $@\n',
@@ -35,7 +36,7 @@ LINES = {
 }
 
 
-def of_bash(script: str) -> list[str]:
+def of_bash(script: str, folder: Path) -> list[str]:
     """What bash passes to python3."""
     program = 'python3() { printf "%s\\0" python3 "$@"; }\n' + script
     done = subprocess.run(
@@ -44,21 +45,22 @@ def of_bash(script: str) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
+        cwd=folder,
         timeout=20,
     )
     return done.stdout.split("\0")[:-1]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_variables_are_those_of_bash(name: str) -> None:
+def test_variables_are_those_of_bash(name: str, tmp_path: Path) -> None:
     script = SCRIPTS[name] + COMMAND + "\n"
-    assert command_of(script, "main_ppo", ENVIRONMENT).words == of_bash(script)
+    assert command_of(script, "main_ppo", ENVIRONMENT).words == of_bash(script, tmp_path)
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_commands_are_those_of_bash(name: str) -> None:
+def test_commands_are_those_of_bash(name: str, tmp_path: Path) -> None:
     found = command_of(LINES[name], "main_ppo", ENVIRONMENT).words
-    assert [word for word in found if not word.startswith("2>")] == of_bash(LINES[name])
+    assert [word for word in found if not word.startswith("2>")] == of_bash(LINES[name], tmp_path)
 
 
 def test_nothing_is_run_and_what_is_not_known_is_noted() -> None:

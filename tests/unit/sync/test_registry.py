@@ -144,7 +144,7 @@ def test_what_it_declares_is_what_checks_and_sizes_follow(mine: str) -> None:
         ConfigError, match=r"keys requires trainer and engines on one machine, but cluster\.nodes=2"
     ):
         check_devices(load_config("tiny-moe-grpo", [*words, "cluster.nodes=2"]), "cpu")
-    with pytest.raises(ConfigError, match=r"keys carries CPU buffers"):
+    with pytest.raises(ConfigError, match=r"keys supports only CPU buffers"):
         check_devices(load_config("tiny-moe-grpo", words), "cuda")
 
 

@@ -132,7 +132,7 @@ def test_a_gradient_that_is_not_finite_stops_it(tmp_path: Path) -> None:
     with pytest.raises(
         HybridFlowError,
         match=(
-            r"reward step 1: the gradient is not finite \(loss 0.5\); lower "
+            r"reward step 1: the gradient is not finite \(loss 0.5\); reduce "
             r"reward_training.optim.lr"
         ),
     ):
