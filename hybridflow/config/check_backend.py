@@ -1,11 +1,11 @@
-"""Unsupported settings of `actor.backend=fsdp`, by key. Pure, no torch."""
+"""Settings that the training backend does not support, by key. Pure, no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridflow.config import derived
+from hybridflow.config import derived, megatron_settings
 from hybridflow.config.keys import differing
 from hybridflow.config.schema import ParallelConfig, RunConfig
 
@@ -19,6 +19,7 @@ _UNAVAILABLE = {
     "actor.router_aux_loss_coef": 0,
     "actor.router_z_loss_coef": 0,
     "actor.optim.precision_aware": False,
+    "actor.megatron": {},
 }
 _OF_MEGATRON = (
     *(
@@ -33,8 +34,9 @@ _OF_MEGATRON = (
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield every problem as one line; none with Megatron."""
+    """Yield every problem as one line; with Megatron, only those of `actor.megatron`."""
     if config.actor.backend != "fsdp":
+        yield from megatron_settings.problems(config.actor.megatron)
         return
     yield from _layout(config)
     for key, value, wanted in differing(config, _UNAVAILABLE):

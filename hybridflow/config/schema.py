@@ -166,6 +166,10 @@ class ActorConfig:
     # is that of the divergence (DeepSeek-V3.2; TRL's use_bias_correction_kl); with k1 and k3
     kl_loss_unbiased: bool = False
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    # further fields of Megatron's TransformerConfig, e.g. {moe_router_dtype: fp32}; rejected if
+    # another key or config.json sets them, or the job relies on its own value
+    # (docs/parallelism.md) [megatron.override_transformer_config]
+    megatron: dict[str, Any] = field(default_factory=dict)
     # experts used during updates; none: selected by the live router; compare: the same, and measure
     # how often the engine selected others; r2: from the old-log-prob pass; r3: from the engine, in
     # the old-log-prob pass and in updates

@@ -51,6 +51,9 @@ RENAMED = {
     ): "ROLE.parallel.layers_per_stage",
     "ROLE.megatron.override_transformer_config.moe_aux_loss_coeff": "actor.router_aux_loss_coef",
     "ROLE.megatron.override_transformer_config.moe_z_loss_coeff": "actor.router_z_loss_coef",
+    "ROLE.megatron.override_transformer_config.*": (
+        "actor.megatron (fields of Megatron's TransformerConfig)"
+    ),
     "ROLE.megatron.override_ddp_config.overlap_grad_reduce": "ROLE.parallel.overlap_grad_reduce",
     "ROLE.megatron.override_ddp_config.overlap_param_gather": "ROLE.parallel.overlap_param_gather",
     "ROLE.megatron.dtype": "model.dtype",
@@ -277,8 +280,6 @@ ABSENT = {
     "ROLE.megatron.override_transformer_config.recompute_num_layers": (
         "actor.recompute=full applies to every layer; remove the key"
     ),
-    "ROLE.megatron.override_transformer_config.*": "Megatron's fields are derived from config.json "
-    "and actor.parallel; remove the key",
     "ROLE.megatron.*": "Megatron's fields are derived from config.json and actor.parallel; remove "
     "the key",
     "ROLE.optim.override_optimizer_config.*": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import get_te_version
 from packaging.version import Version
 
@@ -93,8 +94,14 @@ def transformer_config(
     dtype: str,
     recompute: str = "none",
     recompute_modules: Sequence[str] = CORE_ATTENTION,
+    further: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Build Megatron's config from family, parallel layout and device (`device_settings`)."""
+    """Build Megatron's config from family, parallel layout and device (`device_settings`), and
+    `further` fields (`actor.megatron`).
+
+    Raises:
+        ModelError: Megatron rejects one of `further`.
+    """
     is_cuda = Platform.detect().kind == "cuda"
     params_dtype = DTYPES[dtype]
     settings: dict[str, Any] = {
@@ -144,10 +151,28 @@ def transformer_config(
         name: settings.pop(name, False)
         for name in ("moe_router_enable_expert_bias", "add_bias_linear")
     }
-    config = kind(**{"add_bias_linear": False, **settings})
+    config = _made(kind, {"add_bias_linear": False, **settings}, further or {})
     vars(config).update(unchecked)
     rotary.set_attention_factor(config, family.rotary)
     return config
+
+
+def _made(
+    kind: type[TransformerConfig], settings: Mapping[str, Any], further: Mapping[str, Any]
+) -> TransformerConfig:
+    """Create Megatron's config. Values in `further` are as in YAML: enum members by name."""
+    if not further:
+        return kind(**settings)
+    given = dict(further)
+    if "attention_backend" in given:
+        given["attention_backend"] = AttnBackend[given["attention_backend"]]
+    try:
+        return kind(**{**settings, **given})
+    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"actor.megatron={dict(further)}: Megatron-Core {bootstrap.MEGATRON_VERSION} rejects "
+            f"it: {error or type(error).__name__}"
+        ) from error
 
 
 def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> dict[str, Any]:
@@ -185,8 +210,12 @@ def build_model(
     dtype: str,
     recompute: str = "none",
     recompute_modules: Sequence[str] = CORE_ATTENTION,
+    further: Mapping[str, Any] | None = None,
 ) -> list[GPTModel]:
-    """Build this rank's stage with uninitialised weights: one model, or one per virtual stage."""
+    """Build this rank's stage with uninitialised weights: one model, or one per virtual stage.
+
+    The arguments are those of `transformer_config`.
+    """
     rotary.install()
     routing.install()
     megatron_versions.install()
@@ -204,7 +233,7 @@ def build_model(
             "moe_dispatcher=alltoall"
         )
     check_recompute(family, recompute, recompute_modules)
-    config = transformer_config(family, parallel, dtype, recompute, recompute_modules)
+    config = transformer_config(family, parallel, dtype, recompute, recompute_modules, further)
     return [_build_chunk(family, config, at) for at in coordinates().virtual_stages()]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,7 @@ class Policy(HoldsReference):
         router_losses: tuple[float, float] = (0.0, 0.0),
         recompute: str = "none",
         recompute_modules: Sequence[str] = CORE_ATTENTION,
+        megatron: Mapping[str, Any] | None = None,
         logits_chunk_tokens: int = 1024,
         on_nonfinite: str = "stop",
         lora: AdapterMap | None = None,
@@ -85,7 +86,8 @@ class Policy(HoldsReference):
             expert_bias_update_rate: step size by which an update moves a sigmoid router's expert
                 biases toward an even load; 0 disables it.
             router_losses: coefficients of the load-balancing loss and the z-loss.
-            recompute, recompute_modules, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
+            recompute, recompute_modules, megatron, logits_chunk_tokens, on_nonfinite: see
+                `ActorConfig`.
             lora: adapters to train instead of the weights.
             trains: if False, there are no gradient buffers and no optimizer can be set.
         """
@@ -94,7 +96,9 @@ class Policy(HoldsReference):
         self.dtype = DTYPES[dtype]
         self.logits_chunk_tokens = logits_chunk_tokens
         self.on_nonfinite = on_nonfinite
-        self.stages = build_model(family, parallel_config, dtype, recompute, recompute_modules)
+        self.stages = build_model(
+            family, parallel_config, dtype, recompute, recompute_modules, megatron
+        )
         load_weights(self.stages, family, source)
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
         self.replay = RouterReplay(self.stages)

@@ -15,6 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 from hybridflow.config.keys import Kind, all_keys
+from hybridflow.config.megatron_settings import field_types, refusal
 from hybridflow.config.schema import RunConfig
 from hybridflow.config.verl_keys import NO_EFFECT, counterpart
 
@@ -67,6 +68,18 @@ _SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+# fields of Megatron that are chosen by device and by what is installed (mcore/model.py)
+_DEVICE_FIELDS = (
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "deallocate_pipeline_outputs",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "moe_permute_fusion",
+    "persist_layer_norm",
+)
+_BY_DEVICE = "Megatron's kernels are chosen by the device"
 # losses that verl averages over sequences, whatever loss_agg_mode is
 _OVER_SEQUENCES = ("gspo", "sapo")
 _TRACKERS = ("console", "tensorboard")
@@ -374,6 +387,26 @@ def _recompute(given: Settings) -> dict[str, Any]:
     return {"actor.recompute": "full"} if checkpointing else {}
 
 
+def _megatron_fields(given: Settings) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for role in ("actor", "ref", "critic"):
+        prefix = f"{role}.megatron.override_transformer_config."
+        for name in _starting(given, prefix):
+            field = name.removeprefix(prefix)
+            why = _BY_DEVICE if field in _DEVICE_FIELDS else refusal(field)
+            if why.startswith("set "):
+                continue  # the table of names has it
+            if not why and field_types() and field not in field_types():
+                why = "Megatron's TransformerConfig has no such field"
+            if not why and role != "actor":
+                why = "only the policy's fields can be set (actor.megatron)"
+            if why:
+                given.drop(why, name, needless=why == _BY_DEVICE or "config.json" in why)
+            else:
+                fields[field] = given.take(name)
+    return {"actor.megatron": fields} if fields else {}
+
+
 def _micro_batches(given: Settings) -> dict[str, Any]:
     row = int(given.get("data.max_prompt_length")) + int(given.get("data.max_response_length"))
     found: dict[str, Any] = {}
@@ -581,6 +614,7 @@ _RULES: Sequence[Rule] = (
     _layout,
     _experts,
     _recompute,
+    _megatron_fields,
     _optimizer,
     _micro_batches,
     _clip,

@@ -192,6 +192,7 @@ def _megatron(
         router_losses=(actor.router_aux_loss_coef, actor.router_z_loss_coef),
         recompute=actor.recompute,
         recompute_modules=actor.recompute_modules,
+        megatron=actor.megatron,
         logits_chunk_tokens=actor.logits_chunk_tokens,
         on_nonfinite=actor.on_nonfinite,
         lora=AdapterMap(family, actor.lora, config.seed) if actor.lora.rank and trains else None,

@@ -27,6 +27,14 @@ def test_gradients_are_bit_equal_with_and_without_recomputation() -> None:
     check(results)
 
 
+def test_fields_of_megatron_take_effect() -> None:
+    (result,) = run_ranks(1, "tests.dist.cases.recompute:run_fields")
+    assert result["differing"] == []
+    kept, again, layers = result["routers"]
+    assert again == kept + kept // layers  # one layer's router has run once more
+    assert 0 < result["exact"] < 1e-5
+
+
 @pytest.mark.full
 def test_gradients_are_bit_equal_over_ranks_and_stages() -> None:
     for results in run_ranks(2, "tests.dist.cases.recompute:run_parallel"):

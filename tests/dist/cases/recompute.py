@@ -74,6 +74,19 @@ def run_parallel() -> list[dict[str, Any]]:
     return found
 
 
+def run_fields() -> dict[str, Any]:
+    """Fields of `actor.megatron`: one layer of several recomputed, and a router in float64."""
+    kept, plain = _gradients(TINY, {})
+    block = {"recompute_method": "block", "recompute_num_layers": 1}
+    again, one_more = _gradients(TINY, {}, recompute="full", megatron=block)
+    exact, _ = _gradients(TINY, {}, megatron={"moe_router_dtype": "fp64"})
+    return {
+        "differing": [key for key, value in kept.items() if not torch.equal(value, again[key])],
+        "routers": (plain["moe"], one_more["moe"], TINY["num_hidden_layers"]),
+        "exact": max(float((exact[key] - value).abs().max()) for key, value in kept.items()),
+    }
+
+
 def _compare(
     name: str, hf: dict[str, Any], parallel: dict[str, Any], modules: tuple[str, ...]
 ) -> dict[str, Any]:

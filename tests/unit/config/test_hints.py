@@ -78,7 +78,6 @@ OF_SCRIPTS = {
     ): "actor.recompute",
     # with verl's outer section left out already
     "actor.entropy_coeff": "actor.entropy_coef",
-    "actor.megatron.tensor_model_parallel_size": "actor.parallel.tensor",
     "rollout.tensor_model_parallel_size": "rollout.tensor",
     "rollout.temperature": "rollout.sampling.temperature",
     "ref.log_prob_micro_batch_size_per_gpu": "reference.max_tokens_per_micro_batch",
