@@ -17,7 +17,7 @@ from typing import Any
 from hybridflow.config.keys import Kind, all_keys
 from hybridflow.config.megatron_settings import field_types, refusal
 from hybridflow.config.schema import RunConfig
-from hybridflow.config.verl_keys import NO_EFFECT, counterpart
+from hybridflow.config.verl_keys import NO_EFFECT, RENAMED, counterpart
 
 # verl's defaults that a run of ours would not have (verl/trainer/config, January 2026)
 DEFAULTS: dict[str, Any] = {
@@ -394,8 +394,8 @@ def _megatron_fields(given: Settings) -> dict[str, Any]:
         for name in _starting(given, prefix):
             field = name.removeprefix(prefix)
             why = _BY_DEVICE if field in _DEVICE_FIELDS else refusal(field)
-            if why.startswith("set "):
-                continue  # the table of names has it
+            if f"ROLE.megatron.override_transformer_config.{field}" in RENAMED:
+                continue
             if not why and field_types() and field not in field_types():
                 why = "Megatron's TransformerConfig has no such field"
             if not why and role != "actor":

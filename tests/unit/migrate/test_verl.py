@@ -52,6 +52,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"actor_rollout_ref.actor.use_kl_loss": True},
         {"actor.kl_loss_coef": 0.001},
     ),
+    "fields of Megatron": (
+        {
+            f"{MEGATRON}.override_transformer_config.{name}": value
+            for name, value in {
+                "moe_router_dtype": "fp32",
+                "apply_rope_fusion": True,  # chosen by the device
+                "moe_aux_loss_coeff": 0.01,
+                "hidden_dropout": 0.0,
+                "use_flash_attn": True,  # no field
+            }.items()
+        },
+        {"actor.megatron": {"moe_router_dtype": "fp32"}, "actor.router_aux_loss_coef": 0.01},
+    ),
     "rows become tokens": (
         {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4},
         {"actor.max_tokens_per_micro_batch": 4096},
