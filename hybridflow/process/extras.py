@@ -18,7 +18,7 @@ MODULES = {
     "yaml": ("PyYAML", ""),
     **{
         name: (name, "train")
-        for name in ("torch", "ray", "transformers", "safetensors", "tensorboard")
+        for name in ("torch", "ray", "transformers", "safetensors", "tensorboard", "perfetto")
     },
     "megatron": ("megatron-core", "train"),
     "tokenizers": ("tokenizers", "train"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from hybridflow.config.registry import absolute_entry, is_offered
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.process import spans
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rewards.functions import Outcome, Row
 from hybridflow.rewards.lines import Forked, fork_process, start_process
@@ -20,6 +21,7 @@ from hybridflow.rewards.lines import Forked, fork_process, start_process
 _START_S = 300.0  # for the import of the user's file
 _PATIENCE_S = 60.0  # beyond a call's deadline, for the host to report it
 _MAX_PROCESSES = 16
+_COUNTER = "reward calls"  # in the timeline
 _MAX_HOST_RESTARTS = 3
 
 
@@ -100,6 +102,7 @@ class RewardPool:
         self.start()
         self._submitted += 1
         self._jobs[self._submitted] = rows
+        spans.count(_COUNTER, len(self._jobs))
         self._send([self._submitted])
         return self._submitted
 
@@ -118,6 +121,7 @@ class RewardPool:
                 # otherwise the call was discarded
                 if self._jobs.pop(message["id"], None) is not None:
                     self._outcomes[message["id"]] = message["outcomes"]
+            spans.count(_COUNTER, len(self._jobs))
         return [self._outcomes.pop(number) for number in numbers]
 
     def forget(self, numbers: Sequence[int]) -> None:

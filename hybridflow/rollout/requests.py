@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from hybridflow.config.schema import RunConfig, SamplingConfig
 from hybridflow.config.val_sets import VAL_SET, sampling_of
 from hybridflow.engines.base import Extras
 from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
+from hybridflow.process import spans
 from hybridflow.rollout.continuation import continued, joined
 from hybridflow.rollout.placing import shares
 from hybridflow.rollout.protocols import ROOM, SyncReport
@@ -92,6 +93,7 @@ class Requests(ABC):
         self._under_way: dict[int, Request] = {}
         self._unwanted: list[Request] = []  # in flight, but no longer needed
         self._round: asyncio.Task[None] | None = None
+        self._counted = set[int]()  # engines whose requests are counted for the timeline
 
     # ---- new requests
 
@@ -212,6 +214,7 @@ class Requests(ABC):
         try:
             await self.drop_unwanted()
             await self._send()
+            self._count_in_flight()
             cut = 0
             for training in (True, False):
                 engines = sorted(
@@ -219,6 +222,7 @@ class Requests(ABC):
                 )
                 for answers in await self._collect(training, engines, _POLL_S) if engines else ():
                     cut += await self._receive(answers)
+            self._count_in_flight()
             if cut:
                 await self._leave_out_lost(cut)
         except (EnginesLostError, WorkerError) as error:
@@ -402,6 +406,12 @@ class Requests(ABC):
         one.row = 0
         one.begun = begun
         return True
+
+    def _count_in_flight(self) -> None:
+        held = Counter(one.engine for one in self._under_way.values())
+        for engine in sorted(self._counted | held.keys()):
+            spans.count(f"requests of engine-{engine}", held[engine])
+        self._counted |= held.keys()
 
     def _ask_again(self) -> None:
         """Queue all requests in flight again, because their workers are lost."""

@@ -25,6 +25,7 @@ import hybridflow
 from hybridflow.device.platform import Platform
 from hybridflow.errors import CheckpointError
 from hybridflow.models import Family
+from hybridflow.process import spans
 from hybridflow.process.exchange import Exchange
 from hybridflow.saving.manifest import (
     INDEX,
@@ -129,7 +130,8 @@ class Saver:
 
         def run() -> None:
             try:
-                job.write(copies)  # returns when all ranks have written
+                with spans.span("write checkpoint"):
+                    job.write(copies)  # returns when all ranks have written
                 if job.rank == 0:
                     say_saved(folder)
             except CheckpointError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import HybridFlowError, WorkerError, from_json
+from hybridflow.process import spans
 from hybridflow.process.children import ENDED, STOPPED, state_of
 from hybridflow.single_controller.event_loop import block_on
 from hybridflow.single_controller.host import Failure
@@ -289,6 +290,8 @@ class Future:
         self._lost = True
         waiting = sorted(self._open)
         listed = f"rank(s) {', '.join(map(str, waiting))} of {len(self._ranks)}"
+        if (file := spans.current()) is not None:
+            file.mark(f"no answer from {listed} of {self._role} in {self._method}")
         if not any(self._ranks[rank].pid for rank in waiting):
             return self._worker_error(
                 f"the processes of {listed} have not come up. Ray runs workers at low priority, so "

@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from typing import Any
 from hybridflow.batch import DataProto
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import HybridFlowError, StorageError, to_json
+from hybridflow.process import spans
 from hybridflow.process.children import (
     die_with_parent,
     print_whole_lines,
@@ -49,8 +51,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class HostInfo:
-    """The rank's process id, a free port on its node, and the network interface of the node's
-    address.
+    """The rank's process id, a free port on its node, the network interface of the node's address,
+    and the running system (`spans.boot_id`).
 
     The interface is empty if it was not found or is set by the user.
     """
@@ -58,6 +60,7 @@ class HostInfo:
     pid: int
     free_port: int
     interface: str
+    boot: str
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,11 @@ class Host:
     def describe(self, address: str, ports: range) -> HostInfo:
         """Return the process id, a free TCP port at `address`, and the address's interface."""
         interface = "" if os.environ.get("GLOO_SOCKET_IFNAME") else interface_of(address)
-        return HostInfo(os.getpid(), free_port(address, ports), interface)
+        return HostInfo(os.getpid(), free_port(address, ports), interface, spans.boot_id())
+
+    def clock(self) -> float:
+        """Return the Unix time of this machine."""
+        return time.time()
 
     def identity(self) -> Identity | None:
         """Return the rank's identity; None before `set_up`."""
@@ -113,6 +120,7 @@ class Host:
         os.dup2(self._log.fileno(), 1)
         os.dup2(self._log.fileno(), 2)
         print_whole_lines()
+        spans.record_to(log_path.with_suffix(spans.SUFFIX), f"{role} rank {context.rank}")
         faulthandler.enable(self._log, all_threads=True)
         # used to find where a rank hangs
         faulthandler.register(signal.SIGUSR1, self._log, all_threads=True)
@@ -131,9 +139,11 @@ class Host:
         """Call a method and return its result; coroutines are awaited. An exception is returned as
         a `Failure`."""
         try:
-            args, kwargs = request.arguments(objects)
-            result = getattr(self._worker, request.method)(*args, **kwargs)
-            return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+            with spans.span("read arguments"):
+                args, kwargs = request.arguments(objects)
+            with spans.span(request.method):
+                result = getattr(self._worker, request.method)(*args, **kwargs)
+                return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
         except Exception as error:
             return failure(error)
 

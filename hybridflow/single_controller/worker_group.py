@@ -23,6 +23,7 @@ from hybridflow.dispatch import (
     plan_call,
 )
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
+from hybridflow.process import spans
 from hybridflow.process.children import end_processes, is_running
 from hybridflow.process.surroundings import import_path
 from hybridflow.single_controller.actors import (
@@ -41,6 +42,7 @@ from hybridflow.single_controller.resource_pool import ResourcePool
 from hybridflow.single_controller.stored import INLINE_BYTES, Outgoing, is_small
 
 _ALIVE_S = 5.0  # timeout for a rank on another node to reply; no reply means busy, not dead
+_CLOCK_PROBES = 5  # the one with the shortest round trip is used
 _MESH_SPEC = MethodSpec("mesh_position", Dispatch.ONE_TO_ALL, Execute.ALL, True, (), ())
 
 
@@ -289,10 +291,30 @@ class WorkerGroup:
             for c, given in zip(contexts, placed, strict=True)
         ]
         await self._everywhere("set_up", settings, deadline)
+        await self._compare_clocks(infos, deadline)
         await self._everywhere(
             "construct", [(self.worker_class, c, self._args) for c in contexts], deadline
         )
         await self._find_positions()
+
+    async def _compare_clocks(self, infos: Sequence[HostInfo], deadline: float) -> None:
+        """Record how far the clocks of other machines are ahead of this one."""
+        file = spans.current()
+        if file is None:
+            return
+        others = {info.boot: r for r, info in enumerate(infos) if info.boot != spans.boot_id()}
+        for boot, first in others.items():
+            measured = []
+            for _ in range(_CLOCK_PROBES):
+                before = time.time()
+                refs = {first: self._ranks[first].actor.clock.remote()}
+                left = max(0.0, deadline - time.monotonic())
+                [there] = await self._future("clock", left, refs=refs, collect=in_rank_order)
+                measured.append(spans.ahead(before, there, time.time()))
+            ahead, within = min(measured, key=lambda one: one[1])
+            for r, info in enumerate(infos):
+                if info.boot == boot:
+                    file.write({"clock": f"{self.role} rank {r}", "ahead": ahead, "within": within})
 
     async def _find_positions(self) -> None:
         """Query the data-parallel positions of the ranks, if the class has `mesh_position`."""

@@ -24,6 +24,7 @@ from hybridflow.observe.run_folder import CHANGES
 from hybridflow.observe.timeline import WHOLE_STEP, Timeline, read_timeline
 from hybridflow.observe.tracker import Tracker
 from hybridflow.observe.trackers.base import Phase
+from hybridflow.process import spans
 from hybridflow.saving.fingerprint import TRAINED_ON, Fingerprint
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 from hybridflow.single_controller import waited_seconds
@@ -51,6 +52,7 @@ class Session:
             self.folder, [name for name in config.trainer.loggers if name != "console"]
         )
         self.timeline = Timeline(self.folder / "timeline.jsonl")
+        self._spans = spans.record_to(self.folder / "logs" / f"driver{spans.SUFFIX}", "driver")
         self.store = CheckpointStore(
             self.folder / "checkpoints",
             Retention(
@@ -282,3 +284,4 @@ class Session:
         self.store.settle()
         self.tracker.close()
         self.timeline.close()
+        self._spans.close()

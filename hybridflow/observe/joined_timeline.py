@@ -1,0 +1,212 @@
+"""The timeline of all processes of a run on the driver's clock.
+
+The driver's phases are in `timeline.jsonl`; what each rank and engine worker did is in
+`logs/*.spans.jsonl` (`hybridflow.process.spans`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from hybridflow.errors import DataError
+from hybridflow.observe.jsonl import number_ranges, read_jsonl
+from hybridflow.observe.timeline import WHOLE_STEP, read_timeline
+from hybridflow.process.spans import SUFFIX
+
+DRIVER = "driver"
+_MOST_BYTES = 64 << 20  # read from each file
+_MOST_FILES = 4096
+_EPOCH_2000 = 946684800.0
+_EPOCH_2200 = 7258118400.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """A named interval in Unix seconds of the driver's clock. `step` is known for the driver's
+    phases only."""
+
+    name: str
+    start: float
+    end: float
+    step: int | None = None
+
+
+@dataclass
+class Process:
+    """What one process did.
+
+    Attributes:
+        threads: {thread: spans in order of their start}.
+        counters: {name: (time, value) in order}.
+        marks: (time, text) of events without duration.
+        clock_error: largest error of its times relative to the driver's, in seconds.
+    """
+
+    name: str
+    threads: dict[str, list[Span]] = field(default_factory=dict)
+    counters: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    marks: list[tuple[float, str]] = field(default_factory=list)
+    clock_error: float = 0.0
+
+
+@dataclass
+class JoinedTimeline:
+    """The processes of a run, the driver first, and what is missing, in sentences."""
+
+    processes: list[Process]
+    missing: list[str] = field(default_factory=list)
+
+    def steps(self) -> dict[int, Span]:
+        """Return the whole span of each step."""
+        found = {}
+        for span in self.processes[0].threads.get("main", []):
+            if span.name == WHOLE_STEP and span.step is not None:
+                found[span.step] = span
+        return found
+
+    def between(self, start: float, end: float) -> JoinedTimeline:
+        """Return only what overlaps this interval."""
+        chosen = []
+        for one in self.processes:
+            part = Process(one.name, clock_error=one.clock_error)
+            for thread, spans in one.threads.items():
+                part.threads[thread] = [s for s in spans if s.end >= start and s.start <= end]
+            for name, values in one.counters.items():
+                part.counters[name] = [(at, v) for at, v in values if start <= at <= end]
+            part.marks = [(at, text) for at, text in one.marks if start <= at <= end]
+            chosen.append(part)
+        return JoinedTimeline(chosen, self.missing)
+
+
+def join(run_dir: Path) -> JoinedTimeline:
+    """Read the timeline of a run folder.
+
+    Raises:
+        DataError: the folder has no timeline.
+    """
+    if not (run_dir / "timeline.jsonl").is_file():
+        raise DataError(f"{run_dir} is not the folder of a run: timeline.jsonl not found")
+    missing: list[str] = []
+    skipped: list[int] = []
+    phases = []
+    for record in read_timeline(run_dir / "timeline.jsonl", skipped, _MOST_BYTES):
+        start, end = record.get("start"), record.get("end")
+        step = record.get("step")
+        if _is_time(start) and _is_time(end) and end >= start:
+            phases.append(Span(record["name"], start, end, step if isinstance(step, int) else None))
+    _note_skipped(run_dir / "timeline.jsonl", skipped, missing)
+    driver = Process(DRIVER, {"main": sorted(phases, key=lambda span: (span.start, -span.end))})
+    ahead: dict[str, tuple[float, float]] = {}
+    others: list[Process] = []
+    files = sorted((run_dir / "logs").glob(f"*{SUFFIX}")) if (run_dir / "logs").is_dir() else []
+    for file in files[:_MOST_FILES]:
+        skipped = []
+        try:
+            records = list(read_jsonl(file, skipped, _MOST_BYTES))
+        except DataError as error:
+            missing.append(str(error))
+            continue
+        _note_skipped(file, skipped, missing)
+        if file.name == DRIVER + SUFFIX:
+            ahead = _clocks(records)
+            _fill(driver, records)
+        else:
+            others.append(Process(file.name.removesuffix(SUFFIX)))
+            _fill(others[-1], records)
+    if len(files) > _MOST_FILES:
+        missing.append(f"only {_MOST_FILES} of {len(files)} files of spans were read")
+    if not others:
+        missing.append("no spans of ranks: the run was in process, or older than this command")
+    return JoinedTimeline([driver, *(_shifted(one, ahead) for one in others)], missing)
+
+
+def lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Distribute spans over lanes so that in each lane, any two spans are disjoint or nested.
+    Spans that a new lane would not need stay together in the first ones."""
+    found: list[list[Span]] = []
+    open_of: list[list[Span]] = []
+    for span in sorted(spans, key=lambda one: (one.start, -one.end)):
+        for lane, is_open in zip(found, open_of, strict=True):
+            while is_open and is_open[-1].end <= span.start:
+                is_open.pop()
+            if not is_open or span.end <= is_open[-1].end:
+                lane.append(span)
+                is_open.append(span)
+                break
+        else:
+            found.append([span])
+            open_of.append([span])
+    return found
+
+
+def busy_seconds(spans: Iterable[Span], start: float, end: float) -> float:
+    """Return the seconds of an interval that are covered by spans."""
+    covered = 0.0
+    reached = start
+    for span in sorted(spans, key=lambda one: one.start):
+        first = max(span.start, reached)
+        last = min(span.end, end)
+        if last > first:
+            covered += last - first
+            reached = last
+    return covered
+
+
+def _fill(process: Process, records: Sequence[Mapping[str, Any]]) -> None:
+    """Add the records of a file of spans."""
+    for record in records:
+        at = record.get("at")
+        start, seconds = record.get("start"), record.get("seconds")
+        if isinstance(record.get("name"), str) and _is_time(start) and _is_number(seconds):
+            thread = str(record.get("thread", "main"))
+            span = Span(record["name"], start, start + max(seconds, 0.0))
+            process.threads.setdefault(thread, []).append(span)
+        elif isinstance(record.get("counter"), str) and _is_time(at):
+            if _is_number(value := record.get("value")):
+                process.counters.setdefault(record["counter"], []).append((at, value))
+        elif isinstance(record.get("mark"), str) and _is_time(at):
+            process.marks.append((at, record["mark"]))
+    for spans in process.threads.values():
+        spans.sort(key=lambda span: (span.start, -span.end))
+
+
+def _clocks(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Return {process: (seconds ahead of the driver's clock, error)}, of the last measurement."""
+    found = {}
+    for record in records:
+        ahead, within = record.get("ahead"), record.get("within")
+        if isinstance(record.get("clock"), str) and _is_number(ahead) and _is_number(within):
+            found[record["clock"].replace(" rank ", "-rank")] = (float(ahead), float(within))
+    return found
+
+
+def _shifted(process: Process, ahead: Mapping[str, tuple[float, float]]) -> Process:
+    """Move a process's times to the driver's clock."""
+    by, error = ahead.get(process.name, (0.0, 0.0))
+    if not by:
+        return process
+    moved = Process(process.name, clock_error=error)
+    for thread, spans in process.threads.items():
+        moved.threads[thread] = [Span(s.name, s.start - by, s.end - by, s.step) for s in spans]
+    for name, values in process.counters.items():
+        moved.counters[name] = [(at - by, value) for at, value in values]
+    moved.marks = [(at - by, text) for at, text in process.marks]
+    return moved
+
+
+def _note_skipped(path: Path, skipped: Sequence[int], missing: list[str]) -> None:
+    if skipped:
+        missing.append(f"{path.name}: damaged line(s) {number_ranges(skipped)} were skipped")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    """Return True for a plausible Unix time in seconds."""
+    return _is_number(value) and _EPOCH_2000 < value < _EPOCH_2200

@@ -1,0 +1,149 @@
+"""What a process does and when: the file of spans from which `hybridflow timeline` joins a run.
+
+Each process appends JSON lines to a file next to its log, `actor-rank0.spans.jsonl`. The first line
+of each start names the process and its machine; the others are
+
+    {"name": "update_policy", "start": 1764255600.1, "seconds": 0.8, "thread": "main"}
+    {"counter": "requests of engine-0", "at": 1764255600.1, "value": 64}
+    {"mark": "no answer from rank 1", "at": 1764255600.1}
+    {"clock": "actor rank 4", "ahead": 0.0012, "within": 0.0003}
+
+`start` and `at` are Unix times of the machine's own clock, and `seconds` comes from a monotonic
+clock. `clock` records how far another machine's clock is ahead of this one, and the error of that
+measurement, both in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+SUFFIX = ".spans.jsonl"
+_MOST_BYTES = 32 << 20  # then the file is replaced, and the previous one is kept
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class SpanFile:
+    """The spans of one process. Thread-safe. Each line is written immediately, because processes of
+    a run are ended by SIGKILL."""
+
+    def __init__(self, path: Path, process: str) -> None:
+        self.path = path
+        self._process = process
+        self._lock = threading.Lock()
+        self._values: dict[str, float] = {}
+        self._file: TextIO | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._open()
+        except OSError as error:
+            self._fail(error)
+
+    def span(self, name: str, start: float, seconds: float) -> None:
+        """Record a finished span of the current thread."""
+        thread = threading.current_thread()
+        own = "main" if thread is threading.main_thread() else thread.name
+        times = {"start": round(start, 6), "seconds": round(seconds, 6)}
+        self.write({"name": name, **times, "thread": own})
+
+    def count(self, name: str, value: float) -> None:
+        """Record the value of a counter if it has changed."""
+        if self._values.get(name, 0) != value:
+            self._values[name] = value
+            self.write({"counter": name, "at": round(time.time(), 6), "value": value})
+
+    def mark(self, name: str) -> None:
+        """Record an event without duration."""
+        self.write({"mark": name, "at": round(time.time(), 6)})
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record. After an error, such as a full disk, nothing more is recorded; the error
+        is printed to the process's log."""
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                self._file.write(json.dumps(record) + "\n")
+                if self._file.tell() > _MOST_BYTES:
+                    self._file.close()
+                    self.path.replace(self.path.with_suffix(".jsonl.1"))
+                    self._open()
+            except OSError as error:
+                self._fail(error)
+
+    def close(self) -> None:
+        """Close the file. Later records are dropped."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
+    def _fail(self, error: OSError) -> None:
+        self._file = None
+        print(f"{self.path}: no further spans are recorded: {error}", file=sys.stderr)
+
+    def _open(self) -> None:
+        self._file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        facts = {"process": self._process, "pid": os.getpid(), "boot": boot_id()}
+        self._file.write(json.dumps({**facts, "at": round(time.time(), 6)}) + "\n")
+
+
+_current: SpanFile | None = None
+
+
+def record_to(path: Path, process: str) -> SpanFile:
+    """Record the spans of this process in `path`. `process` is its name in the timeline."""
+    global _current  # one per process, like its log
+    _current = SpanFile(path, process)
+    return _current
+
+
+def current() -> SpanFile | None:
+    """Return the file of this process; None if it records no spans."""
+    return _current
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Record the `with` block as a span, if this process records spans."""
+    file = _current
+    if file is None:
+        yield
+        return
+    start = time.time()
+    ticks = time.perf_counter()
+    try:
+        yield
+    finally:
+        file.span(name, start, time.perf_counter() - ticks)
+
+
+def count(name: str, value: float) -> None:
+    """Record the value of a counter, if this process records spans."""
+    if _current is not None:
+        _current.count(name, value)
+
+
+def boot_id() -> str:
+    """Identify the running system of this machine; processes with the same one share a clock."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def ahead(before: float, there: float, after: float) -> tuple[float, float]:
+    """Return (seconds by which another clock is ahead of this one, largest error).
+
+    `there` is the other clock's time, read between `before` and `after` on this one (Cristian
+    1989). The error is half of the round trip.
+    """
+    half = (after - before) / 2
+    return there - before - half, half
