@@ -73,6 +73,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
             check_loop.length_problems,
             check_loop.staleness_problems,
             check_loop.dump_problems,
+            check_loop.profile_problems,
         ),
         check_sampling.problems,
     )

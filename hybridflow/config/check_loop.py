@@ -66,6 +66,17 @@ def length_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def profile_problems(config: RunConfig) -> Iterator[str]:
+    """Check that the profiled ranks exist."""
+    ranks = derived.role_world_size(config, "actor")
+    for rank in config.trainer.profile.ranks:
+        if config.trainer.profile.steps and rank >= ranks:
+            yield (
+                f"trainer.profile.ranks contains {rank}, but the actor has {ranks} ranks, numbered "
+                "from 0"
+            )
+
+
 def dump_problems(config: RunConfig) -> Iterator[str]:
     """Check runs that only generate, and runs that train on dumps of rollouts."""
     trainer = config.trainer

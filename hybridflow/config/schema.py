@@ -438,6 +438,19 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Profiles of single steps (docs/debugging.md)."""
+
+    steps: tuple[PositiveInt, ...] = ()  # steps of the loop
+    ranks: tuple[NonNegativeInt, ...] = (0,)  # of the actor
+    # torch: a trace for each step and rank in the run folder's profile/; nsys: only marks the
+    # capture range for `nsys profile --capture-range=cudaProfilerApi` (GPUs)
+    tool: Literal["torch", "nsys"] = "torch"
+    stacks: bool = False  # torch: with the Python stack of each operation
+    memory: bool = False  # torch: with allocations
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """The training loop."""
 
@@ -485,6 +498,7 @@ class TrainerConfig:
     # file of one step; the run ends after the last one
     rollouts_from: str | None = None
     report: bool = True
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 @dataclass(frozen=True)

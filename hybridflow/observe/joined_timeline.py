@@ -20,6 +20,7 @@ from hybridflow.process.spans import SUFFIX
 DRIVER = "driver"
 _MOST_BYTES = 64 << 20  # read from each file
 _MOST_FILES = 4096
+_MOST_IN_ALL = 512 << 20
 _EPOCH_2000 = 946684800.0
 _EPOCH_2200 = 7258118400.0
 
@@ -82,8 +83,11 @@ class JoinedTimeline:
         return JoinedTimeline(chosen, self.missing)
 
 
-def join(run_dir: Path) -> JoinedTimeline:
-    """Read the timeline of a run folder.
+def join(
+    run_dir: Path, most_files: int = _MOST_FILES, most_bytes: int = _MOST_BYTES
+) -> JoinedTimeline:
+    """Read the timeline of a run folder: at most this many files of spans, and this many bytes of
+    each.
 
     Raises:
         DataError: the folder has no timeline.
@@ -93,7 +97,7 @@ def join(run_dir: Path) -> JoinedTimeline:
     missing: list[str] = []
     skipped: list[int] = []
     phases = []
-    for record in read_timeline(run_dir / "timeline.jsonl", skipped, _MOST_BYTES):
+    for record in read_timeline(run_dir / "timeline.jsonl", skipped, most_bytes):
         start, end = record.get("start"), record.get("end")
         step = record.get("step")
         if _is_time(start) and _is_time(end) and end >= start:
@@ -103,10 +107,11 @@ def join(run_dir: Path) -> JoinedTimeline:
     ahead: dict[str, tuple[float, float]] = {}
     others: list[Process] = []
     files = sorted((run_dir / "logs").glob(f"*{SUFFIX}")) if (run_dir / "logs").is_dir() else []
-    for file in files[:_MOST_FILES]:
+    most_bytes = min(most_bytes, _MOST_IN_ALL // max(len(files[:most_files]), 1))
+    for file in files[:most_files]:
         skipped = []
         try:
-            records = list(read_jsonl(file, skipped, _MOST_BYTES))
+            records = list(read_jsonl(file, skipped, most_bytes))
         except DataError as error:
             missing.append(str(error))
             continue
@@ -117,8 +122,8 @@ def join(run_dir: Path) -> JoinedTimeline:
         else:
             others.append(Process(file.name.removesuffix(SUFFIX)))
             _fill(others[-1], records)
-    if len(files) > _MOST_FILES:
-        missing.append(f"only {_MOST_FILES} of {len(files)} files of spans were read")
+    if len(files) > most_files:
+        missing.append(f"only {most_files} of {len(files)} files of spans were read")
     if not others:
         missing.append("no spans of ranks: the run was in process, or older than this command")
     return JoinedTimeline([driver, *(_shifted(one, ahead) for one in others)], missing)

@@ -54,13 +54,13 @@ def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
     peak = max(sum(phase["memory"].values()) for phase in phases)
     limit = device_bytes if device_bytes < 4 * peak else None
     unit, name = (_GB, "GB") if peak >= _GB else (1e6, "MB")
-    x = _axis([peak / unit, *([limit / unit] if limit else [])])
-    body = [_frame([phase["name"] for phase in phases], x)]
+    x = axis([peak / unit, *([limit / unit] if limit else [])])
+    body = [frame([phase["name"] for phase in phases], x)]
     for row, phase in enumerate(phases):
         floor = 0.0
         for part in [part for part in parts if part in phase["memory"]]:
             size = phase["memory"][part] / unit
-            body.append(_bar(x, row, floor, floor + size, colors.get(part, "var(--other)")))
+            body.append(bar(x, row, floor, floor + size, colors.get(part, "var(--other)")))
             floor += size
         body.append(_value(x(floor), row, f"{floor:,.1f}"))
     if limit:
@@ -72,7 +72,7 @@ def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
     legend = [(part, colors[part], False) for part in parts[:_COLORS]]
     if len(parts) > _COLORS:
         legend.append((", ".join(parts[_COLORS:]), "var(--other)", False))
-    return _drawn(
+    return drawn(
         "Planned memory", f"{name} on the busiest device, by phase", body, len(phases), legend
     )
 
@@ -87,22 +87,22 @@ def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
             text += f" | {_seconds(measured[phase['name']])}"
         texts.append(text)
     ends = [end for _, end in (*planned.values(), *taken.values())]
-    x = _axis(ends, max(map(len, texts), default=0))
-    body = [_frame([phase["name"] for phase in phases], x)]
+    x = axis(ends, max(map(len, texts), default=0))
+    body = [frame([phase["name"] for phase in phases], x)]
     parts = 2 if measured else 1
     for row, phase in enumerate(phases):
         last = 0.0
         for part, found in enumerate((planned, taken)):
             if phase["name"] in found:
                 begin, end = found[phase["name"]]
-                body.append(_bar(x, row, begin, end, f"var(--c{part})", part, parts))
+                body.append(bar(x, row, begin, end, f"var(--c{part})", part, parts))
                 last = max(last, end)
         body.append(_value(x(last), row, texts[row]))
     legend = [("planned", "var(--c0)", False), ("measured", "var(--c1)", False)] if measured else []
     about = (
         "seconds from the start of generation; phases longer than a step overlap with the next step"
     )
-    return _drawn("Schedule of a step", about, body, len(phases), legend)
+    return drawn("Schedule of a step", about, body, len(phases), legend)
 
 
 def _spans(
@@ -124,14 +124,14 @@ def _seconds(value: float) -> str:
     return f"{value:,.1f} s" if value >= 0.95 else f"{value:.2g} s"
 
 
-def _axis(values: Sequence[float], characters: int = 0) -> scale.Scale:
+def axis(values: Sequence[float], characters: int = 0) -> scale.Scale:
     """Return an axis from 0 to the largest value, leaving space for this many characters after the
     longest bar."""
     right = max(RIGHT, 5 + _CHARACTER * characters)
     return scale.linear([max([*values, 1e-9])], LEFT, WIDTH - right, (0.0,))
 
 
-def _frame(names: Sequence[str], x: scale.Scale) -> Markup:
+def frame(names: Sequence[str], x: scale.Scale) -> Markup:
     """Draw grid, ticks and row names."""
     bottom = TOP + ROW * len(names)
     parts = [line_of("grid", x(tick), x(tick), TOP, bottom) for tick in x.ticks]
@@ -147,7 +147,7 @@ def _middle(row: int) -> float:
     return TOP + ROW * row + ROW / 2 + 4
 
 
-def _bar(
+def bar(
     x: scale.Scale, row: int, start: float, end: float, color: str, part: int = 0, parts: int = 1
 ) -> Markup:
     """Draw a bar in a row, or one of several stacked bars, at least one pixel wide so that every
@@ -162,9 +162,10 @@ def _value(at: float, row: int, text: str) -> Markup:
     return text_of("value", at + 5, _middle(row), text)
 
 
-def _drawn(
+def drawn(
     title: str, about: str, body: list[Markup], rows: int, legend: list[tuple[str, str, bool]]
 ) -> Drawn:
+    """Return the picture of this many rows."""
     svg = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
         WIDTH, TOP + ROW * rows + 22, title, Markup("").join(body)
     )

@@ -30,6 +30,7 @@ from hybridflow.observe.report_charts import (
     step_phases,
 )
 from hybridflow.observe.run_folder import RunFolder, Sample, load_run
+from hybridflow.observe.step_picture import step_pictures
 
 REPORT_NAME = "report.html"
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -191,6 +192,7 @@ def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
         for chart in charts:
             drawn.append(draw(replace(chart, marks=marks if chart.phase == "train" else ())))
         groups.append((title, [one for one in drawn if one is not None]))
+    groups.append(("Processes", step_pictures(run.path)))
     groups.append(("Plan", _plan_pictures(run.summary.get("planned"))))
     return [group for group in groups if group[1]]
 

@@ -19,6 +19,11 @@ def check_devices(config: RunConfig, kind: str) -> None:
             "actor.parallel.moe_dispatcher=deepep requires GPUs, whose memory its kernels write "
             "between ranks, but this is a CPU; use alltoall or allgather"
         )
+    if kind == "cpu" and config.trainer.profile.steps and config.trainer.profile.tool == "nsys":
+        raise ConfigError(
+            "trainer.profile.tool=nsys marks ranges of CUDA's profiler, but this is a CPU; set "
+            "tool=torch"
+        )
     if kind == "cpu" and config.rollout.quantization == "fp8":
         # sglang/srt/layers/quantization/fp8_utils.py:1809 and fp8.py:827
         raise ConfigError(

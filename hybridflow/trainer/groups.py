@@ -205,6 +205,15 @@ class PolicyGroup(ModelGroup):
         super().__init__(workers, "actor", config, address)
         self._unobserved = False
 
+    async def start_profile(self) -> None:
+        """Start the profile of a step on the ranks of `trainer.profile`."""
+        await self.call(PolicyWorker.start_profile)
+
+    async def stop_profile(self, folder: Path) -> list[str]:
+        """Write the profiles to `folder`. Returns the reasons of those that could not be
+        written."""
+        return [reason for reason in await self.call(PolicyWorker.stop_profile, folder) if reason]
+
     async def log_probs(self, batch: DataProto) -> DataProto:
         """Return old_log_probs and entropys; with router replay, also each token's experts."""
         # the last step did not update the policy (critic warm-up, a lost rank), so the counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from hybridflow.batch import DataProto
@@ -46,6 +47,13 @@ class Role(Saves, Protocol):
 
 class Policy(Role, Protocol):
     """The trained role whose weights are sent to the engines."""
+
+    async def start_profile(self) -> None:
+        """Start the profile of a step on the ranks of `trainer.profile`."""
+
+    async def stop_profile(self, folder: Path) -> Sequence[str]:
+        """Write the profiles to `folder`. Returns the reasons of those that could not be
+        written."""
 
     async def log_probs(self, batch: DataProto) -> DataProto:
         """Return old_log_probs and entropys; with router replay, also each token's experts."""

@@ -417,6 +417,8 @@ class FlowRun:
         self._spans.enter_context(self._session.timed("seconds_grpo"))
         self._spans.enter_context(self._session.timeline.phase("step", self.step))
         self._spans.enter_context(self._session.controlled())
+        if self._is_profiled:
+            await self.trainer.policy.start_profile()
         return self.step
 
     async def end_step(self) -> None:
@@ -433,6 +435,10 @@ class FlowRun:
         trained = self._trained
         batch = self._batch
         await self._end_training()
+        if self._is_profiled:
+            folder = self._session.folder / "profile" / f"step_{self.step:06d}"
+            for reason in await self.trainer.policy.stop_profile(folder):
+                self.progress.message(f"step {self.step}: {reason}")
         if not self.config.trainer.rollout_only:
             await self._serve_engines()
         own = self._own_metrics(batch if trained is None else trained.batch)
@@ -456,6 +462,10 @@ class FlowRun:
             return
         await self._session.store.check()
         await self._save_if_due()
+
+    @property
+    def _is_profiled(self) -> bool:
+        return not self.is_tracing and self.step in self.config.trainer.profile.steps
 
     def _close_step(self) -> None:
         self._spans.close()

@@ -33,6 +33,7 @@ from hybridflow.sync.transports import chosen, part_bytes
 from hybridflow.workers.backend import Backend, open_backend
 from hybridflow.workers.losses import Noted, PolicyLoss, sft_loss
 from hybridflow.workers.memory import needs
+from hybridflow.workers.profiler import RankProfiler
 from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class PolicyWorker(RoleWorker):
         self._quantisation = (
             BlockQuantisation.of(spec.hf_config) if config.rollout.quantization == "fp8" else None
         )
+        self.rank = context.rank
+        self._profiler = RankProfiler(config.trainer.profile)
         self._noted: DataProto | None = None
         self._store: MasterStore | None = None
         self._sender = WeightSender(context.rank, self.model.parameters)
@@ -243,6 +246,17 @@ class PolicyWorker(RoleWorker):
         """
         model = {"trainable": self.model.trainable_parameters, "copied": self.model.copied_bytes}
         return {**super().take_observations(), "routes": self.model.replay.take_counts(), **model}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def start_profile(self) -> None:
+        """Start a profile on this rank, if `trainer.profile.ranks` contains it."""
+        if self.rank in self.spec.config.trainer.profile.ranks:
+            self._profiler.start()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stop_profile(self, folder: Path) -> str:
+        """Write this rank's profile to `folder`. Returns the reason if that failed."""
+        return self._profiler.stop(folder / f"actor-rank{self.rank}.json.gz")
 
     # ---- weights to the engines
 

@@ -3,6 +3,7 @@ warm start, two GRPO steps, export."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
@@ -18,6 +19,7 @@ import torch
 from hybridflow.config.load import load_config
 from hybridflow.data.dataset import PromptDataset
 from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.observe.joined_timeline import busy_seconds, join, lanes
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
 from tests.dist.harness.ranks import run_ranks
@@ -69,6 +71,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> I
         "actor.ppo_mini_batch_size=2",
         "actor.kl_loss_coef=0.01",
         "actor.entropy_coef=0.001",
+        "trainer.profile={steps: [2], ranks: [3]}",
         f"output_dir={out}",
     ]
     with Run(out / "output", "train", *settings, *words) as run:
@@ -90,6 +93,53 @@ def test_every_socket_listens_on_loopback(finished: Finished) -> None:
     for expected in ("gcs_server", "raylet", "sglang"):
         assert any(expected in name for name in programs), programs
     assert [entry for entry in finished.run.listening if not LOOPBACK.match(entry[0])] == []
+
+
+def test_all_processes_are_on_one_timeline(finished: Finished) -> None:
+    found = join(finished.folder)
+    assert found.missing == []
+    names = [one.name for one in found.processes]
+    assert names == [
+        "driver",
+        *(f"actor-rank{r}" for r in range(4)),
+        "rollout-rank0",
+        "rollout-rank1",
+    ]
+    steps = found.steps()
+    assert list(steps) == [1, 2]
+    phases = [
+        s for s in found.processes[0].threads["main"] if s.step in steps and "/" not in s.name
+    ]
+    for step, whole in steps.items():
+        parts = [s for s in phases if s.step == step and s.name != "step"]
+        assert all(whole.start <= s.start and s.end <= whole.end + 1e-3 for s in parts)
+        # a step is its phases, up to what the driver does between them
+        assert busy_seconds(parts, whole.start, whole.end) > 0.9 * (whole.end - whole.start)
+    for one in found.processes:
+        assert all(len(lanes(spans)) == 1 for spans in one.threads.values() if one.name != "driver")
+    for one in found.processes[1:5]:
+        inside = one.threads["main"]
+        for step, whole in steps.items():
+            [updating] = [s for s in phases if s.step == step and s.name == "update_actor"]
+            # both mini-batches of the step, within the driver's phase
+            called = [
+                s for s in inside if s.name == "update_policy" and whole.start < s.start < whole.end
+            ]
+            assert called and all(updating.start < s.start and s.end < updating.end for s in called)
+        assert "write checkpoint" in {s.name for s in one.threads["checkpoint"]}
+    counted = found.processes[0].counters
+    assert {"requests of engine-0", "requests of engine-1", "reward calls"} <= counted.keys()
+    assert all(values[-1][1] == 0 < max(v for _, v in values) for values in counted.values())
+
+
+def test_only_the_asked_rank_and_step_are_profiled(finished: Finished) -> None:
+    written = sorted(
+        path.relative_to(finished.folder) for path in finished.folder.glob("profile/*/*")
+    )
+    assert written == [Path("profile/step_000002/actor-rank3.json.gz")]
+    with gzip.open(finished.folder / written[0]) as text:
+        named = {event.get("name") for event in json.load(text)["traceEvents"]}
+    assert "aten::mm" in named
 
 
 def test_the_summary_has_every_number(finished: Finished) -> None:

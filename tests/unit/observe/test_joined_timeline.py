@@ -56,7 +56,9 @@ def test_lanes_nest_and_lose_nothing(seed: int) -> None:
     assert len(lanes(stack)) <= 1
     loose = [Span(str(i), T + a, T + a + d) for i, (a, d) in enumerate(rng.random((60, 2)) * 20)]
     found = lanes([*stack, *loose])
-    assert sorted(map(repr, sum(found, []))) == sorted(map(repr, [*stack, *loose]))
+    assert sorted(repr(span) for lane in found for span in lane) == sorted(
+        map(repr, [*stack, *loose])
+    )
     for lane in found:
         assert all(disjoint_or_nested(a, b) for a in lane for b in lane)
     grid = np.arange(T, T + 120, 0.01)
