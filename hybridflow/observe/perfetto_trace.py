@@ -44,17 +44,21 @@ def _packets(process: Process, number: int, uuids: Iterator[int]) -> Iterator[An
             track = next(uuids)
             yield _described(track, parent, thread if lane == 0 else f"{thread} ({lane + 1})")
             for at, span in _events(inside):
-                yield _slice(track, at, span)
+                if span is None:
+                    yield _event(track, at, "TYPE_SLICE_END")
+                else:
+                    step = "" if span.step is None else f" {span.step}"
+                    yield _event(track, at, "TYPE_SLICE_BEGIN", name=span.name + step)
     for name, values in process.counters.items():
         track = next(uuids)
         yield _counter(track, parent, name)
         for time, value in values:
-            yield _value(track, time, value)
+            yield _event(track, _ns(time), "TYPE_COUNTER", double_counter_value=value)
     if process.marks:
         track = next(uuids)
         yield _described(track, parent, "events")
         for time, text in process.marks:
-            yield _mark(track, time, text)
+            yield _event(track, _ns(time), "TYPE_INSTANT", name=text)
 
 
 def _events(spans: list[Span]) -> Iterator[tuple[int, Span | None]]:
@@ -94,34 +98,14 @@ def _counter(uuid: int, parent: int, name: str) -> Any:
     return fill
 
 
-def _slice(track: int, at: int, span: Span | None) -> Any:
+def _event(track: int, at: int, kind: str, **fields: Any) -> Any:
     def fill(packet: Any) -> None:
         packet.timestamp = at
         event = packet.track_event
         event.track_uuid = track
-        event.type = event.TYPE_SLICE_END if span is None else event.TYPE_SLICE_BEGIN
-        if span is not None:
-            event.name = span.name if span.step is None else f"{span.name} {span.step}"
-
-    return fill
-
-
-def _value(track: int, at: float, value: float) -> Any:
-    def fill(packet: Any) -> None:
-        packet.timestamp = _ns(at)
-        packet.track_event.track_uuid = track
-        packet.track_event.type = packet.track_event.TYPE_COUNTER
-        packet.track_event.double_counter_value = value
-
-    return fill
-
-
-def _mark(track: int, at: float, text: str) -> Any:
-    def fill(packet: Any) -> None:
-        packet.timestamp = _ns(at)
-        packet.track_event.track_uuid = track
-        packet.track_event.type = packet.track_event.TYPE_INSTANT
-        packet.track_event.name = text
+        event.type = event.Type.Value(kind)
+        for name, value in fields.items():
+            setattr(event, name, value)
 
     return fill
 
