@@ -111,8 +111,9 @@ def current() -> SpanFile | None:
 
 
 @contextmanager
-def span(name: str) -> Iterator[None]:
-    """Record the `with` block as a span, if this process records spans."""
+def span(name: str, least_s: float = 0.0) -> Iterator[None]:
+    """Record the `with` block as a span, if this process records spans and it took at least
+    `least_s` seconds."""
     file = _current
     if file is None:
         yield
@@ -122,7 +123,9 @@ def span(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        file.span(name, start, time.perf_counter() - ticks)
+        seconds = time.perf_counter() - ticks
+        if seconds >= least_s:
+            file.span(name, start, seconds)
 
 
 def count(name: str, value: float) -> None:

@@ -34,6 +34,7 @@ from hybridflow.process.children import (
 )
 from hybridflow.single_controller.pieces import Header, Request
 
+_WORTH_A_SPAN_S = 0.001
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
@@ -139,7 +140,7 @@ class Host:
         """Call a method and return its result; coroutines are awaited. An exception is returned as
         a `Failure`."""
         try:
-            with spans.span("read arguments"):
+            with spans.span("read arguments", least_s=_WORTH_A_SPAN_S):
                 args, kwargs = request.arguments(objects)
             with spans.span(request.method):
                 result = getattr(self._worker, request.method)(*args, **kwargs)
