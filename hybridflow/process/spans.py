@@ -57,11 +57,11 @@ class SpanFile:
         """Record the value of a counter if it has changed."""
         if self._values.get(name, 0) != value:
             self._values[name] = value
-            self.write({"counter": name, "at": round(time.time(), 6), "value": value})
+            self.write({"counter": name, "at": round(unix_time(), 6), "value": value})
 
     def mark(self, name: str) -> None:
         """Record an event without duration."""
-        self.write({"mark": name, "at": round(time.time(), 6)})
+        self.write({"mark": name, "at": round(unix_time(), 6)})
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record. After an error, such as a full disk, nothing more is recorded; the error
@@ -92,7 +92,7 @@ class SpanFile:
     def _open(self) -> None:
         self._file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         facts = {"process": self._process, "pid": os.getpid(), "boot": boot_id()}
-        self._file.write(json.dumps({**facts, "at": round(time.time(), 6)}) + "\n")
+        self._file.write(json.dumps({**facts, "at": round(unix_time(), 6)}) + "\n")
 
 
 _current: SpanFile | None = None
@@ -118,7 +118,7 @@ def span(name: str, least_s: float = 0.0) -> Iterator[None]:
     if file is None:
         yield
         return
-    start = time.time()
+    start = unix_time()
     ticks = time.perf_counter()
     try:
         yield
@@ -132,6 +132,11 @@ def count(name: str, value: float) -> None:
     """Record the value of a counter, if this process records spans."""
     if _current is not None:
         _current.count(name, value)
+
+
+def unix_time() -> float:
+    """Return the Unix time of this machine."""
+    return time.time()
 
 
 def boot_id() -> str:

@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -94,7 +93,7 @@ class Host:
 
     def clock(self) -> float:
         """Return the Unix time of this machine."""
-        return time.time()
+        return spans.unix_time()
 
     def identity(self) -> Identity | None:
         """Return the rank's identity; None before `set_up`."""

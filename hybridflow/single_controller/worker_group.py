@@ -306,11 +306,11 @@ class WorkerGroup:
         for boot, first in others.items():
             measured = []
             for _ in range(_CLOCK_PROBES):
-                before = time.time()
+                before = spans.unix_time()
                 refs = {first: self._ranks[first].actor.clock.remote()}
                 left = max(0.0, deadline - time.monotonic())
                 [there] = await self._future("clock", left, refs=refs, collect=in_rank_order)
-                measured.append(spans.ahead(before, there, time.time()))
+                measured.append(spans.ahead(before, there, spans.unix_time()))
             ahead, within = min(measured, key=lambda one: one[1])
             for r, info in enumerate(infos):
                 if info.boot == boot:

@@ -18,6 +18,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.device.platform import Kind, Platform
+from hybridflow.device.profiler import RankProfiler
 from hybridflow.device.residency import PARTS
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.models.fp8 import BlockQuantisation
@@ -33,7 +34,6 @@ from hybridflow.sync.transports import chosen, part_bytes
 from hybridflow.workers.backend import Backend, open_backend
 from hybridflow.workers.losses import Noted, PolicyLoss, sft_loss
 from hybridflow.workers.memory import needs
-from hybridflow.workers.profiler import RankProfiler
 from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from hybridflow.config.check import check
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import ProfileConfig
+from hybridflow.device.profiler import RankProfiler
 from hybridflow.errors import ConfigError
 from hybridflow.trainer.check_devices import check_devices
-from hybridflow.workers.profiler import RankProfiler
 
 
 def names_in(file: Path) -> set[str]:
