@@ -69,7 +69,7 @@ def submit(config: RunConfig, options: Options) -> NoReturn:
     site = options.read_site()
     job = job_of(config, _program(), options, site)
     number = slurm.submit(job, render(job, site))
-    print(slurm.submitted(job, number))
+    print(slurm.submitted(job, number, site))
     raise SystemExit(0)
 
 

@@ -67,6 +67,11 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_recipe(parser, "name of a recipe")
     add("--bench", metavar="SUITE", help="a suite of `hybridflow bench`, instead of a recipe")
+    add(
+        "--drain",
+        action="store_true",
+        help="with --bench: drain the nodes that stand out (requires an operator of Slurm)",
+    )
     add("--job", choices=("train", "sft", "train-reward"), default="train", help="default: train")
     add(
         "--nodes", type=int, metavar="N", help="default: as many as the recipe and its engines need"
@@ -129,7 +134,7 @@ def run_submit(args: argparse.Namespace) -> int:
 
     job, site = _job(args)
     number = slurm.submit(job, render(job, site))
-    print(slurm.submitted(job, number))
+    print(slurm.submitted(job, number, site))
     return 0
 
 
@@ -180,6 +185,8 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
             "--config-name is missing; pass a recipe (`hybridflow train` lists them), or --bench "
             "SUITE"
         )
+    if args.drain:
+        raise ConfigError("--drain requires --bench SUITE, whose report names the nodes")
     from hybridflow.config.check import check
     from hybridflow.config.hub import located
     from hybridflow.config.load import load_config
@@ -245,6 +252,7 @@ def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
         time=args.time or site.time or "00:20:00",
         dependency=args.dependency,
         options=tuple(args.sbatch),
+        drain=args.drain,
         body="bench.sh",
     )
     return job, site

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     choose = steps.add_parser("judge", help="choose the nodes to use from all preflight records")
     choose.add_argument("--nodes", type=int, required=True)
     choose.add_argument("--max-clock-skew", type=float, default=2.0)
+    choose.add_argument("--bad-nodes", type=Path, help="file that gets the excluded nodes")
     choose.set_defaults(handler=_judge)
 
     ray = steps.add_parser("node", help="run Ray on this node")
@@ -133,11 +134,16 @@ def _judge(args: argparse.Namespace) -> int:
         records.tail(args.dir / f"preflight.{kind}", 100_000) for kind in ("out", "err")
     )
     found = preflight.parse(said)
-    chosen, bad = preflight.choose(
-        args.hosts.split(), found, args.nodes, args.max_clock_skew, errors
-    )
+    hosts = args.hosts.split()
+    _, bad = preflight.usable(hosts, found, args.max_clock_skew, errors)
     for host, why in bad.items():
         print(f"hybridflow: excluding {host}: {why}", flush=True)
+    if args.bad_nodes is not None and bad:
+        from hybridflow.launch import bad_nodes
+
+        if trouble := bad_nodes.remember(args.bad_nodes, bad, os.environ.get("SLURM_JOB_ID", "")):
+            print(f"hybridflow: {trouble}", flush=True)
+    chosen = preflight.choose(hosts, found, args.nodes, args.max_clock_skew, errors)
     use = [{"node": record.node, "address": record.address} for record in chosen]
     records.write(args.dir / records.CHOSEN, {"use": use})
     (args.dir / "nodes.txt").write_text("".join(f"{record.node}\n" for record in chosen))

@@ -13,6 +13,7 @@ from pathlib import Path
 from hybridflow.config.locate import shipped_dir
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
+from hybridflow.launch import bad_nodes
 from hybridflow.launch.site import Site
 from hybridflow.placement.preview import preview
 
@@ -33,6 +34,7 @@ class Job:
             `other_options` of sbatch.
         spares: additional nodes, which replace bad ones.
         grace_s: seconds for a checkpoint before Slurm takes the nodes.
+        drain: a benchmark job drains the nodes that stand out.
         body: the file of launch/slurm/ that follows the settings; a site's `body` replaces only
             job.sh.
     """
@@ -53,6 +55,7 @@ class Job:
     max_restarts: int = 3
     grace_s: int = 180
     options: tuple[str, ...] = ()
+    drain: bool = False
     body: str = "job.sh"
 
 
@@ -122,6 +125,8 @@ def _directives(job: Job, site: Site) -> list[str]:
     asked += [f"--array={job.array}"] if job.array else []
     asked += [f"--dependency={job.dependency}"] if job.dependency else []
     first = _part(job, site, job.nodes - job.other_nodes + job.spares)
+    avoided = ",".join(bad_nodes.excluded(site))
+    first += [f"--exclude={avoided}"] if avoided else []
     lines = [f"#SBATCH {option}" for option in [*asked, *first, *site.sbatch, *job.options]]
     if job.other_nodes:
         other = [*_part(job, site, job.other_nodes), *site.sbatch, *job.other_options]
@@ -161,6 +166,8 @@ def _settings(job: Job, site: Site) -> list[str]:
         + "  # of the seconds before Slurm takes the nodes",
         _assign("START_TIMEOUT", str(limits.join_timeout_s(job.nodes))),
         _assign("PREFLIGHT_TIMEOUT", str(limits.preflight_timeout_s)),
+        *([_assign("BAD_NODES", site.bad_nodes)] if site.bad_nodes else []),
+        *([_assign("DRAIN", "1")] if job.drain else []),
         _assign("MAX_CLOCK_SKEW", f"{limits.max_clock_skew_s:g}"),
         _assign("ARCHIVE", site.environment.archive or ""),
         _assign("LOCAL", site.environment.local or ""),

@@ -29,6 +29,7 @@ import psutil
 
 from hybridflow.errors import ResourceError
 from hybridflow.launch import records
+from hybridflow.launch.gpu_health import gpu_problems
 from hybridflow.observe.environment import query_gpus
 
 MARK = "preflight "  # starts the line with a node's record, among other output of srun
@@ -192,19 +193,11 @@ def print_record(record: Record) -> None:
     print(MARK + json.dumps(asdict(record)), flush=True)
 
 
-def choose(
-    hosts: Sequence[str],
-    found: Mapping[str, Record],
-    nodes: int,
-    max_clock_skew_s: float,
-    errors: str = "",
-) -> tuple[list[Record], dict[str, str]]:
-    """Return the nodes to use, in the allocation's order, and the problem of each excluded node.
-
-    Raises:
-        ResourceError: fewer than `nodes` are usable. Names each bad node, its problem, and the
-            remedy.
-    """
+def usable(
+    hosts: Sequence[str], found: Mapping[str, Record], max_clock_skew_s: float, errors: str = ""
+) -> tuple[list[str], dict[str, str]]:
+    """Return the usable nodes in the allocation's order, and the problem of each excluded one.
+    `errors` is what srun printed."""
     bad = {
         host: (
             f"it did not answer{_said(host, errors)}; see its state with `sinfo -R`, and exclude "
@@ -222,13 +215,29 @@ def choose(
         other = next(host for host in (accuser, *pairs[0][:2]) if host != worst)
         bad[worst] = f"problem with {other}: {why}"
         good.remove(worst)
+    return good, bad
+
+
+def choose(
+    hosts: Sequence[str],
+    found: Mapping[str, Record],
+    nodes: int,
+    max_clock_skew_s: float,
+    errors: str = "",
+) -> list[Record]:
+    """Return the first `nodes` usable nodes, in the allocation's order.
+
+    Raises:
+        ResourceError: fewer are usable. Names each bad node, its problem, and the remedy.
+    """
+    good, bad = usable(hosts, found, max_clock_skew_s, errors)
     if len(good) < nodes:
         described = "\n".join(f"  {host}: {why}" for host, why in bad.items())
         raise ResourceError(
             f"preflight: {len(good)} of {len(hosts)} nodes are usable, {nodes} are "
             f"needed\n{described}"
         )
-    return [found[host] for host in good[:nodes]], bad
+    return [found[host] for host in good[:nodes]]
 
 
 def _complaints(
@@ -306,6 +315,7 @@ def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]
             f"{len(gpus)} of {wanted.gpus} GPUs are visible{f' ({trouble})' if trouble else ''}; "
             "check nvidia-smi and the job's --gpus-per-node"
         )
+    problems += gpu_problems()
     facts = {
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / _GIB, 1),

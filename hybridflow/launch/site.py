@@ -44,6 +44,7 @@ class Limits:
     min_open_files: int = 4096  # ulimit -n
     max_clock_skew_s: float = 2.0
     preflight_timeout_s: int = 120
+    bad_node_hours: float = 24.0  # how long jobs avoid a node of `bad_nodes`
     # for up to eight nodes to join Ray; each further node adds two seconds
     start_timeout_s: int = 300
 
@@ -72,6 +73,9 @@ class Site:
     container: Container = field(default_factory=Container)
     environment: Environment = field(default_factory=Environment)
     limits: Limits = field(default_factory=Limits)
+    # file on a shared filesystem in which jobs record the nodes that their preflight excluded, and
+    # that later jobs read; its permissions decide who may exclude nodes for whom
+    bad_nodes: str | None = None
     body: str | None = None  # an edited copy of launch/slurm/job.sh
 
 

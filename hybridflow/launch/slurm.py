@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridflow.errors import ResourceError
-from hybridflow.launch import records, verdict
+from hybridflow.launch import bad_nodes, records, verdict
 from hybridflow.launch.job import Job
+from hybridflow.launch.site import Site
 
 _TIMEOUT_S = 60.0
 _LOOK_S = 0.5  # interval between two reads of the output of a job that is followed
@@ -38,11 +39,12 @@ def submit(job: Job, script: str) -> str:
     return number
 
 
-def submitted(job: Job, number: str) -> str:
+def submitted(job: Job, number: str, site: Site) -> str:
     """Return the lines that tell a user about a submitted job."""
     spares = f" and {job.spares} spare" if job.spares else ""
+    avoided = "".join(f"{line}\n" for line in bad_nodes.described(bad_nodes.excluded(site)))
     return (
-        f"submitted job {number}: {job.name} on {job.nodes} node(s){spares}\n"
+        f"{avoided}submitted job {number}: {job.name} on {job.nodes} node(s){spares}\n"
         f"output: {job.out / f'{number}.out'}\n"
         f"hybridflow slurm status {number}; hybridflow slurm logs {number} --follow; hybridflow "
         f"slurm cancel {number}"

@@ -14,5 +14,9 @@ srun "${SRUN[@]}" --ntasks-per-node=1 --mem=0 --cpu-bind=none --wait=0 "${CONTAI
   'exec "$1" -P -m hybridflow.cli.main "${@:3}" --out "$2" --node "$SLURMD_NODENAME"' - "$PYTHON" "$DIR" "${TRAIN[@]}" \
   --nodes "${HOSTS[@]}" || echo "hybridflow: the suite exited with status $? on a node; see the report for the results"
 "${HERE[@]}" "$PYTHON" -P -m hybridflow.cli.main bench report "$DIR" --format html --out "$DIR/report.html"
-"${HERE[@]}" "$PYTHON" -P -m hybridflow.cli.main bench report "$DIR" --strict || status=$?
+said=$("${HERE[@]}" "$PYTHON" -P -m hybridflow.cli.main bench report "$DIR" --strict) || status=$?
+echo "$said"
+[[ -z ${DRAIN:-} ]] || while read -r _ node _ _ why; do
+  scontrol update "NodeName=$node" State=DRAIN "Reason=hybridflow: ${why:0:200}" && echo "drained $node" || status=1
+done < <(grep -E '^node [^ ]+ stands out: ' <<< "$said" | sort -u -k 2,2)
 exit "$status"

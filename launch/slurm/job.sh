@@ -127,7 +127,7 @@ while ((${#TRY[@]} > 0)); do
 done
 ((asked)) && { why='stopped on request before the driver had started'; finish; }
 run "${HERE[@]}" "$PYTHON" -P -m hybridflow.launch judge --dir "$DIR" --hosts "${HOSTS[*]}" --nodes "$NODES" \
-  --max-clock-skew "$MAX_CLOCK_SKEW" || { why='preflight found too few usable nodes'; finish; }
+  --max-clock-skew "$MAX_CLOCK_SKEW" ${BAD_NODES:+--bad-nodes "${BAD_NODES:-}"} || { why='preflight found too few usable nodes'; finish; }
 mapfile -t USE < "$DIR/nodes.txt"
 
 each "${USE[@]}"

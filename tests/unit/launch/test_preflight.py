@@ -15,7 +15,15 @@ import pytest
 
 from hybridflow.errors import ResourceError
 from hybridflow.launch import preflight
-from hybridflow.launch.preflight import Record, Wanted, check_node, choose, node_address, parse
+from hybridflow.launch.preflight import (
+    Record,
+    Wanted,
+    check_node,
+    choose,
+    node_address,
+    parse,
+    usable,
+)
 
 LITTLE = Wanted(min_free_gib=0.0, min_shm_gib=0.0, min_open_files=1)
 
@@ -52,7 +60,8 @@ def test_good_nodes_reach_each_other_and_are_chosen_in_order(tmp_path: Path) -> 
     found = check_all(dict.fromkeys(hosts, tmp_path), hosts)
     assert all(record.problems == [] and record.complaints == {} for record in found.values())
     assert all(abs(offset) < 1 for record in found.values() for offset in record.clocks.values())
-    chosen, bad = choose(hosts, found, 2, 2.0)
+    chosen = choose(hosts, found, 2, 2.0)
+    _, bad = usable(hosts, found, 2.0)
     assert [record.node for record in chosen] == ["n1", "n2"] and bad == {}
 
 
@@ -94,7 +103,8 @@ def test_a_clock_that_is_off_and_a_node_that_never_came_up_are_replaced_by_spare
     )
     for record in found.values():
         record.complaints.pop("n3")
-    chosen, bad = choose(hosts, found, 2, 2.0, errors)
+    chosen = choose(hosts, found, 2, 2.0, errors)
+    _, bad = usable(hosts, found, 2.0, errors)
     assert [record.node for record in chosen] == ["n2", "n4"]
     assert (
         "Communication connection failure" in bad["n3"]
