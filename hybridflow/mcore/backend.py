@@ -22,12 +22,12 @@ class MegatronPolicy(Policy):
     collective."""
 
     def mesh_position(self) -> tuple[int, int, bool]:
-        """Return (data-parallel rank, data-parallel size, whether this rank returns its group's
+        """Return (data-parallel rank, data-parallel size, True if this rank reports its group's
         results)."""
         return parallel.data_parallel_position()
 
     def describe(self) -> dict[str, str]:
-        """Return the backend and its versions for the run's record."""
+        """Return the backend's name and version for the run record."""
         found = {"backend": bootstrap.backend_name(), "megatron_core": bootstrap.MEGATRON_VERSION}
         if self.adapters:
             facts = self.adapters.facts()
@@ -37,11 +37,12 @@ class MegatronPolicy(Policy):
         return found
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """Return a function for each part that lists this rank's tensors."""
+        """Return, for each memory part, a function that lists this rank's tensors."""
         return model_parts(self)
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
-        """Gather the coordinates of all ranks. Returns a function that builds the layout."""
+        """Gather the coordinates of all ranks. Returns a function that builds the layout from a
+        catalog."""
         ranks = parallel.all_coordinates()
         dtype = str(self.dtype).removeprefix("torch.")
         return lambda catalog: megatron_layout(self.family, ranks, dtype, catalog)
@@ -62,7 +63,7 @@ class MegatronPolicy(Policy):
         *,
         source: Path | None = None,
     ) -> list[str]:
-        """Write a Hugging Face folder."""
+        """Export the model to a folder in Hugging Face format."""
         return hf_export.export(self, folder, hf_config, tokenizer, source=source)
 
     def load_from(self, source: WeightSource) -> None:

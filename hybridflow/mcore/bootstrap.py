@@ -1,6 +1,6 @@
 """Make Megatron importable on the available device. Must be imported before any `megatron` module.
 
-On CUDA nothing is changed. Without CUDA, `cpu_compat` replaces the CUDA state functions that
+It changes nothing on CUDA. Without CUDA, `cpu_compat` replaces the CUDA state functions that
 Megatron-Core calls unconditionally.
 """
 
@@ -44,7 +44,7 @@ HAVE_DEEP_EP: bool = fused_a2a.HAVE_DEEP_EP
 
 
 def backend_name() -> str:
-    """Return the implementation of the layers, for the run's record."""
+    """Return the name of the layer implementation for the run record."""
     if HAVE_TRANSFORMER_ENGINE:
         return "transformer-engine"
     return f"torch ({Platform.detect().kind})"

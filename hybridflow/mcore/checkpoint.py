@@ -25,7 +25,8 @@ _BACKEND = "megatron"
 
 
 class Saver(_Saver):
-    """Saves one policy or value model. Its constructor and methods are collectives."""
+    """Saves checkpoints of one policy or value model. Its constructor and methods are
+    collectives."""
 
     def __init__(self, policy: Policy, timeout_s: float = 1800.0) -> None:
         """`timeout_s` is how long a save waits for the slowest rank, and how long the next save
@@ -43,7 +44,8 @@ def save(policy: Policy, folder: Path, *, phase: str = "", step: int = 0) -> Non
 
 
 def load(policy: Policy, folder: Path) -> None:
-    """Restore a checkpoint in place, whatever parallel layout it was saved with. Collective.
+    """Restore a checkpoint in place, regardless of the parallel layout it was saved with.
+    Collective.
 
     The random state is restored only if the number of ranks is the same. The optimizer's settings
     are taken from the configuration, not from the checkpoint; the schedule resumes at the saved

@@ -1,7 +1,7 @@
-"""Zigzag layout: the rows of a packed micro-batch on each context-parallel rank.
+"""Zigzag layout of a packed micro-batch across context-parallel ranks.
 
-Every segment is cut into 2 c chunks of equal length (c ranks). Rank r has chunks r and 2 c - 1 - r,
-so that all ranks have the same amount of work under a causal mask. Megatron's rotary embedding
+With c ranks, every segment is split into 2c chunks of equal length. Rank r gets chunks r and
+2c-1-r, so all ranks do the same amount of work under a causal mask. Megatron's rotary embedding
 (rope_utils.py:130) and Transformer Engine require this layout.
 """
 
@@ -19,7 +19,8 @@ from hybridflow.algorithms.vocab_parallel import SumOverGroup
 
 @dataclass(frozen=True)
 class ZigZag:
-    """For each packed row [t], the rank that holds it (`owner`) and its row there (`local`)."""
+    """For each packed row [t], the rank that owns it (`owner`) and its row index on that rank
+    (`local`)."""
 
     owner: np.ndarray
     local: np.ndarray
@@ -43,7 +44,7 @@ class ZigZag:
         return cls(owner, starts // size + step - number * chunk + np.where(second, chunk, 0))
 
     def rows_of(self, rank: int) -> np.ndarray:
-        """Return the packed rows on `rank`, in its local order [t / size]."""
+        """Return the indices [t / size] of the packed rows on `rank`, in local order."""
         rows = np.flatnonzero(self.owner == rank)
         ordered = np.empty_like(rows)
         ordered[self.local[rows]] = rows
@@ -51,11 +52,12 @@ class ZigZag:
 
 
 def gather_tokens(values: torch.Tensor, places: torch.Tensor | None, total: int) -> torch.Tensor:
-    """Gather every response token's value [..., total] on all context-parallel ranks from each
-    rank's values [..., n].
+    """Gather the values [..., n] of each context-parallel rank's response tokens into [..., total]
+    on all ranks.
 
-    `places` [n] are the indices of this rank's tokens; None: all of them (no context parallelism).
-    All ranks then compute the same loss, so the backward pass keeps only each rank's own share.
+    `places` [n] contains the indices of this rank's tokens; None means all of them (no context
+    parallelism). All ranks then compute the same loss, so the backward pass keeps only each rank's
+    own share.
     """
     if places is None:
         return values

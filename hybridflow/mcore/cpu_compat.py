@@ -1,6 +1,6 @@
-"""Replacements of CUDA functions that let Megatron-Core 0.16.1 run on CPU.
+"""Replacements for CUDA functions that let Megatron-Core 0.16.1 run on CPU.
 
-`bootstrap` installs them there before megatron is imported; they are never installed with CUDA.
+On CPU, `bootstrap` installs them before megatron is imported; with CUDA they are never installed.
 
 Megatron queries torch.cuda for its device, streams and random state without checking that CUDA
 exists, creates tensors with `device="cuda"`, and compares type strings. Each replacement below
@@ -70,7 +70,7 @@ class _Stream:
 
 
 class _Event:
-    """CUDA event that uses the wall clock."""
+    """Stand-in for a CUDA event that reads the wall clock."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.time_s = 0.0
@@ -90,9 +90,10 @@ class _Event:
 
 
 class _Generators:
-    """`torch.cuda.default_generators`, where tensor_parallel/random.py keeps its states.
+    """Stand-in for `torch.cuda.default_generators`, where tensor_parallel/random.py stores its RNG
+    states.
 
-    Every index is the CPU generator.
+    Every index returns the CPU generator.
     """
 
     class _Default:
@@ -160,7 +161,8 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _replace_factories() -> None:
-    """Map `device="cuda"` to the CPU and drop pinned memory, since it needs a driver."""
+    """Map `device="cuda"` to the CPU and ignore requests for pinned memory, which needs a
+    driver."""
 
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
@@ -183,7 +185,7 @@ def _replace_factories() -> None:
 def _replace_moves() -> None:
     """Make `.cuda()` and `.to("cuda")` no-ops.
 
-    Tied embeddings with pipeline stages and some optimizer saves call them.
+    Megatron calls them for tied embeddings across pipeline stages and in some optimizer saves.
     """
     tensor: Any = torch.Tensor
     original_to = tensor.to
@@ -201,8 +203,8 @@ def _replace_moves() -> None:
 
 
 def _replace_type_names() -> None:
-    """Return the CUDA name of a tensor's type to callers inside megatron, the true name to all
-    others.
+    """Report tensor types by their CUDA names to callers inside megatron, and by their real names
+    to all others.
 
     Megatron's optimizers compare `param.type()` with 'torch.cuda.FloatTensor' (clip_grads.py:167,
     distrib_optimizer.py:361, 420, 582, optimizer.py:671, 690).

@@ -1,4 +1,4 @@
-"""Correct the expert load, from which expert biases are updated.
+"""Corrects the expert load counts from which expert biases are updated.
 
 Megatron's router also counts the padding of packed micro-batches. Megatron-Core 0.16.1 has a
 padding mask for this purpose, but it is not passed to later pipeline stages (gpt_model.py:308) and
@@ -22,11 +22,11 @@ from hybridflow.mcore.parallel import tensor_share
 
 
 class ExpertLoad:
-    """Corrects the counts of this rank's routers that have an expert bias. Other routers keep no
+    """Corrects the counts of this rank's routers with an expert bias. Other routers keep no
     counts."""
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
-        """`stages` are the rank's model chunks before wrapping."""
+        """`stages` are this rank's model chunks, not yet wrapped for training."""
         found = []
         for _, router in routers_of(stages):
             if router.enable_expert_bias:

@@ -1,7 +1,7 @@
-"""The experts of gpt-oss in Megatron's mixture layer, with and without Transformer Engine.
+"""gpt-oss experts for Megatron's MoE layer, with or without Transformer Engine.
 
-They take the place of `TEGroupedMLP`, which has no such biases under expert tensor parallelism and
-no alternating columns of gate and up.
+They replace `TEGroupedMLP`, which supports neither these biases under expert tensor parallelism nor
+interleaved gate and up columns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPLIT: dict[str, int | None] = {
 
 
 class FusedExpertsMlp(MegatronModule):
-    """This rank's experts. Their parameters have the layout of the checkpoint."""
+    """The experts on this rank. Their parameters have the same layout as in the checkpoint."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class FusedExpertsMlp(MegatronModule):
         pg_collection: Any = None,
         **_: Any,
     ) -> None:
-        """`alpha` and `limit` are those of `models.fused_experts.FusedExperts`."""
+        """`alpha` and `limit` are taken from `models.fused_experts.FusedExperts`."""
         super().__init__(config=config)
         self.alpha = alpha
         self.limit = limit
@@ -55,7 +55,7 @@ class FusedExpertsMlp(MegatronModule):
         }
         for name, shape in shapes.items():
             parameter = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype))
-            # of a replicated bias, the gradient norm counts the first rank's
+            # the gradient norm counts a replicated bias only on the first rank
             is_counted = _SPLIT[name] is not None or get_pg_rank(pg_collection.expt_tp) == 0
             set_tensor_model_parallel_attributes(parameter, is_counted, _SPLIT[name] or 0, 1)
             setattr(self, name, parameter)
@@ -63,12 +63,13 @@ class FusedExpertsMlp(MegatronModule):
     def forward(
         self, x: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Apply expert i to the i-th run of rows of x [rows, hidden], weighted by probs [rows].
+        """Apply expert i to the i-th run of rows in x [rows, hidden] and weight the results by
+        probs [rows].
 
         Returns ([rows, hidden], None for the bias).
         """
         counts = getattr(tokens_per_expert, "counts", tokens_per_expert).tolist()
-        # added once by each of the ranks that share an expert, with the whole gradient
+        # every rank that shares an expert adds its part of the bias, but gets the full gradient
         bias = self.down_proj_bias
         bias = bias if self.cuts == 1 else bias - bias.detach() * (1 - 1 / self.cuts)
         outs = []
@@ -81,7 +82,8 @@ class FusedExpertsMlp(MegatronModule):
         return torch.cat(outs), None
 
     def _gated(self, wide: torch.Tensor) -> torch.Tensor:
-        """Map alternating columns of gate and up [rows, 2 f] to [rows, f]."""
+        """Apply the gated activation to interleaved gate and up columns: [rows, 2 f] -> [rows,
+        f]."""
         gate = wide[:, ::2].clamp(max=self.limit)
         up = wide[:, 1::2].clamp(-self.limit, self.limit)
         return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
@@ -92,8 +94,8 @@ class FusedExpertsMlp(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the checkpoint layout: experts over expert parallelism, and the split dimension of
-        each over expert tensor parallelism."""
+        """Return the checkpoint layout: experts are sharded across expert-parallel ranks, and each
+        parameter's split dimension across expert-tensor-parallel ranks."""
         lead = len(sharded_offsets)
         experts = (lead, get_pg_rank(self.groups.ep), get_pg_size(self.groups.ep))
         cut = get_pg_rank(self.groups.expt_tp)

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 
 def install() -> None:
-    """Wrap these collectives. Only called if the backend is gloo."""
+    """Wrap the affected collectives. Called only if the backend is gloo."""
     guarded = {"all_gather": _all_gather(dist.all_gather), "scatter": _scatter(dist.scatter)}
     guarded |= {name: _contiguous_only(getattr(dist, name)) for name in ("all_reduce", "broadcast")}
     for name, collective in guarded.items():

@@ -1,4 +1,4 @@
-"""Export of the policy as a Hugging Face folder."""
+"""Export of the policy to a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Layers that Megatron's own specification cannot express, built from a family's blocks.
 
-They have norms after attention and MLP, none before, or norms over all query or key heads.
+They apply norms after attention and MLP, omit the norms before them, or normalise queries and keys
+across all heads.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hybridflow.models.layout import Coordinates
 
 
 def block_spec(family: Family, config: TransformerConfig, at: Coordinates) -> Any:
-    """Return Megatron's specification of the (virtual) stage at `at`, adapted to the blocks of its
+    """Return Megatron's layer spec for the (virtual) stage at `at`, adapted to the blocks of its
     layers."""
     stage = at.vpp_rank if at.vpp_size > 1 else None
     spec = layer_specs.get_gpt_decoder_block_spec(
@@ -50,7 +51,7 @@ def block_spec(family: Family, config: TransformerConfig, at: Coordinates) -> An
 
 
 def _adapted(spec: ModuleSpec, attention: Block, mlp: Block) -> ModuleSpec:
-    """Return the specification of a layer of these blocks; `spec` itself if it already is."""
+    """Return `spec` adapted to a layer with these blocks, or `spec` itself if it already fits."""
     # Megatron's specification is shared by all layers
     layer = copy.deepcopy(spec)
     parts = layer.submodules
@@ -84,14 +85,14 @@ def _adapted(spec: ModuleSpec, attention: Block, mlp: Block) -> ModuleSpec:
 
 
 class LayerWithNormsAfter(TransformerLayer):
-    """Megatron's layer with a norm on the output of attention, of the MLP, or of both, before the
-    residual is added.
+    """A Megatron layer that normalises the output of attention, the MLP, or both before adding the
+    residual.
 
     The norms are named `post_self_attn_layernorm` and `post_mlp_layernorm`.
     """
 
     def __init__(self, *args: Any, after: tuple[bool, bool], **kwargs: Any) -> None:
-        """`after`: whether there is a norm after attention, and after the MLP."""
+        """`after`: (norm after attention, norm after the MLP)."""
         super().__init__(*args, **kwargs)
         names = (("post_self_attn_layernorm", "self_attn_bda"), ("post_mlp_layernorm", "mlp_bda"))
         for (name, add), is_there in zip(names, after, strict=True):
@@ -106,7 +107,8 @@ class LayerWithNormsAfter(TransformerLayer):
 
 
 def _normed(norm: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's `get_bias_dropout_add`: normalise the block's output before it is added."""
+    """Wrap Megatron's `get_bias_dropout_add` so that the block's output is normalised before it is
+    added."""
 
     def get_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         add = original(training, fused)
@@ -126,23 +128,23 @@ def _normed(norm: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]
 
 
 class WideNorm(nn.Module):
-    """RMS norm over all heads of a token, which are divided over the tensor-parallel ranks.
+    """RMS norm across all heads of a token, which are sharded across the tensor-parallel ranks.
 
-    Every rank holds the whole weight and uses the part of its heads. Megatron sums the gradients of
-    `q_layernorm` and `k_layernorm` over these ranks (finalize_model_grads.py).
+    Every rank stores the full weight and applies the slice for its own heads. Megatron sums the
+    gradients of `q_layernorm` and `k_layernorm` across these ranks (finalize_model_grads.py).
     """
 
     heads = ""  # the field of Megatron's config with the number of heads
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, **_: Any) -> None:
-        """`hidden_size` is that of a head."""
+        """`hidden_size` is the size of a single head."""
         super().__init__()
         self.eps = eps
         self.width = hidden_size * int(getattr(config, self.heads))
         self.weight = nn.Parameter(torch.ones(self.width, dtype=config.params_dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [s, b, this rank's heads, head size]."""
+        """Normalise x [s, b, this rank's heads, head size]."""
         size = parallel_state.get_tensor_model_parallel_world_size()
         flat = x.flatten(-2).float()
         # with fewer key heads than ranks, several ranks have the same head
@@ -160,29 +162,30 @@ class WideNorm(nn.Module):
 
 
 class WideQueryNorm(WideNorm):
-    """The norm over all query heads."""
+    """RMS norm across all query heads."""
 
     heads = "num_attention_heads"
 
 
 class WideKeyNorm(WideNorm):
-    """The norm over all key heads."""
+    """RMS norm across all key heads."""
 
     heads = "num_query_groups"
 
 
 def check_windows(family: Family, parallel: ParallelConfig) -> None:
-    """Raise ModelError where Transformer Engine has no attention with windows."""
+    """Raise ModelError if Transformer Engine does not support the family's sliding windows in this
+    layout."""
     if parallel.context > 1 and "window_size" in family.megatron_config():
-        # its context parallelism over packed samples ("p2p") has no windows
+        # its context parallelism over packed samples ("p2p") does not support windows
         raise ModelError(
-            f"actor.parallel.context={parallel.context}: Transformer Engine has no sliding windows "
-            "over packed samples under context parallelism; set it to 1"
+            f"actor.parallel.context={parallel.context}: Transformer Engine does not support "
+            "sliding windows over packed samples with context parallelism; set it to 1"
         )
 
 
 def scale_embeddings(model: Any, scale: float) -> None:
-    """Multiply a first stage's embeddings by a factor, rounded to their dtype as in
+    """Multiply the first stage's embeddings by a factor that is rounded to their dtype, as in
     transformers."""
 
     def scaled(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:

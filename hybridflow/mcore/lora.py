@@ -1,16 +1,16 @@
 """Low-rank adapters on Megatron's linears: the base is frozen and two small factors are trained.
 
 The linears keep their classes, names and weights; a forward hook adds the adapter's output. Family
-maps, checkpoints and the weight sync plan are therefore unchanged. The sharding of the factors is
-data (`models.lora`) and determines the communication between ranks:
+maps, checkpoints and the weight sync plan are therefore unchanged. `models.lora` describes the
+sharding of the factors, which determines the communication between ranks:
 
     weight split by   A [r, in]     B [out, r]   between A and B in the forward pass
     rows              whole         own rows     copy; under sequence parallelism gather
     columns           own columns   whole        sum; under sequence parallelism scatter
     nothing           whole         whole        nothing
 
-A factor that is replicated but applied only to a rank's share of the sequence has its gradient
-summed over ranks, like a norm. Only [tokens, r] is communicated, never [tokens, hidden].
+If a replicated factor is applied only to a rank's share of the sequence, its gradient is summed
+across ranks, as for a norm. Only [tokens, r] is communicated, never [tokens, hidden].
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Adapter(torch.nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the addend to the linear's output. x is the linear's input as received, [s, b,
-        in]."""
+        """Return the adapter's contribution to the linear's output. x [s, b, in] is the input
+        passed to the linear."""
         if self._norm is not None:
             linear, epsilon = self._norm
             weight = linear.layer_norm_weight
@@ -84,7 +84,7 @@ class Adapter(torch.nn.Module):
         return F.linear(self._between(F.linear(x, self.A)) * self.scale, self.B)
 
     def _between(self, low: torch.Tensor) -> torch.Tensor:
-        """Communicate [s, b, r] between A's output and B's input."""
+        """Run the communication between A's output and B's input, [s, b, r]."""
         group = parallel_state.get_tensor_model_parallel_group()
         if self.cut == "rows":
             if self.sequence_parallel:
@@ -103,7 +103,7 @@ class Adapters:
     """All adapters of this rank. Attaching them freezes all other parameters.
 
     Raises:
-        ModelError: a stage of this rank has no adapter, so nothing to train.
+        ModelError: a stage on this rank has no adapter, and therefore nothing to train.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Adapters:
         return self.map.facts()
 
     def parameters(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
-        """Return the factors with their descriptions, by Megatron name."""
+        """Return the factors and their descriptions, keyed by Megatron name."""
         factors: dict[str, tuple[torch.Tensor, LocalTensor]] = {}
         for linear, one in self._linears:
             factors[one.a.name] = (linear.lora.A, one.a)
@@ -150,10 +150,10 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self) -> dict[str, torch.Tensor]:
-        """Return W + scale * B A of every adapted weight, by the weight's name.
+        """Return W + scale * B A for every adapted weight, keyed by weight name.
 
-        The buffers are reused and valid until the next call or `release`. A rank's region of W
-        needs only its own regions of B and A.
+        The returned buffers are reused: they are valid until the next call or `release`. A rank's
+        region of W needs only its own regions of B and A.
         """
         for linear, one in self._linears:
             weight = linear.weight.detach()
@@ -172,13 +172,14 @@ class Adapters:
 
     @property
     def merged_bytes(self) -> int:
-        """Bytes of the merged copies on this rank, allocated from `merged` to `release`."""
+        """Size in bytes of the merged copies on this rank, which are allocated by `merged` and
+        freed by `release`."""
         return sum(linear.weight.nbytes for linear, _ in self._linears)
 
     def release(self) -> None:
         """Free the memory of the merged copies.
 
-        Senders keep views of the tensors; these stay empty until the next `merged`.
+        Senders keep views of the tensors, which stay empty until the next call of `merged`.
         """
         for tensor in self._merged.values():
             tensor.untyped_storage().resize_(0)

@@ -18,7 +18,7 @@ _TRANSFORMER_ENGINE = {"0.19": ("2.9", "2.21"), "0": ("2.9", "2.12")}
 
 
 def transformer_engine_range(megatron: str) -> tuple[str, str]:
-    """Return the range of Transformer Engine versions supported by this Megatron-Core version.
+    """Return the range of Transformer Engine versions that this Megatron-Core version supports.
 
     The first version is inclusive, the second exclusive.
     """
@@ -28,7 +28,7 @@ def transformer_engine_range(megatron: str) -> tuple[str, str]:
 
 
 def install() -> None:
-    """Build the layers of latent attention as in 0.16. Idempotent."""
+    """Make Megatron build latent-attention layers as version 0.16 does. Idempotent."""
     if hasattr(MLASelfAttention, "_resolve_qk_norm_config"):
         MLASelfAttention._resolve_qk_norm_config = _norms_and_projections
 

@@ -2,7 +2,7 @@
 
 Megatron does not pass it to routers, and computes some micro-batches twice.
 
-A forward hook of the model stores an attribute of the micro-batch's `PackedSeqParams`. A router
+A forward hook on the model stores an attribute of the micro-batch's `PackedSeqParams`. A router
 called outside of any forward pass is recomputing activations for the backward pass. Under 1F1B,
 forward passes of later micro-batches alternate with recomputations of earlier ones, but backward
 passes run in forward order. A recomputation therefore belongs to the oldest micro-batch that this
@@ -22,7 +22,7 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 
 
 def routers_of(stages: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
-    """Return the routers of this rank's model chunks, with their names in the chunk."""
+    """Return (name within the chunk, router) for every router in this rank's model chunks."""
     routers = []
     for stage in stages:
         for name, module in stage.named_modules():
@@ -38,7 +38,7 @@ class MicroBatchTracker:
         """Register hooks on the model chunks.
 
         Args:
-            stages: the rank's model chunks before wrapping.
+            stages: this rank's model chunks, not yet wrapped for training.
             name: the attribute of `PackedSeqParams` to track; a micro-batch without it yields None.
         """
         self.current: Any = None

@@ -47,7 +47,7 @@ OTHER_ACTIVATIONS = {"activation_func", "activation_func_clamp_value", "glu_line
 
 
 def recompute_settings(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
-    """Translate `actor.recompute` and `actor.recompute_modules` to Megatron's settings."""
+    """Translate `actor.recompute` and `actor.recompute_modules` into Megatron settings."""
     if recompute == "full":
         return {
             "recompute_granularity": "full",
@@ -78,7 +78,7 @@ def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
 def stage_contents(family: Family, parallel: ParallelConfig) -> list[list[str]] | None:
     """Translate `actor.parallel.layers_per_stage` to Megatron's `pipeline_model_parallel_layout`.
 
-    Returns the contents of each (virtual) stage in model order; None if it is not set.
+    Returns the contents of each (virtual) stage in model order, or None if the key is unset.
     """
     if not parallel.layers_per_stage or parallel.pipeline == 1:
         return None
@@ -96,8 +96,8 @@ def transformer_config(
     recompute_modules: Sequence[str] = CORE_ATTENTION,
     further: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Build Megatron's config from family, parallel layout and device (`device_settings`), and
-    `further` fields (`actor.megatron`).
+    """Build Megatron's config from the family, the parallel layout, the device (`device_settings`)
+    and the additional fields `further` (`actor.megatron`).
 
     Raises:
         ModelError: Megatron rejects one of `further`.
@@ -160,7 +160,8 @@ def transformer_config(
 def _made(
     kind: type[TransformerConfig], settings: Mapping[str, Any], further: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Create Megatron's config. Values in `further` are as in YAML: enum members by name."""
+    """Create Megatron's config. Values in `further` come from YAML, where enum members are given by
+    name."""
     if not further:
         return kind(**settings)
     given = dict(further)
@@ -176,7 +177,7 @@ def _made(
 
 
 def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> dict[str, Any]:
-    """Return the settings of Megatron's config that depend on the device and on Transformer Engine.
+    """Return the Megatron config settings that depend on the device and on Transformer Engine.
 
     docs/platforms.md lists them.
     """
@@ -238,23 +239,23 @@ def build_model(
 
 
 def _check_transformer_engine(dtype: str) -> None:
-    """Raise ModelError if the installed version is not supported by Megatron, or cannot compute in
-    this dtype."""
+    """Raise ModelError if Megatron does not support the installed Transformer Engine version, or if
+    that version does not support this dtype."""
     version = get_te_version()
     least, beyond = megatron_versions.transformer_engine_range(bootstrap.MEGATRON_VERSION)
     if not Version(least) <= version < Version(beyond):
         raise ModelError(
             f"node {socket.gethostname()} has Transformer Engine {version}; Megatron-Core "
-            f"{bootstrap.MEGATRON_VERSION} takes {least} to below {beyond}: build the version of "
-            "requirements/transformer-engine.txt by 'make setup LANE=gpu' there, or take "
-            "Transformer Engine out of this environment"
+            f"{bootstrap.MEGATRON_VERSION} supports >={least},<{beyond}: build the version in "
+            "requirements/transformer-engine.txt with 'make setup LANE=gpu' there, or uninstall "
+            "Transformer Engine from this environment"
         )
     if dtype == "float32":
         # transformer_engine/pytorch/attention/dot_product_attention/utils.py:428 (2.9): no backend
         # supports packed fp32
         raise ModelError(
-            "model.dtype=float32: Transformer Engine has no attention for packed samples in fp32; "
-            "set model.dtype=bfloat16, or take Transformer Engine out of this environment"
+            "model.dtype=float32: Transformer Engine does not support fp32 attention over packed "
+            "samples; set model.dtype=bfloat16, or uninstall Transformer Engine in this environment"
         )
 
 
@@ -294,7 +295,7 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
 
 
 def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:
-    """Set the eps of the latents' norms. They are part of the up projections."""
+    """Set the eps of the latent norms, which are fused into the up projections."""
     for name, module in model.named_modules():
         if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")):
             module.eps = eps
@@ -303,9 +304,10 @@ def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:
 def _hidden_states(
     layer: Any, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
 ) -> tuple[torch.Tensor, None]:
-    """Return the input of a ColumnParallelLinear's matrix product: hidden [s, b, h] of all tokens.
+    """Return the input to a ColumnParallelLinear's matrix product: the hidden states [s, b, h] of
+    all tokens.
 
-    The backward pass sums the gradient over the tensor-parallel ranks.
+    The backward pass sums the gradient across the tensor-parallel ranks.
     """
     if layer.sequence_parallel:
         return gather_from_sequence_parallel_region(
@@ -349,11 +351,12 @@ def wrap_for_training(
 
 
 def mark_experts(models: Sequence[torch.nn.Module]) -> None:
-    """Mark experts, so that their gradients are reduced over the experts' data-parallel group.
+    """Mark expert parameters so that their gradients are reduced over the experts' data-parallel
+    group.
 
-    tensor_parallel/layers.py:829, 1149 mark them only if EP > 1. With ETP != TP and EP = 1 they
-    would be reduced over the dense group and be silently wrong. The mark also makes the optimizer's
-    parts, and therefore its checkpoints, the same for every EP.
+    tensor_parallel/layers.py:829, 1149 mark them only if EP > 1. With ETP != TP and EP = 1, their
+    gradients would be reduced over the dense group and would be silently wrong. The mark also makes
+    the optimizer's parameter groups, and therefore its checkpoints, independent of EP.
     """
     for model in models:
         for name, parameter in model.named_parameters():
@@ -362,17 +365,18 @@ def mark_experts(models: Sequence[torch.nn.Module]) -> None:
 
 
 def by_chunk(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield (prefix of its tensors' names, model) for each model chunk.
+    """Yield (tensor name prefix, model) for each model chunk.
 
-    Prefixes are `chunk0.`, `chunk1.`, ... with virtual stages (as in `rank_tensors`), else empty.
+    Prefixes are `chunk0.`, `chunk1.`, ... with virtual stages (as in `rank_tensors`), and empty
+    otherwise.
     """
     for chunk, model in enumerate(models):
         yield f"chunk{chunk}." if len(models) > 1 else "", model
 
 
 def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the parameters by Megatron name, and the expert biases (buffers that training may
-    update)."""
+    """Return the parameters and the expert biases (buffers that training may update), keyed by
+    Megatron name."""
     held: dict[str, torch.Tensor] = {}
     for prefix, model in by_chunk(models):
         biases = []
@@ -386,7 +390,7 @@ def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 def local_parameters(
     models: Sequence[torch.nn.Module], family: Family
 ) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
-    """Return every parameter of this rank with the family's description.
+    """Return every parameter on this rank together with its description in the family's map.
 
     Includes every buffer stored in checkpoints (expert biases). Adapters are described separately
     (`mcore.lora`).

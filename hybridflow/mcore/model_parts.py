@@ -1,4 +1,5 @@
-"""A policy's tensors by part (weights, gradients, optimizer state, reference), for `Residency`."""
+"""A policy's tensors grouped by part (weights, gradients, optimizer state, reference), for
+`Residency`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from hybridflow.mcore.policy import Policy
 
 
 def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-    """Return a function for each part that lists its current tensors.
+    """Return, for each part, a function that lists its current tensors.
 
     The list changes when the optimizer is replaced or a reference is added.
     """
@@ -33,7 +34,8 @@ def _held(policy: Policy) -> list[torch.Tensor]:
 
 
 def _flat(policy: Policy, name: str) -> list[torch.Tensor]:
-    """Return Megatron's flat buffers. Without the distributed optimizer they hold no parameters."""
+    """Return Megatron's flat buffers. Without the distributed optimizer they contain no
+    parameters."""
     chunks = policy.chunks if policy.trains else ()
     flat: list[torch.Tensor] = []
     for chunk in chunks:
@@ -45,8 +47,8 @@ def _flat(policy: Policy, name: str) -> list[torch.Tensor]:
 
 
 def _main_parameters(policy: Policy) -> list[torch.Tensor]:
-    """Return the parameters that the inner optimizers update: fp32 copies or, in fp32, views that
-    count as weights."""
+    """Return the parameters that the inner optimizers update: fp32 copies or, when training in
+    fp32, views of the weights."""
     inner = inner_optimizers(policy.optimizer.inner) if policy.optimizer else []
     parameters: list[torch.Tensor] = []
     for one in inner:

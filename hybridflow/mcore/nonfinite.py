@@ -1,7 +1,5 @@
-"""`algorithms.nonfinite` for Megatron's stages.
-
-Checks the gradient entering and leaving each stage, and the flat buffers.
-"""
+"""Checks for non-finite values (`algorithms.nonfinite`) in Megatron stages: in the gradients
+entering and leaving each stage, and in the flat buffers."""
 
 from __future__ import annotations
 

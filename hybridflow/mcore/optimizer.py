@@ -1,5 +1,5 @@
-"""Megatron's optimizer, with fixes for torch's AdamW, the fallback without Transformer Engine and
-Apex."""
+"""Megatron's optimizer, with fixes for torch's AdamW, the fallback if neither Transformer Engine
+nor Apex is installed."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Optimizer:
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """Return the inner optimizers: dense and expert parameters have separate ones.
 
-    Stubs, used on ranks without parameters of a kind, are skipped.
+    Megatron's stubs for ranks without dense or without expert parameters are skipped.
     """
     optimizers: list[Any] = []
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -134,8 +134,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 def prime_adam_state(optimizer: Any) -> None:
     """Allocate Adam's state before the first step.
 
-    A fresh optimizer can then be saved and loaded into, and the assertion on 'step' in
-    distrib_optimizer.py:641 holds.
+    This allows a fresh optimizer to be saved or restored, and satisfies the assertion on 'step' in
+    distrib_optimizer.py:641.
     """
     for inner in inner_optimizers(optimizer):
         counts_in_state = _counts_in_state(inner.optimizer)
@@ -194,9 +194,9 @@ def set_adam_step(optimizer: Any, step: int) -> None:
 
 
 def _counts_in_state(adam: Any) -> bool:
-    """Return True if this Adam counts steps in each parameter's state, as torch's does.
+    """Return True if this Adam stores the step count in each parameter's state, as torch's does.
 
-    Transformer Engine's and Apex's count in the group, and would treat a `step` in the state as
-    another moment.
+    Transformer Engine's and Apex's store it in the parameter group, and would treat a `step` in the
+    state as another moment.
     """
     return isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))

@@ -31,7 +31,7 @@ from hybridflow.mcore.context_parallel import ZigZag
 
 @dataclass(frozen=True)
 class Cut:
-    """Sharding of micro-batches over ranks.
+    """How micro-batches are sharded across ranks.
 
     Attributes:
         segment_multiple: each sequence is padded to a multiple of this (2 x context ranks).

@@ -4,7 +4,8 @@ Megatron's DotProductAttention does not support packed sequences (dot_product_at
 Segments are grouped by length class (powers of two), and each class runs as one padded causal
 batch. Padded keys come after every real query, so the causal mask alone hides them. Under context
 parallelism every rank gathers all keys and values and masks by position. A layer with a sliding
-window also masks the keys before it. A layer with sinks computes its softmax here, not by SDPA.
+window also masks the keys before the window. A layer with sinks computes its softmax here instead
+of using SDPA.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from hybridflow.mcore.context_parallel import ZigZag
 class SegmentClasses:
     """Segments grouped by length class.
 
-    For each class, `gather` [n, longest] has row numbers (clamped to the segment) and `real` [n,
-    longest] is True where not padding. `places` [t] is the index of each packed row in the
+    For each class, `gather` [n, longest] contains row indices (clamped to the segment), and `real`
+    [n, longest] is False at padding. `places` [t] is the index of each packed row in the
     concatenation of the classes' padded rows.
     """
 
@@ -72,7 +73,7 @@ class _Padded(torch.autograd.Function):
     """Expand packed rows to the padded rows of all classes.
 
     No gradient reaches the padding: nothing attends to it, and its outputs are dropped. The
-    gradient of a packed row is therefore that of its one place, without a sum.
+    gradient of a packed row therefore comes from a single padded row, and no sum is needed.
     """
 
     @staticmethod
@@ -98,7 +99,7 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Map the gradient to the padded rows, with 0 at the padding."""
+        """Map the gradient to the padded rows, with zeros in the padding."""
         found = grad.index_select(0, ctx.classes.rows)
         if len(ctx.classes.places) < len(ctx.classes.rows):
             found.masked_fill_(~ctx.classes.real.view(-1, *[1] * (found.dim() - 1)), 0.0)
@@ -106,14 +107,14 @@ class _Packed(torch.autograd.Function):
 
 
 class ContextClasses:
-    """Length classes for one context-parallel rank: its queries against all keys, which arrive
+    """Length classes for attention from one context-parallel rank's queries to all keys, which are
     concatenated in rank order.
 
-    `groups`: `queries` [n, longest query] local rows, `keys` [n, longest key] rows of the
-    concatenated ranks, `mask` [n, 1, longest query, longest key] True where a query may attend.
-    Padded keys need no extra mask: they repeat the segment's last key with a position after every
-    query. `places` [t']: index of each local row in the concatenation of the classes' padded
-    queries.
+    Each entry of `groups` consists of `queries` [n, longest query], the local row indices; `keys`
+    [n, longest key], row indices into the concatenated keys; and `mask` [n, 1, longest query,
+    longest key], True where a query may attend. Padded keys need no extra mask: they repeat the
+    segment's last key with a position after every query. `places` [t']: index of each local row in
+    the concatenation of the classes' padded queries.
     """
 
     def __init__(self, bounds: torch.Tensor, rank: int, size: int) -> None:
@@ -128,7 +129,7 @@ class ContextClasses:
         behind = 0
         for gather, real in whole.groups:
             mine = real & (owner[gather] == rank)
-            # this rank's rows of a segment come first, in order of position; the remaining ones
+            # this rank's rows of a segment come first, ordered by position; the remaining ones
             # repeat the last
             step = torch.argsort(~mine, dim=1, stable=True)[:, : int(mine.sum(1).max())]
             queries = local[gather.gather(1, step)]
@@ -246,7 +247,8 @@ class PackedAttention(MegatronModule):
         return packed.reshape(packed.shape[0], -1)
 
     def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query, key [b, (kv) heads, s, d], value [b, kv heads, s, v] -> [b, heads, s, v]."""
+        """Attend causally: query, key [b, (kv) heads, s, d], value [b, kv heads, s, v] -> [b,
+        heads, s, v]."""
         length = query.shape[2]
         if self.window and length > self.window:
             steps = torch.arange(length, device=query.device)
@@ -255,9 +257,9 @@ class PackedAttention(MegatronModule):
         return self._masked(query, key, value)
 
     def _in_window(self, causal: torch.Tensor) -> torch.Tensor:
-        """Mask the keys before this layer's window.
+        """Restrict a causal mask to this layer's window.
 
-        In `causal` [..., queries, keys], a query may attend to all keys up to its own.
+        `causal` [..., queries, keys] lets each query attend to all keys up to its own position.
         """
         if not self.window:
             return causal
@@ -271,7 +273,8 @@ class PackedAttention(MegatronModule):
         value: torch.Tensor,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend where `mask` is True; without one, causally. Shapes are as for `_causal`."""
+        """Attend where `mask` is True, or causally if it is None. Shapes are the same as in
+        `_causal`."""
         if self.softmax_offset is not None:
             return self._with_sinks(query, key, value, mask, self.softmax_offset)
         return F.scaled_dot_product_attention(
@@ -292,7 +295,8 @@ class PackedAttention(MegatronModule):
         mask: torch.Tensor | None,
         offsets: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend as `_masked`, with each head's sink as one more logit, which has no value."""
+        """Same as `_masked`, with each head's sink as an additional logit that has no value
+        vector."""
         many = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(many, dim=1) for part in (key, value))
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale

@@ -54,8 +54,8 @@ def device() -> torch.device:
 def coordinates() -> Coordinates:
     """Return this rank's coordinates.
 
-    With virtual stages they are those of its first chunk (`Coordinates.virtual_stages` returns
-    all).
+    With virtual stages, these are the coordinates of its first chunk (`Coordinates.virtual_stages`
+    returns all).
     """
     return _shape.place(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -66,7 +66,7 @@ def coordinates() -> Coordinates:
 
 
 def all_coordinates() -> list[Coordinates]:
-    """Return every rank's coordinates, by global rank. Collective over the world."""
+    """Return every rank's coordinates, indexed by global rank. Collective over all ranks."""
     mine = torch.tensor(coordinates().row(), dtype=torch.int64, device=device())
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -74,15 +74,15 @@ def all_coordinates() -> list[Coordinates]:
 
 
 def context_rank() -> int:
-    """Return this rank's position among the ranks that share each sequence."""
+    """Return this rank's position in the context-parallel group that shares each sequence."""
     return int(parallel_state.get_context_parallel_rank())
 
 
 def data_parallel_position() -> tuple[int, int, bool]:
-    """Return (data-parallel rank, data-parallel size, whether this rank returns its group's
+    """Return (data-parallel rank, data-parallel size, True if this rank reports its group's
     results).
 
-    The last is true on the last stage with tensor and context rank 0.
+    Results are reported by the last stage's rank with tensor and context rank 0.
     """
     return (
         parallel_state.get_data_parallel_rank(),

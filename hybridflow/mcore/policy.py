@@ -83,13 +83,13 @@ class Policy(HoldsReference):
         Args:
             family, parallel_config, dtype: architecture, sharding and precision of the model.
             source: the weights to load.
-            expert_bias_update_rate: step size by which an update moves a sigmoid router's expert
-                biases toward an even load; 0 disables it.
+            expert_bias_update_rate: step size with which each update moves a sigmoid router's
+                expert biases toward an even load; 0 disables this.
             router_losses: coefficients of the load-balancing loss and the z-loss.
             recompute, recompute_modules, megatron, logits_chunk_tokens, on_nonfinite: see
                 `ActorConfig`.
             lora: adapters to train instead of the weights.
-            trains: if False, there are no gradient buffers and no optimizer can be set.
+            trains: if False, no gradient buffers are allocated and no optimizer can be set.
         """
         self.family = family
         self.config = parallel_config
@@ -117,10 +117,8 @@ class Policy(HoldsReference):
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
     ) -> tuple[Jagged, Jagged] | None:
         """Compute (log-probs, entropies) of all response tokens, in batch order; None on ranks
-        outside the last stage.
-
-        Without `with_entropy` the second item is the log-probs again.
-        """
+        outside the last stage. Without `with_entropy`, the log-probs are also returned in place of
+        the entropies."""
         micro_batches = self._micro_batches(batch, max_tokens, ())
         with self._evaluating():
             values, entropies = forward(
@@ -136,7 +134,7 @@ class Policy(HoldsReference):
     def top_log_probs(
         self, batch: DataProto, *, k: int, max_tokens: int, temperature: float
     ) -> tuple[Jagged, Jagged] | None:
-        """Compute the k most likely tokens at every response token, for distillation.
+        """Compute the k most likely tokens at every response position, for distillation.
 
         Returns jagged [t, k] fp32 log-probs over the whole vocabulary in descending order, and [t,
         k] int64 token ids; None on ranks outside the last stage.
@@ -205,11 +203,8 @@ class Policy(HoldsReference):
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
     def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (live tensor, copy) of the expert biases.
-
-        The end of a backward pass changes them before the optimizer runs
-        (finalize_model_grads.py:476).
-        """
+        """Return (live tensor, copy) for each expert bias. Megatron updates the biases at the end
+        of the backward pass, before the optimizer runs (finalize_model_grads.py:476)."""
         biases: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, tensor in held_weights(self.stages).items():
             if name.endswith(".expert_bias"):
@@ -219,7 +214,7 @@ class Policy(HoldsReference):
     def set_optimizer(self, config: OptimConfig) -> None:
         """Create a fresh optimizer (moments zero) over the current weights."""
         if not self.trains:
-            raise RuntimeError("set_optimizer called for a model that does not train")
+            raise RuntimeError("set_optimizer called on a model that is not trained")
         self.optimizer = Optimizer(self.chunks, config, self.config, self.dtype)
 
     def _scoring(self, temperature: float, with_entropy: bool) -> Scoring:
@@ -244,8 +239,8 @@ class Policy(HoldsReference):
     ) -> list[MicroBatch]:
         """Pack the batch into micro-batches.
 
-        Each run of `together` consecutive rows stays in one micro-batch, in order. `last_token` is
-        the same as in `lengths_read`.
+        Each run of `together` consecutive rows stays in one micro-batch, in order. `last_token` has
+        the same meaning as in `lengths_read`.
         """
         check_token_ids(batch, self.family.vocab_size)
         cut = self._cut()
@@ -275,10 +270,10 @@ class Policy(HoldsReference):
     # ---- weights
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the local parameters by Megatron name, checked against the family's map.
+        """Return the local parameters, keyed by Megatron name and checked against the family's map.
 
-        Names are prefixed with `chunk0.`... with virtual stages. Adapters are merged into copies of
-        their weights, valid until the next call or `release_copies`.
+        With virtual stages, names are prefixed with `chunk0.` and so on. Adapters are merged into
+        copies of their weights, valid until the next call or `release_copies`.
         """
         self.settle()
         held = {}
@@ -293,7 +288,7 @@ class Policy(HoldsReference):
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the copies that `parameters` makes on this rank."""
+        """Size in bytes of the copies that `parameters` makes on this rank."""
         return self.adapters.merged_bytes if self.adapters else 0
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -315,7 +310,8 @@ class Policy(HoldsReference):
     def settle(self) -> None:
         """Wait for weights that the next forward pass would gather (`overlap_param_gather`).
 
-        Until then, the local weights' shards of other ranks are from before the last update.
+        Until then, the shards updated by other ranks still hold their values from before the last
+        update.
         """
         if self.config.overlap_param_gather and self.trains:
             for chunk in self.chunks:

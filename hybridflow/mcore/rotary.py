@@ -1,5 +1,5 @@
 """Rotary embeddings with a family's own frequencies, for types that Megatron's settings cannot
-express, and queries scaled by their position."""
+express, and position-dependent scaling of queries."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from hybridflow.models.rotary import Rotary
 class ScaledRotaryEmbedding(RotaryEmbedding):
     """Megatron's rotary embedding with given frequencies.
 
-    Latent attention takes the factor of cosines and sines from this module's result
-    (multi_latent_attention.py:564), grouped-query attention from the config (attention.py:1102,
-    `set_attention_factor`).
+    Cosines and sines are multiplied by an attention factor. Latent attention reads it from this
+    module's output (multi_latent_attention.py:564), grouped-query attention from the config
+    (attention.py:1102, `set_attention_factor`).
     """
 
     def __init__(self, rotary: Rotary, config: TransformerConfig) -> None:
@@ -44,26 +44,26 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the angles [s, 1, 1, dim] of positions 0 to s - 1.
 
-        For latent attention, also returns the factor of their cosines.
+        For latent attention, also returns the attention factor.
         """
         angles: torch.Tensor = super().forward(*args, **kwargs)
         return angles if self.factor is None else (angles, self.factor)
 
 
 def install() -> None:
-    """Replace Megatron's unfused rotation of packed sequences with one that does not wait for their
-    lengths.
+    """Replace Megatron's unfused rotation of packed sequences with one that does not synchronise on
+    their lengths.
 
     Idempotent.
 
-    Latent attention, and any rotary type with a factor of cosines and sines, uses it with and
-    without Transformer Engine.
+    Latent attention, and any rotary type with an attention factor, uses it with and without
+    Transformer Engine.
     """
     rope_utils._apply_rotary_pos_emb_thd = rotate_unfused
 
 
 def set_attention_factor(config: TransformerConfig, rotary: Rotary) -> None:
-    """Configure grouped-query attention to multiply cosines and sines by the factor.
+    """Configure grouped-query attention to multiply cosines and sines by the attention factor.
 
     Megatron computes 0.1 * mscale * ln(scaling factor) + 1 from these attributes; with a scaling
     factor of e this equals the attention factor.
@@ -85,10 +85,11 @@ def use_frequencies(model: torch.nn.Module, config: TransformerConfig, rotary: R
 
 
 class RotaryEmbeddingsByKind(ScaledRotaryEmbedding):
-    """The angles of full layers and of layers with a window, stacked: [2, s, 1, 1, dim].
+    """The stacked rotary angles [2, s, 1, 1, dim] of full-attention layers and sliding-window
+    layers.
 
-    One tensor, so that Megatron passes it through recomputation. Each attention takes its part
-    (`use_kinds`).
+    They form a single tensor, so that Megatron passes it through recomputation. Each attention
+    layer selects its half (`use_kinds`).
     """
 
     def __init__(self, full: Rotary, local: Rotary, config: TransformerConfig) -> None:
@@ -107,7 +108,7 @@ def use_kinds(
     local: Rotary,
     windows: Sequence[int],
 ) -> None:
-    """Give each attention the rotary embedding of its kind of layer. `windows` is
+    """Make each attention layer use the rotary embedding for its kind of layer. `windows` is
     `Decoder.windows`."""
 
     def choose(number: int) -> Callable[..., Any]:
@@ -132,7 +133,8 @@ def use_kinds(
 
 
 def grow_queries(model: torch.nn.Module, rotary: Rotary) -> None:
-    """Scale the queries of every core attention by their position (`Rotary.query_growth`)."""
+    """Scale each query of every core attention by a factor that depends on its position
+    (`Rotary.query_growth`)."""
 
     def grow(attention: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         query, *others = inputs

@@ -1,18 +1,19 @@
-"""Router losses: load balancing (Switch Transformer, arXiv 2101.03961, equation 4, with Megatron's
-routing for it, the k highest scores) and the z-loss (ST-MoE, arXiv 2202.08906, equation 5).
+"""Router losses: load balancing (Switch Transformer, arXiv 2101.03961, equation 4, over Megatron's
+choice of the k highest scores) and the z-loss (ST-MoE, arXiv 2202.08906, equation 5).
 
 Megatron's own implementation cannot be used. It includes the padding of packed micro-batches
 (`expert_load` explains why its mask does not help). It also weights a micro-batch by its packed
-tokens, including prompts and padding, while the gradient is divided by the count of the policy's
-loss, response tokens or sequences. Here, with T_m real tokens in micro-batch m and T in the
-mini-batch over all ranks, the mini-batch's losses are
+tokens, including prompts and padding, while the gradient is divided by the policy loss's count of
+response tokens or sequences. Here, with T_m real tokens in micro-batch m and T in the mini-batch
+over all ranks, the mini-batch's losses are
 
     balancing = sum_m T_m / T * E * sum_i f_mi P_mi
     z = 1 / T * sum_tokens logsumexp(logits)^2
 
-with f_mi = share of the T_m k choices that go to expert i and P_mi = its mean score. The losses of
-each layer are added to the policy's loss with their coefficients. The z-loss does not depend on how
-the mini-batch is split; the balancing loss is computed per micro-batch, as in Megatron.
+where f_mi is the fraction of the T_m k choices that go to expert i, and P_mi is its mean score.
+Each layer's losses are multiplied by their coefficients and added to the policy's loss. The z-loss
+does not depend on how the mini-batch is split; the balancing loss is computed per micro-batch, as
+in Megatron.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class RouterLosses:
     """Adds the losses of this rank's routers to each update and reports them."""
 
     def __init__(self, stages: Sequence[torch.nn.Module], aux_coef: float, z_coef: float) -> None:
-        """`stages` are the rank's model chunks before wrapping. If both coefficients are 0, nothing
-        is changed."""
+        """`stages` are this rank's model chunks, not yet wrapped for training. If both coefficients
+        are 0, nothing is changed."""
         self.coefs = {AUX: aux_coef, Z: z_coef}
         found = [router for _, router in routers_of(stages)] if any(self.coefs.values()) else []
         tracker = MicroBatchTracker(stages if found else (), "real")
@@ -58,8 +59,8 @@ class RouterLosses:
     def begin(self, micro_batches: Sequence[MicroBatch], count: torch.Tensor) -> None:
         """Start an update.
 
-        `count` is the count of the policy's loss over this data-parallel rank's micro-batches.
-        Collective over the data-parallel and context-parallel ranks.
+        `count` is the policy loss's count over this data-parallel rank's micro-batches. Collective
+        over the data-parallel and context-parallel ranks.
         """
         if not any(self.coefs.values()):
             return
@@ -110,7 +111,7 @@ class RouterLosses:
         return scale * ((scores * real[:, None]).sum(0) * tokens[:-1]).sum()
 
     def end(self) -> dict[str, tuple[float, float]]:
-        """Return (sum, count) of the losses of the finished update, averaged over layers; empty
+        """Return (sum, count) for each loss in the finished update, averaged over layers; empty
         outside the last stage.
 
         Collective over all ranks.

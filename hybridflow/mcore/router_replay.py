@@ -50,7 +50,7 @@ _COUNTS = ("sent", "used", "mismatched", "differing", "drifted")
 
 @dataclass
 class MicroRoutes:
-    """The routes that one micro-batch replays on this rank's routers, or records from them.
+    """The routes that one micro-batch replays on, or records from, this rank's routers.
 
     Attributes:
         action: replay, record or compare.
@@ -69,7 +69,7 @@ class RouterReplay:
     `during`."""
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
-        """`stages` are the rank's model chunks before wrapping.
+        """`stages` are this rank's model chunks, not yet wrapped for training.
 
         A dense model has no routers, and `during` raises an error for it.
         """
@@ -88,7 +88,7 @@ class RouterReplay:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """Context manager: passes inside replay, record or compare the routes of their batch.
+        """Context manager in which passes replay, record or compare the routes of their batch.
 
         Raises:
             ModelError: the model has no experts, or its router does not support replay.
@@ -107,7 +107,7 @@ class RouterReplay:
                 router.queue.clear()
 
     def attach(self, batch: DataProto, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Attach to each micro-batch its routes, taken from the column `routed_experts` of `batch`.
+        """Attach routes from `batch`'s column `routed_experts` to each micro-batch.
 
         Does nothing outside of `during`.
 
@@ -239,7 +239,7 @@ class RouterReplay:
     def _rows(self, micro: MicroBatch) -> np.ndarray:
         """Return the packed rows routed by this rank, in local order.
 
-        They are those of its context rank, split evenly under sequence parallelism.
+        These are the rows of its context rank, split evenly under sequence parallelism.
         """
         rows = ZigZag.of(
             _segment_bounds(micro), parallel_state.get_context_parallel_world_size()
@@ -375,8 +375,6 @@ def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def _segment_bounds(micro: MicroBatch) -> np.ndarray:
-    """Return [segments + 1] packed rows at which the samples, in order, and the padding tail begin.
-
-    The last element is the length.
-    """
+    """Return the packed rows [segments + 1] at which the samples, in order, and the padding tail
+    begin. The last element is the total length."""
     return np.asarray(micro.packed.bounds.numpy())

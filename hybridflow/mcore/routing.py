@@ -1,5 +1,5 @@
-"""Routing by softmax probabilities plus an expert bias (ERNIE 4.5), which Megatron has only for
-sigmoid scores."""
+"""Routing by softmax probabilities plus an expert bias (ERNIE 4.5), which Megatron supports only
+for sigmoid scores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def install() -> None:
 
 
 def shape_biases(model: torch.nn.Module, described: Sequence[LocalTensor]) -> None:
-    """Give expert biases the shape that they have in the checkpoint ([1, experts] for ERNIE)."""
+    """Reshape expert biases to their shape in the checkpoint ([1, experts] for ERNIE)."""
     for local in described:
         if local.is_buffer:
             module: Any = model.get_submodule(local.name.rpartition(".")[0])
@@ -44,7 +44,8 @@ def shape_biases(model: torch.nn.Module, described: Sequence[LocalTensor]) -> No
 def _biased_softmax(
     logits: torch.Tensor, topk: int, bias: torch.Tensor, replay: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weights, whether chosen), each [tokens, experts], for logits [tokens, experts].
+    """Return (weights, mask of chosen experts), both [tokens, experts], for logits [tokens,
+    experts].
 
     The bias affects the choice of experts, not their weights, which sum to 1.
     """

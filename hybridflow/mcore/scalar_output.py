@@ -17,7 +17,7 @@ class ScalarOutput(torch.nn.Module):
     """A linear with the call signature of the ColumnParallelLinear that it replaces.
 
     It is replicated on every tensor-parallel rank. Each rank computes all values or, under sequence
-    parallelism, those of its share of the sequence.
+    parallelism, the values of its share of the sequence.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class ScalarOutput(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """[s (over ranks), b, hidden] -> [s, b, 1] fp32, equal on all tensor-parallel ranks.
+        """Map [s (across ranks), b, hidden] to [s, b, 1] in fp32, equal on all tensor-parallel
+        ranks.
 
         The other arguments are required by Megatron and ignored.
         """

@@ -1,9 +1,9 @@
-"""This rank's part of a checkpoint, as rectangles of global tensors over live memory, without
-copies or communication.
+"""This rank's part of a checkpoint: rectangles of global tensors that are views of live memory,
+built without copies or communication.
 
 Model and reference are sharded as Megatron describes them. The distributed optimizer holds a flat
-range of each parameter. Such a range is a few rectangles of the parameter, each contiguous in the
-flat shard, so every rank writes and reads exactly the elements it owns. (Megatron's
+range of each parameter. Such a range splits into a few rectangles of the parameter, each contiguous
+in the flat shard, so every rank writes and reads exactly the elements it owns. (Megatron's
 `fully_reshardable` format first gathers the whole optimizer state on every data-parallel rank,
 distrib_optimizer.py:1430; its predecessor needs `flattened_range`, which mapping.py:134 rejects.
 The keys and the global tensors are the same.)
@@ -96,7 +96,7 @@ class ShardedState:
     def put_back(self) -> None:
         """Write loaded values back to an optimizer that keeps its state in lower precision.
 
-        `tensors` has only float32 copies of such a state.
+        In that case `tensors` contains only float32 copies of the state.
         """
         for inner, parameter, tensors in self._copies:
             inner._set_main_param_and_optimizer_states(parameter, tensors)
@@ -104,15 +104,15 @@ class ShardedState:
     def owned(self) -> list[ShardedTensor]:
         """Return the rectangles that this rank writes.
 
-        Of every replicated rectangle, only the main replica is written.
+        For each replicated rectangle, only the main replica is written.
         """
         return [tensor for tensor in self.tensors if is_main_replica(tensor.replica_id)]
 
     def hf(self) -> Iterator[HfSlice]:
-        """Yield where the HF regions of this rank's model weights are stored in the checkpoint.
+        """Yield the location in the checkpoint of each HF region of this rank's model weights.
 
-        Replicas are left to their main rank. Adapters are listed under PEFT's names, including
-        those that share an A.
+        Replicated regions are yielded only by the main replica. Adapters are listed under their
+        PEFT names, including those that share an A.
         """
         if self.policy.adapters:
             yield from _adapter_slices(self.policy.adapters, self._shards)
@@ -151,7 +151,7 @@ class ShardedState:
 
 
 def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
-    """Return the rectangles of each local parameter, by name (two for fused gate and up
+    """Return the rectangles of each local parameter, keyed by name (two for fused gate and up
     projections).
 
     Transformer Engine's `_extra_state` objects are skipped: they hold FP8 scales, and FP8 is not
@@ -176,12 +176,10 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
 
 
 def _adapter_shards(adapters: Adapters) -> dict[str, list[ShardedTensor]]:
-    """Return the rectangles of each local adapter parameter, by name (one for each HF linear whose
-    rows of B it holds).
+    """Return the rectangles of each local adapter parameter, keyed by name (one for each HF linear
+    whose rows of B it contains). Their global tensors use PEFT's names.
 
-    Their global tensors have PEFT's names.
-
-    Megatron has no description of these parameters and would treat each as replicated over the
+    Megatron has no description of these parameters and would treat each as replicated across the
     tensor-parallel ranks.
     """
     at = coordinates()
@@ -224,7 +222,7 @@ def _adapter_slices(
 def _reference_shards(
     policy: Policy, shards: Mapping[str, list[ShardedTensor]]
 ) -> list[ShardedTensor]:
-    """Return the same rectangles over the reference's tensors, under separate keys."""
+    """Return the same rectangles for the reference's tensors, under separate keys."""
     parameters = policy.weights()
     found = []
     for name, held in policy.reference_state().items():
@@ -243,7 +241,7 @@ def _flat_start(shard: ShardedTensor, parameter: torch.Tensor) -> int:
 
 
 def _rows_of(shard: ShardedTensor, parameter: torch.Tensor) -> tuple[int, int]:
-    """Return (first row, number of rows) of the parameter that the shard covers."""
+    """Return (first row, number of rows) of the shard within the parameter."""
     return _flat_start(shard, parameter) // max(1, prod(parameter.shape[1:])), shard.local_shape[0]
 
 

@@ -41,10 +41,8 @@ OutputLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tens
 def forward(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Compute log-probs (and entropies) of every response token without gradient.
-
-    Empty lists outside the last stage.
-    """
+    """Compute the log-probs (and entropies) of every response token, without gradients. Returns
+    empty lists outside the last stage."""
 
     def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         log_probs, entropy, _ = response_log_probs(chunks, hidden, micro, scoring)
@@ -60,10 +58,7 @@ def forward_top(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring, k: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Compute the [n, k] log-probs and token ids of the k most likely tokens at every response
-    token.
-
-    Empty lists outside the last stage.
-    """
+    position. Returns empty lists outside the last stage."""
 
     def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows, weight, group = _predicting(chunks, hidden, micro)
@@ -84,7 +79,7 @@ def backward(
     scoring: Scoring,
     watch: Watch,
 ) -> Metrics:
-    """Run forward and backward of one mini-batch.
+    """Run the forward and backward passes of one mini-batch.
 
     Leaves the gradients in the model's buffers, reduced and divided by the global count.
 
@@ -105,10 +100,8 @@ def forward_outputs(
     micro_batches: Sequence[MicroBatch],
     collect: Callable[[MicroBatch, torch.Tensor], Any],
 ) -> list[Any]:
-    """Apply `collect` to the model's output [1, t', ...] of each micro-batch, without gradient.
-
-    Returns the results on the last stage, an empty list elsewhere.
-    """
+    """Apply `collect` to the model's output [1, t', ...] for each micro-batch, without gradients.
+    Returns the results on the last stage and an empty list on the others."""
     with torch.no_grad():
         return run(chunks, micro_batches, lambda _, micro, output: collect(micro, output))
 
@@ -119,7 +112,7 @@ def backward_outputs(
     loss_function: OutputLoss,
     watch: Watch,
 ) -> Metrics:
-    """Same as `backward`, for a loss on the model's whole output."""
+    """Same as `backward`, for a loss on the model's full output."""
 
     def loss(
         number: int, micro: MicroBatch, output: torch.Tensor
@@ -147,9 +140,9 @@ def response_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None, MicroBatch]:
     """Compute the [n] log-probs and entropies of all response tokens of the micro-batch.
 
-    They are on every tensor and context rank of the last stage. Also returns the micro-batch; if it
-    has teacher tokens, the policy's log-probs of them are added. `hidden` [1, t', h] is the output
-    of the last chunk.
+    The results are available on every tensor and context rank of the last stage. Also returns the
+    micro-batch; if it has teacher tokens, the policy's log-probs of them are added. `hidden` [1,
+    t', h] is the output of the last chunk.
     """
     rows, weight, group = _predicting(chunks, hidden, micro)
     log_probs, entropy = log_probs_and_entropy(
@@ -215,7 +208,7 @@ def run(
 
 
 def all_ranks_max(value: int) -> int:
-    """Return the maximum over the world.
+    """Return the maximum over all ranks.
 
     All ranks must run the same number of micro-batches, since the experts' collectives span
     data-parallel ranks.
@@ -235,7 +228,7 @@ def counted(loss_function: LossFunction, micro: MicroBatch) -> torch.Tensor:
 
 
 def metrics_to_floats(metrics: Metrics) -> dict[str, tuple[float, float]]:
-    """Convert each metric to a plain (sum, count). The driver merges these over data-parallel
+    """Convert each metric to a plain (sum, count). The driver merges these across data-parallel
     ranks."""
     return (
         {name: (float(total), float(count)) for name, (total, count) in metrics.items()}

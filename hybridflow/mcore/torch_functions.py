@@ -1,7 +1,7 @@
 """Rotary embedding, SwiGLU and RMS norm for machines without Transformer Engine.
 
-They compute the same as Megatron's and torch's operators, with fewer passes over memory and without
-a loop over the sequences of a micro-batch. The first two are bitwise equal, the norm up to
+They compute the same results as Megatron's and torch's operators, with fewer passes over memory and
+without looping over the sequences of a micro-batch. The first two match bitwise, the norm up to
 rounding.
 """
 
@@ -30,8 +30,8 @@ def rotate(
     Args:
         t: queries or keys of this rank's tokens.
         cu_seqlens: [s + 1] bounds of the whole sequences, over all context-parallel ranks.
-        freqs: [longest, 1, 1, r] angles of the positions; components from r <= d on are not
-            rotated.
+        freqs: [longest, 1, 1, r] angles of the positions; components from index r (r <= d) on are
+            not rotated.
         cp_size, cp_rank: size and rank of the context-parallel group.
         interleaved: whether adjacent components are rotated in pairs; passed by Megatron 0.19. No
             supported family uses it.
@@ -61,8 +61,8 @@ def rotate_unfused(
 ) -> torch.Tensor:
     """Rotate t [t, heads, d] of packed sequences with Megatron's own formula.
 
-    Replaces Megatron's `_apply_rotary_pos_emb_thd`, which loops over the sequences and waits for
-    their lengths in every layer.
+    Replaces Megatron's `_apply_rotary_pos_emb_thd`, which loops over the sequences and synchronises
+    on their lengths in every layer.
 
     Args:
         t, cu_seqlens, freqs: as for `rotate`.
@@ -81,7 +81,7 @@ def rotate_unfused(
 def positions_of(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     """Return the position [t] of each of this rank's `tokens`.
 
-    The rank holds two of the 2 cp_size equal pieces of a sequence.
+    Each sequence is split into 2 cp_size equal pieces, of which the rank holds two.
 
     The number of tokens is an argument because reading it from the bounds would force a device
     sync.
@@ -101,7 +101,7 @@ def positions_of(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: i
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """t [t, heads, d], cos and sin [t, 1, r]."""
+        """Rotate t [t, heads, d] by cos and sin [t, 1, r]."""
         ctx.save_for_backward(cos, sin)
         out = _scaled(t, cos)
         half = cos.shape[-1] // 2
@@ -132,7 +132,7 @@ def _scaled(t: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """[..., 2 f] -> [..., f]: silu of the first half times the second."""
+    """Map [..., 2 f] to [..., f]: silu of the first half times the second half."""
     if not torch.is_grad_enabled():
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
@@ -147,7 +147,7 @@ class SwiGlu(nn.Module):
         super().__init__()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., 2 f] -> [..., f]."""
+        """Map x [..., 2 f] to [..., f]."""
         return swiglu(x)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
@@ -198,8 +198,8 @@ def permute(
 ) -> Any:
     """Sort tokens [t, h] by expert, like Megatron's `moe_utils.permute`, without a device sync.
 
-    This needs their number from the caller (`num_out_tokens` is a number). All other calls go to
-    `original`.
+    The caller must pass the number of output tokens (`num_out_tokens`). All other calls are
+    forwarded to `original`.
     """
     if fused or drop_and_pad or not isinstance(num_out_tokens, int):
         return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
@@ -221,8 +221,8 @@ class GroupedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor
     ) -> torch.Tensor:
-        """x [t, in], ends [g] int32 exclusive end row of each run, g weights [out, in] -> [t,
-        out]."""
+        """Map x [t, in] to [t, out] with g weights [out, in]; `ends` [g] int32 contains the
+        exclusive end row of each run."""
         ctx.save_for_backward(x, ends, *weights)
         return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
 

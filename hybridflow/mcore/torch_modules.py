@@ -61,13 +61,13 @@ class RMSNorm(nn.Module):
 
 
 def gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
-    """Return a norm's factors: its weights, plus 1 if they are centered at zero."""
+    """Return the factors of a norm: its weights, plus 1 if they are zero-centered."""
     return weight + 1 if zero_centered else weight
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMS norm and a column-parallel linear in one module, with TELayerNormColumnParallelLinear's
-    parameter names."""
+    """RMS norm and column-parallel linear in one module, with the parameter names of
+    TELayerNormColumnParallelLinear."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -158,8 +158,8 @@ class GroupedLinear(nn.Module):
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
         """Apply expert i to the i-th run of rows of x [rows, in].
 
-        `m_splits` has the row count of each expert, as a list or `ExpertCounts`. Returns ([rows,
-        out], None for the bias).
+        `m_splits` contains the row count of each expert, as a list or `ExpertCounts`. Returns
+        ([rows, out], None for the bias).
         """
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         on_device = isinstance(m_splits, ExpertCounts)
@@ -238,7 +238,7 @@ class TorchSpecProvider(BackendSpecProvider):
         return RMSNorm
 
     def core_attention(self) -> type:
-        """Return attention over packed sequences with context parallelism."""
+        """Return the attention over packed sequences, which supports context parallelism."""
         return PackedAttention
 
     def grouped_mlp_modules(
@@ -326,9 +326,9 @@ class ExpertCounts:
 
 
 def _where_they_are(original: Any) -> Any:
-    """Keep expert counts on the device without expert parallelism.
+    """Keep expert counts on the device if there is no expert parallelism.
 
-    No other rank needs the row counts, so the host does not wait for them
+    No other rank needs the row counts, so the host does not synchronise on them
     (token_dispatcher.py:803).
     """
 
@@ -355,16 +355,16 @@ def _sorted_chunks(
     probs: Any = None,
     fused: bool = False,
 ) -> Any:
-    """Megatron's `sort_chunks_by_idxs`, without a copy if the chunks are already in order, as with
-    a single rank."""
+    """Same as Megatron's `sort_chunks_by_idxs`, but without copying chunks that are already in
+    order, as with a single rank."""
     if torch.equal(order, torch.arange(len(order))):
         return rows, probs
     return original(rows, split_sizes, order, probs, fused)
 
 
 def _without_fp8(**_: Any) -> contextlib.AbstractContextManager[None]:
-    """Null context in place of TE's contexts around a forward pass and its recomputation, since
-    nothing is in fp8."""
+    """Null context that replaces TE's contexts around a forward pass and its recomputation, since
+    nothing uses fp8."""
     return contextlib.nullcontext()
 
 

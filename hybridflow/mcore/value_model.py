@@ -29,7 +29,7 @@ Pick = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 def response_values(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
     """Return the values [n] of the states in which the response tokens were sampled.
 
-    They are read at the rows that hold the tokens' logits in the policy.
+    These are the same rows at which the policy computes the tokens' logits.
     """
     return gather_tokens(_chosen(output, micro.predict_rows), micro.places, micro.num_targets)
 
@@ -108,5 +108,5 @@ class ValueModel(MegatronPolicy):
 
 
 def _chosen(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the model's output [1, t', 1] at these rows in fp32."""
+    """Return the model's output [1, t', 1] at these rows, in fp32."""
     return output[0, :, 0].float().index_select(0, rows)

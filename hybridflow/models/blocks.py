@@ -1,9 +1,9 @@
-"""Building blocks of decoder layers: their tensors in a checkpoint and their sharding over Megatron
-ranks.
+"""Building blocks of decoder layers: their tensors in a checkpoint and their sharding across
+Megatron ranks.
 
 Every block has three methods. `tensors(source)` returns the HF tensors below the layer's prefix
 with their shapes, `local(source, target, at)` the parameters of a rank, and `divisions(at)` the
-divisibility requirements. Megatron names are those of the Transformer Engine layer specification
+divisibility requirements. Megatron names follow the Transformer Engine layer spec
 (`models/gpt/gpt_layer_specs.py` of Megatron-Core 0.16): the norm before a dense linear is a
 parameter of that linear.
 """
@@ -25,7 +25,7 @@ EXPERT = "actor.parallel.expert"
 
 
 class Block(Protocol):
-    """A part of a layer."""
+    """One part of a decoder layer, such as its attention or MLP."""
 
     def tensors(self, source: str) -> Shapes:
         """Return HF names and shapes below the layer's prefix `source` ("model.layers.3.")."""
@@ -43,14 +43,14 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of a block's norms in a checkpoint: before it, and after it on its output. Empty: the
-    block has no such norm."""
+    """Checkpoint names of the norms on a block's input (`before`) and output (`after`). An empty
+    name means that the block has no such norm."""
 
     before: str
     after: str = ""
 
     def tensors(self, source: str, hidden: int) -> Shapes:
-        """Return the norms below the layer's prefix."""
+        """Return the norms' HF names and shapes below the layer's prefix `source`."""
         return {f"{source}{name}.weight": (hidden,) for name in (self.before, self.after) if name}
 
     def local(self, before: str, after: str, source: str, hidden: int) -> list[LocalTensor]:
@@ -66,11 +66,10 @@ class GroupedAttention:
     """Grouped-query attention, including its norms.
 
     `linear_qkv` interleaves by KV group: [query heads of the group, key, value] for each group, and
-    ranks take equal shares of these rows. With fewer groups than ranks the split goes through a
-    group, as in Megatron (`get_query_key_value_tensors`). `qk_norm` normalises each query and key
-    head; with `wide_norm` one norm goes over all query heads and one over all key heads, and every
-    rank has their whole weights (`mcore.layers`). `sinks` are logits, one for each head, that take
-    their share of every softmax.
+    ranks take equal shares of these rows. With fewer groups than ranks, groups are split as well,
+    as in Megatron (`get_query_key_value_tensors`). `qk_norm` normalises each query and key head;
+    with `wide_norm`, one norm spans all query heads and another all key heads, and every rank has
+    their full weights (`mcore.layers`). `sinks` adds one logit per head to each softmax.
     """
 
     hidden: int
@@ -105,7 +104,7 @@ class GroupedAttention:
         return shapes
 
     def norm_widths(self) -> dict[str, int]:
-        """Return {"q": width of the norm of queries, "k": that of keys}, empty if there are
+        """Return {"q": width of the query norm, "k": width of the key norm}, or {} if there are
         none."""
         if not self.qk_norm:
             return {}
@@ -165,9 +164,9 @@ class GroupedAttention:
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Require heads and KV groups divisible by the tensor parallel size.
+        """Require the numbers of heads and KV groups to be divisible by the tensor parallel size.
 
-        With fewer groups than ranks, the size must be a multiple of the groups instead.
+        With fewer groups than ranks, the size must be a multiple of the number of groups instead.
         """
         divisions: list[Division] = [("num_attention_heads", self.heads, TENSOR, at.tp_size)]
         if self.groups >= at.tp_size:
@@ -190,15 +189,16 @@ class GroupedAttention:
 
 @dataclass(frozen=True)
 class MlpNames:
-    """Names of the three matrices of a gated MLP in a checkpoint. With equal names, gate and up are
-    one tensor, gate first."""
+    """Checkpoint names of a gated MLP's three matrices. If gate and up have the same name, they are
+    stored as one tensor, gate first."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
 
     def rows(self, source: str, ffn: int, first: int, rows: int) -> list[tuple[str, int, int]]:
-        """Return the rows `first` to `first + rows` of gate and of up, as parts of `stacked`."""
+        """Return rows `first` to `first + rows` of gate and up, as the `parts` argument of
+        `stacked`."""
         up = first + ffn if self.up == self.gate else first
         return [
             (f"{source}{self.gate}.weight", first, rows),
@@ -261,7 +261,7 @@ class DenseMlp:
         ]
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Require an intermediate size divisible by the tensor parallel size."""
+        """Require the intermediate size to be divisible by the tensor parallel size."""
         return [("intermediate_size", self.ffn, TENSOR, at.tp_size)]
 
 
@@ -271,7 +271,7 @@ class Experts:
 
     Includes the preceding `post_attention_layernorm`. Routed experts are sharded by expert
     parallelism and expert tensor parallelism, shared experts by regular tensor parallelism
-    (`moe/shared_experts.py`). `expert_bias` is the score correction of loss-free balancing, a fp32
+    (`moe/shared_experts.py`). `expert_bias` is the score correction of loss-free balancing, an fp32
     buffer in Megatron. `grouped` selects Megatron's names: grouped GEMM
     (`experts.linear_fc1.weight3`) or one module per expert (`experts.local_experts.3`). `shared` is
     the checkpoint's name of the shared experts; with `shared_gate` their output is scaled by the
@@ -312,7 +312,7 @@ class Experts:
         return shapes
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return the whole router and this rank's share of the experts."""
+        """Return the full router and this rank's share of the experts."""
         hf = f"{source}{self.prefix}"
         mlp = f"{target}mlp."
         tensors = [
@@ -347,7 +347,7 @@ class Experts:
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Require experts divisible by the expert parallel size.
+        """Require the number of experts to be divisible by the expert parallel size.
 
         Their intermediate sizes must be divisible by the respective tensor parallel size.
         """

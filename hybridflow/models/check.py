@@ -1,5 +1,5 @@
-"""Check before startup that the models of a run can be sharded as configured, using the families'
-own rules."""
+"""Check before startup that a run's models can be sharded as configured, using each family's own
+rules."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
 def check_fsdp(family: Family) -> None:
     """Raise ModelError if the FSDP backend cannot train a model.
 
-    Its mask of packed rows takes the place of transformers' own, which knows the windows.
+    The backend replaces transformers' attention mask, which implements the windows, with a mask for
+    packed rows.
     """
     if any(getattr(family, "windows", ())):
         raise ModelError(

@@ -1,6 +1,6 @@
 """A decoder-only model assembled from blocks.
 
-It consists of embedding, layers of (attention, MLP), final norm, output head and MTP heads.
+It consists of an embedding, layers of (attention, MLP), a final norm, an output head and MTP heads.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Decoder:
 
     Attributes:
         fields: how each field of config.json is handled; `values` are the used ones.
-        positions, theta, partial: transformers' defaults of max_position_embeddings, rope_theta and
-        partial_rotary_factor; None: the family always rotates whole heads.
+        positions, theta, partial: transformers' defaults for max_position_embeddings, rope_theta
+        and partial_rotary_factor; None: the family always rotates whole heads.
         latent_norm_eps: eps of the norms of latent attention, if it differs from rms_norm_eps.
         qkv_bias, qk_norm: whether queries, keys and values have biases, and whether query and key
             heads have norms.
         windows: how many tokens each layer attends to, 0 for all; empty: no layer has a window.
-        embedding_scale: factor of the embeddings of tokens.
-        adjacent_pairs: whether rotary embedding rotates adjacent elements of a head in pairs, not
-            the halves of the rotated part.
-        router: keyword arguments of Megatron's TransformerConfig for the experts; empty if there
-            are none.
+        embedding_scale: factor by which token embeddings are multiplied.
+        adjacent_pairs: whether rotary embedding pairs adjacent elements of a head, instead of
+            pairing the two halves of the rotated part.
+        router: keyword arguments of Megatron's TransformerConfig for the experts; empty for a dense
+            model.
     """
 
     fields: Fields
@@ -73,21 +73,21 @@ class Decoder:
         self.num_mtp = int(hf.get("num_nextn_predict_layers") or 0) if mtp else 0
         if mtp and self.tied:
             raise ModelError(
-                "tie_word_embeddings together with multi-token-prediction heads has no parameter "
-                "map; set one of them off"
+                "tie_word_embeddings is not supported together with multi-token-prediction heads; "
+                "disable one of them"
             )
         if self.heads % self.groups:
             raise ModelError(
-                f"num_attention_heads={self.heads} is no multiple of "
+                f"num_attention_heads={self.heads} is not a multiple of "
                 f"num_key_value_heads={self.groups} (transformers' default for {hf['model_type']} "
-                "where config.json has none); set num_key_value_heads"
+                "if config.json does not set it); set num_key_value_heads"
             )
         self.rotary, self.local_rotary = self.rotaries()
 
     # ---- overridden by families
 
     def rotaries(self) -> tuple[Rotary, Rotary | None]:
-        """Return the rotary embedding, and that of layers with a window if it is another one."""
+        """Return the rotary embedding, and the one for sliding-window layers if it is different."""
         found = Rotary.of(
             self.hf,
             self.rotary_width,
@@ -99,7 +99,7 @@ class Decoder:
 
     @property
     def rotary_width(self) -> int:
-        """Number of elements of a head with rotary embedding, before `partial_rotary_factor`."""
+        """Number of rotated elements per head, before `partial_rotary_factor` is applied."""
         return self.head_dim
 
     def attention(self, layer: int) -> Block:
@@ -115,7 +115,7 @@ class Decoder:
     def megatron_config(self) -> dict[str, Any]:
         """Return the keyword arguments of Megatron's TransformerConfig.
 
-        If they include `multi_latent_attention`, they are for MLATransformerConfig.
+        If they include `multi_latent_attention`, pass them to MLATransformerConfig instead.
         """
         ffn = self.values.get("intermediate_size")
         return {
@@ -149,7 +149,7 @@ class Decoder:
     # ---- the checkpoint
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return every HF tensor with its shape in checkpoint order, without `aliases`."""
+        """Return {HF tensor: shape} in checkpoint order, excluding `aliases`."""
         shapes: Shapes = {"model.embed_tokens.weight": (self.vocab_size, self.hidden)}
         for layer in range(self.num_layers):
             shapes |= self._layer_tensors(layer)
@@ -188,7 +188,8 @@ class Decoder:
         """Return the parameters of the (virtual) stage at `at`.
 
         Raises:
-            ModelError: a size does not divide; names the field and the configuration key.
+            ModelError: a size is not divisible by its parallel size; the message names the field
+                and the configuration key.
         """
         self.check(at)
         tensors = self.first_tensors(at)
@@ -217,7 +218,7 @@ class Decoder:
         return tensors
 
     def check(self, at: Coordinates) -> None:
-        """Raise ModelError if a size does not divide."""
+        """Raise ModelError if a size is not divisible by its parallel size."""
         rules: list[Division] = []
         for layer in (0, self.num_layers - 1):
             for block in (self.attention(layer), self.mlp(layer)):
@@ -253,9 +254,9 @@ class Decoder:
                 )
             if not middle and first + last != self.num_layers:
                 raise ModelError(
-                    f"num_hidden_layers is {self.num_layers}, and {PIPELINE} {at.pp_size} has no "
-                    f"stage besides the first with first_stage_layers {first} and the last with "
-                    f"last_stage_layers {last}; set one to 0"
+                    f"num_hidden_layers is {self.num_layers}, but {PIPELINE} {at.pp_size} has no "
+                    f"stage besides the first (first_stage_layers {first}) and the last "
+                    f"(last_stage_layers {last}); set one to 0"
                 )
             if middle:
                 rules.append(
@@ -279,24 +280,24 @@ class Decoder:
         ]
 
     def _listed_stages(self, at: Coordinates) -> list[Division]:
-        """Check that the listed layers per stage fit this model. A valid list needs no divisibility
-        rules."""
+        """Check that the listed layers per stage fit this model. Divisibility rules do not apply to
+        a valid list."""
         listed = at.layers_per_stage
         stages = at.pp_size * at.vpp_size
         key = f"actor.parallel.layers_per_stage {list(listed)}"
         if at.first_stage_layers or at.last_stage_layers:
             raise ModelError(
-                f"{key} already says the layers of every stage; set first_stage_layers "
+                f"{key} already lists the layers of every stage; set first_stage_layers "
                 f"{at.first_stage_layers} and last_stage_layers {at.last_stage_layers} to 0"
             )
         if len(listed) != stages:
             raise ModelError(
-                f"{key} has {len(listed)} numbers, and {PIPELINE} {at.pp_size} x virtual_pipeline "
-                f"{at.vpp_size} has {stages} stages; give one number for each"
+                f"{key} has {len(listed)} numbers, but {PIPELINE} {at.pp_size} x virtual_pipeline "
+                f"{at.vpp_size} has {stages} stages; list one number per stage"
             )
         if sum(listed) != self.num_layers:
             raise ModelError(
-                f"{key} adds up to {sum(listed)} layers, and num_hidden_layers is "
+                f"{key} adds up to {sum(listed)} layers, but num_hidden_layers is "
                 f"{self.num_layers}; make them equal"
             )
         if empty := [stage for stage, count in enumerate(listed[1:-1], 1) if not count]:
@@ -306,7 +307,7 @@ class Decoder:
             )
         if self.num_mtp and not listed[-1]:
             raise ModelError(
-                f"{key} leaves the last stage without a layer, and its multi-token-prediction "
+                f"{key} leaves the last stage without a layer, but its multi-token-prediction "
                 "heads need one"
             )
         return []

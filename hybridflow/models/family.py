@@ -1,4 +1,4 @@
-"""The interface of a model family, and the lookup of a family by Hugging Face config."""
+"""The interface of a model family, and family lookup by Hugging Face config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Family(Protocol):
 
     @property
     def latent_norm_eps(self) -> float | None:
-        """Eps of the norms of latent attention, if it differs from the other norms."""
+        """Eps of latent attention's norms, if it differs from that of the other norms."""
 
     def megatron_config(self) -> dict[str, Any]:
         """Return the keyword arguments of Megatron's TransformerConfig that follow from the HF
@@ -52,7 +52,7 @@ FAMILIES: Registry[Callable[[Mapping[str, Any], bool], Family]] = Registry(
 
 
 def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
-    """Return the family for a HF config (the contents of config.json).
+    """Return the family for an HF config (the contents of config.json).
 
     Args:
         mtp: whether the multi-token-prediction heads declared in the config belong to the model. If
@@ -88,7 +88,7 @@ def use_family(name: str | None) -> None:
 
 
 def num_parameters(family: Family) -> int:
-    """Return the number of parameters of the model, excluding buffers (expert biases)."""
+    """Return the number of parameters in the model, excluding buffers (expert biases)."""
     buffers = set()
     for local in family.local_tensors(Coordinates()):
         if local.is_buffer:
@@ -98,7 +98,7 @@ def num_parameters(family: Family) -> int:
 
 
 def kept_dtypes(family: Family) -> dict[str, torch.dtype]:
-    """Return {HF tensor: dtype} of tensors whose dtype does not follow the model's (expert
+    """Return {HF tensor: dtype} for tensors whose dtype is independent of the model's (expert
     biases)."""
     import torch
 

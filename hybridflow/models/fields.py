@@ -52,11 +52,11 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Fields:
-    """A family's declaration. Field names, and the values of absent fields, are those of
+    """A family's declaration. Field names and the values of absent fields are the same as in
     transformers' config class.
 
     Attributes:
-        used: fields that the family follows, each with transformers' default, or REQUIRED.
+        used: fields that the family implements, each with transformers' default, or REQUIRED.
         fixed: fields with their supported values, including transformers' default; in a list-valued
             field every element must be a supported value.
         unused: fields that do not change log-probs.
@@ -80,7 +80,7 @@ class Fields:
 
         Raises:
             ModelError: a required field is missing, or a field has an unsupported value; the
-                message contains the field.
+                message names the field.
         """
         model = f"the config of model_type {hf.get('model_type')}"
         for name, supported in {**_FIXED, **self.fixed}.items():

@@ -1,4 +1,4 @@
-"""Block-wise fp8, the format in which DeepSeek-V3 was published: which tensors are quantised, and
+"""Block-wise fp8, the format in which DeepSeek-V3 was published: the set of quantised tensors and
 their scales.
 
 `X.weight` is float8_e4m3fn `[o, i]` and `X.weight_scale_inv` float32 `[ceil(o / rows), ceil(i /
@@ -48,12 +48,12 @@ class BlockQuantisation:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> BlockQuantisation:
-        """Return the weight format of the engines, read from config.json. Defaults to blocks of 128
-        x 128.
+        """Return the engines' weight format as specified in config.json. Blocks default to 128 x
+        128.
 
         Raises:
-            ModelError: another quantisation, static activation scales, or scales that are rounded
-                to powers of two.
+            ModelError: config.json specifies another quantisation, static activation scales, or
+                scales rounded to powers of two.
         """
         said: Mapping[str, Any] = hf_config.get("quantization_config") or {}
         _refuse_others(said, {**_BLOCK_WISE, "scale_fmt": "float"}, "is not supported for engines")
@@ -64,7 +64,7 @@ class BlockQuantisation:
 
     @classmethod
     def of_checkpoint(cls, hf_config: Mapping[str, Any]) -> BlockQuantisation | None:
-        """Return the weight format of a Hugging Face folder; None if it is not quantised, or in
+        """Return the weight format of a Hugging Face folder, or None if it is not quantised or uses
         MXFP4 (`models.mxfp4`).
 
         Raises:
@@ -128,7 +128,7 @@ class BlockQuantisation:
         )
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the scales of a weight `[..., rows, columns]`."""
+        """Return the shape of the scales for a weight `[..., rows, columns]`."""
         return (*shape[:-2], -(-shape[-2] // self.block[0]), -(-shape[-1] // self.block[1]))
 
     def checkpoint(
@@ -136,8 +136,8 @@ class BlockQuantisation:
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Return ({HF name: shape}, {HF name: dtype}) of a quantised checkpoint.
 
-        Shapes list each scale directly after its tensor. Dtypes are given for quantised tensors and
-        scales.
+        The shapes list each scale directly after its tensor. The dtypes cover only quantised
+        tensors and scales.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Experts stored as one tensor per matrix of a layer, with biases (gpt-oss).
+"""Experts with biases, where each layer stores one tensor per matrix for all its experts (gpt-oss).
 
-Weights are [experts, in, out]; gate and up alternate column by column. The trainer's parameters
-have the same layout (`mcore.fused_experts`), so that a rank's share is one rectangle.
+Weights are [experts, in, out]; the columns of gate and up are interleaved. The trainer's parameters
+have the same layout (`mcore.fused_experts`), so a rank's share is a single rectangle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ class FusedExperts:
     """Routed experts and their router, both with biases, including the preceding
     `post_attention_layernorm`.
 
-    Gate and up are clamped at `limit`, and the gate's sigmoid has the slope `alpha`.
+    Gate and up are clamped at `limit`, and the input to the gate's sigmoid is multiplied by
+    `alpha`.
     """
 
     hidden: int
@@ -42,7 +43,7 @@ class FusedExperts:
         }
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return the whole router and this rank's share of the experts."""
+        """Return the full router and this rank's share of the experts."""
         hf = f"{source}{self.prefix}"
         mlp = f"{target}mlp."
         router = (self.num_experts, self.hidden)
@@ -55,8 +56,8 @@ class FusedExperts:
         ]
 
     def shares(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return the experts of a rank: whole ones by expert parallelism, then a part of each by
-        expert tensor parallelism."""
+        """Return a rank's share of the experts: expert parallelism assigns it whole experts, and
+        expert tensor parallelism a part of each."""
         wide = 2 * self.ffn
         found = []
         for name, shape, dim in (
@@ -77,7 +78,8 @@ class FusedExperts:
         return found
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Require experts and their intermediate size divisible by the parallel sizes."""
+        """Require the number of experts and their intermediate size to be divisible by the parallel
+        sizes."""
         return [
             ("intermediate_size", self.ffn, "the expert tensor parallel size", at.etp_size),
             ("num_local_experts", self.num_experts, EXPERT, at.ep_size),

@@ -1,4 +1,4 @@
-"""Sharding of Hugging Face tensors over Megatron ranks, as data.
+"""Sharding of Hugging Face tensors across Megatron ranks, described as data.
 
 A rank's local tensor is described by rectangular `Piece`s: (HF tensor, HF region) <-> (local
 tensor, local region), both regions of the same shape. Elements of a local tensor that no piece
@@ -39,7 +39,7 @@ class Piece:
         return prod(self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """Return the index of the local region."""
+        """Return the slices that index the local region."""
         ranges = []
         for start, size in zip(self.local_start, self.shape, strict=True):
             ranges.append(slice(start, start + size))
@@ -67,11 +67,11 @@ class LocalTensor:
 class Coordinates:
     """Position of a rank, or of one of its virtual stages (`vpp_rank`), in the Megatron layout.
 
-    `etp` is the tensor parallelism of experts. `first_stage_layers` and `last_stage_layers` are
-    Megatron's `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 gives the stage an even
-    share. `layers_per_stage` lists the layers of every (virtual) stage in model order, `pp_size *
-    vpp_size` numbers; empty: not listed. All values are integers, so that a `row` of them can be
-    sent as one tensor.
+    `etp` is the tensor parallelism of the experts. `first_stage_layers` and `last_stage_layers` are
+    Megatron's `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 means an even share.
+    `layers_per_stage` lists the number of layers of every (virtual) stage in model order (`pp_size
+    * vpp_size` numbers); it is empty if unset. All values are integers, so that a `row` of them can
+    be sent as one tensor.
     """
 
     tp_rank: int = 0
@@ -109,7 +109,7 @@ class Coordinates:
         """Return the number of layers of each virtual stage in model order.
 
         The order is the first virtual stage of every pipeline stage, then the second of every one,
-        and so on. All code that needs a rank's layers goes through this method.
+        and so on. All code that needs a rank's layers calls this method.
         """
         if self.layers_per_stage:
             return list(self.layers_per_stage)
@@ -140,12 +140,12 @@ class Coordinates:
 
     @property
     def is_first_stage(self) -> bool:
-        """True if this stage has the embedding."""
+        """True if this stage contains the embedding."""
         return self.pp_rank == 0 and self.vpp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True if this stage has the final norm and the output layer."""
+        """True if this stage contains the final norm and the output layer."""
         return self.pp_rank == self.pp_size - 1 and self.vpp_rank == self.vpp_size - 1
 
     def virtual_stages(self) -> list[Coordinates]:
@@ -158,7 +158,7 @@ class ParallelShape:
     """Parallel sizes of a Megatron world of `ranks` processes, data-parallel replicas included.
 
     Checks, ranks, weight transfers and plans all derive their coordinates from it. The fields for
-    stages' layers are the same as in `Coordinates`.
+    layers per stage have the same meaning as in `Coordinates`.
     """
 
     ranks: int
@@ -174,7 +174,8 @@ class ParallelShape:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, ranks: int, **extra: Any) -> Self:
-        """Return the sizes of a configuration section. `extra` are fields of a subclass."""
+        """Return the sizes specified in a configuration section. `extra` contains a subclass's
+        additional fields."""
         return cls(
             ranks,
             parallel.tensor,
@@ -260,7 +261,7 @@ def split(
 def vocabulary(
     name: str, source: str, vocab: int, hidden: int, rank: int, size: int, padded: int | None = None
 ) -> LocalTensor:
-    """Split `[vocab, hidden]` over ranks, with the vocabulary padded to `padded` rows (None: to a
+    """Split `[vocab, hidden]` across ranks, with the vocabulary padded to `padded` rows (None: to a
     multiple of `size`).
 
     Padding rows have no source.
@@ -280,7 +281,7 @@ def padded_vocab_size(vocab: int, tp_size: int) -> int:
 def stacked(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int]) -> LocalTensor:
     """Stack rows of several HF tensors.
 
-    `parts` are (HF name, first row, number of rows); `tail` are the other dimensions.
+    `parts` are (HF name, first row, number of rows); `tail` is the shape after the row dimension.
     """
     pieces = []
     row = 0

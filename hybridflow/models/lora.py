@@ -30,7 +30,7 @@ _STRIP = 4 << 20  # number of weight elements merged at a time, in fp32
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """A rank's weight with its factors `a` [rank, in] and `b` [out, rank].
+    """A rank's weight and its factors `a` [rank, in] and `b` [out, rank].
 
     `cut` is the dimension of the weight that tensor parallelism splits.
     """
@@ -42,7 +42,7 @@ class AdaptedWeight:
 
     @property
     def module(self) -> str:
-        """Megatron's name of the linear."""
+        """Name of the linear in Megatron."""
         return _module(self.weight)
 
 
@@ -55,7 +55,7 @@ class AdapterMap:
         seed: seed of A's initial values.
 
     Raises:
-        ModelError: the model lacks a target.
+        ModelError: the model has no linear of a kind listed as a target.
     """
 
     def __init__(self, family: Family, config: LoraConfig, seed: int) -> None:
@@ -86,7 +86,7 @@ class AdapterMap:
         )
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return every factor with its shape, without `aliases`."""
+        """Return {factor: shape}, excluding `aliases`."""
         rank = self.config.rank
         shapes: dict[str, tuple[int, ...]] = {}
         for source, uncut in self._uncut.items():
@@ -95,7 +95,7 @@ class AdapterMap:
         return shapes
 
     def aliases(self) -> dict[str, str]:
-        """Return {A of an HF linear: the A that it shares}."""
+        """Return {A of an HF linear: the A under which it is stored}."""
         pairs = {names_of(source)[0]: self._a_of(source) for source in self._uncut}
         return {name: kept for name, kept in pairs.items() if name != kept}
 
@@ -164,22 +164,22 @@ def names_of(source: str) -> tuple[str, str]:
 
 
 def module_of(name: str) -> str:
-    """Return the HF linear that a factor belongs to, from its PEFT name."""
+    """Return the HF linear to which the factor with this PEFT name belongs."""
     return name.removesuffix(".weight").rpartition(".")[0]
 
 
 def is_a(name: str) -> bool:
-    """Return True if a factor is an A, from its PEFT name."""
+    """Return True if this PEFT name denotes an A factor."""
     return name.endswith(".lora_A.weight")
 
 
 def is_factor(name: str) -> bool:
-    """Return True if a tensor is an A or a B, from its PEFT name."""
+    """Return True if this PEFT name denotes an A or B factor."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 def is_adapter(parameter: str) -> bool:
-    """Return True if a Megatron parameter is an adapter factor, from its name."""
+    """Return True if this Megatron name denotes an adapter factor."""
     return ".lora." in parameter
 
 
@@ -213,8 +213,8 @@ def peft_config(
     Args:
         facts: `AdapterMap.facts`.
         modules: HF names of the adapted linears.
-        tensors: all tensors of the model. If a tensor that is not adapted has the same last name as
-            an adapted one, the adapted module is listed by its full name.
+        tensors: all tensors of the model. If an unadapted tensor has the same last name component
+            as an adapted one, the adapted module is listed by its full name.
     """
     adapted = set(modules)
     others = set()

@@ -64,7 +64,7 @@ def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _heads(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the number of query heads per key head, up to eight. Latent attention has one key per
+    """Keep the ratio of query heads to key heads, up to eight. Latent attention has one key per
     head."""
     heads = int(hf.get("num_attention_heads") or 1)
     groups = int(hf.get("num_key_value_heads") or heads)

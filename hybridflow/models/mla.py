@@ -50,7 +50,7 @@ class LatentAttention:
         return shapes
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return whole down projections and up projections split by heads."""
+        """Return the full down projections, and the up projections split by heads."""
         hf = f"{source}self_attn."
         mine = f"{target}self_attention."
         shapes = self.tensors(source)
@@ -79,5 +79,5 @@ class LatentAttention:
         ]
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Require heads divisible by the tensor parallel size."""
+        """Require the number of heads to be divisible by the tensor parallel size."""
         return [("num_attention_heads", self.heads, TENSOR, at.tp_size)]

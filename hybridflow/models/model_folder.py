@@ -96,11 +96,11 @@ def read_weight_map(index: Path) -> dict[str, str]:
         found = read_outside_json(index).get("weight_map")
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{index} is not a weight index ({error}); {_again(index.parent)}"
+            f"{index} is not a valid weight index ({error}); {_again(index.parent)}"
         ) from error
     if not isinstance(found, dict):
         raise ModelError(
-            f"{index} is not a weight index (missing weight_map); {_again(index.parent)}"
+            f"{index} is not a valid weight index (missing weight_map); {_again(index.parent)}"
         )
     files = set[str]()
     for name, file in found.items():
@@ -158,7 +158,7 @@ def _is_pointer(file: Path) -> bool:
 
 
 def _again(folder: Path, *, pointer: bool = False) -> str:
-    """Return the advice for the error message: the download command.
+    """Return the download command that an error message suggests.
 
     Running the command again resumes an interrupted download.
     """

@@ -1,9 +1,9 @@
-"""MXFP4, the format in which gpt-oss was published: experts as blocks of 32 four-bit floats with a
-power of two for each block.
+"""MXFP4, the format in which gpt-oss was published: experts are stored as blocks of 32 four-bit
+floats with one power-of-two scale per block.
 
-`X_blocks` is uint8 [experts, out, in / 32, 16], two values a byte, the lower half first; `X_scales`
-is uint8 [experts, out, in / 32], exponents with an offset of 127. They replace `X` [experts, in,
-out] (transformers: `integrations/mxfp4.py`).
+`X_blocks` is uint8 [experts, out, in / 32, 16], two values per byte, low nibble first; `X_scales`
+is uint8 [experts, out, in / 32], exponents biased by 127. They replace `X` [experts, in, out]
+(transformers: `integrations/mxfp4.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def packed_names(names: Collection[str]) -> set[str]:
 def read_packed(
     read: Reader, name: str, start: tuple[int, ...], shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return a region of the tensor `name` [experts, in, out] in bfloat16, which holds every value
-    exactly.
+    """Return a region of the tensor `name` [experts, in, out] in bfloat16, which represents every
+    value exactly.
 
     Args:
         read: reads a region of a stored tensor.

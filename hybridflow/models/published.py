@@ -29,8 +29,8 @@ def published(name: str) -> dict[str, Any]:
 
 @functools.cache
 def published_names() -> tuple[str, ...]:
-    """Return the models with known sizes: the groups with a vocabulary size. The tiny models have
-    none."""
+    """Return the models whose sizes are known: the configuration groups that set a vocabulary size.
+    The tiny models do not."""
     return tuple(
         sorted(
             file.stem for file in _group("*").parent.glob("*.yaml") if "vocab_size" in _sizes(file)

@@ -34,11 +34,11 @@ class Rotary:
         dim: number of rotated elements.
         theta: base of the wavelengths.
         kind: transformers' rope_type.
-        share: rotated share of each head.
+        share: rotated fraction of each head.
         original: number of positions in pre-training; YaRN and Llama 3.1 scale relative to it.
         settings: the settings of `kind` in config.json.
         query_growth: queries are multiplied by 1 + query_growth * ln(1 + floor(position /
-            original)); 0: they are not.
+            original)); 0 disables this scaling.
     """
 
     dim: int
@@ -61,18 +61,18 @@ class Rotary:
     ) -> Rotary:
         """Read the settings from a config.json.
 
-        They are at the top level, in `rope_scaling` or in `rope_parameters` (transformers 5).
+        They may be at the top level, in `rope_scaling` or in `rope_parameters` (transformers 5).
 
         Args:
             hf: the contents of config.json.
             head_dim: number of elements of a head.
-            theta, positions: the family's defaults of rope_theta and max_position_embeddings.
-            partial: the family's default share of each head that is rotated; None: the family
+            theta, positions: the family's defaults for rope_theta and max_position_embeddings.
+            partial: the family's default for the rotated fraction of each head; None if the family
                 always rotates whole heads.
 
         Raises:
             ModelError: unsupported rope_type, a missing setting, or partial rotation in a family
-                without it.
+                that does not support it.
         """
         settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
         kind = str(settings.get("rope_type") or settings.get("type") or "default")
@@ -81,10 +81,10 @@ class Rotary:
             what = (
                 f"rope_type {kind!r}"
                 if kind not in _NEEDS
-                else "rotary settings of its own for each kind of layer"
+                else "separate rotary settings for each kind of layer"
             )
             raise ModelError(
-                f"{model} has {what}, which is not supported; there are {', '.join(_NEEDS)}"
+                f"{model} has {what}, which is not supported; use one of {', '.join(_NEEDS)}"
             )
         missing = [name for name in _NEEDS[kind] if settings.get(name) is None]
         if missing:
@@ -94,7 +94,7 @@ class Rotary:
         )
         if partial is None and share != 1.0:
             raise ModelError(
-                f"{model} has partial_rotary_factor={share}, which is not supported; leave it out"
+                f"{model} has partial_rotary_factor={share}, which is not supported; remove it"
             )
         longest = _first(hf.get("max_position_embeddings"), positions)
         original = _first(
@@ -119,7 +119,7 @@ class Rotary:
 
     @property
     def attention_factor(self) -> float:
-        """Factor applied to the cosines and sines."""
+        """Factor by which cosines and sines are multiplied."""
         if self.kind != "yarn":
             return 1.0
         settings = self.settings
@@ -173,31 +173,32 @@ class Rotary:
 def rotaries_by_kind(
     hf: Mapping[str, Any], head_dim: int, *, theta: float, local_theta: float, positions: int
 ) -> tuple[Rotary, Rotary]:
-    """Return the embeddings of full layers and of layers with a window.
+    """Return the rotary embeddings of full-attention layers and of sliding-window layers.
 
-    `rope_parameters` has settings for each kind of layer. Without them, `rope_scaling` and
-    `rope_theta` are those of full layers only.
+    `rope_parameters` has separate settings for each kind of layer. Without it, `rope_scaling` and
+    `rope_theta` apply only to full-attention layers.
 
     Args:
         hf: the contents of config.json.
         head_dim: number of elements of a head.
-        theta, local_theta: the family's defaults of rope_theta for the two kinds.
-        positions: the family's default of max_position_embeddings.
+        theta, local_theta: the family's defaults for rope_theta of the two kinds.
+        positions: the family's default for max_position_embeddings.
 
     Raises:
-        ModelError: as `Rotary.of`, or `rope_parameters` has settings outside of these kinds.
+        ModelError: same as `Rotary.of`; also if `rope_parameters` has settings that belong to
+            neither kind.
     """
     given = hf.get("rope_parameters") or {}
     if not all(isinstance(settings, Mapping | None) for settings in given.values()):
         raise ModelError(
             f"the config of model_type {hf.get('model_type')} has one set of rope_parameters, "
-            "which is not supported; give one each for full_attention and sliding_attention"
+            "which is not supported; add one set each for full_attention and sliding_attention"
         )
     scaling = hf.get("rope_scaling") or {}
     if "type" in scaling and "rope_type" not in scaling:
         raise ModelError(
             f"the config of model_type {hf.get('model_type')} has rope_scaling.type, which "
-            "transformers ignores in this family; name it rope_type"
+            "transformers ignores in this family; rename it to rope_type"
         )
     rest = {name: hf[name] for name in hf if name not in ("rope_parameters", "rope_scaling")}
     full = {**(given.get("full_attention") or {}), **scaling}

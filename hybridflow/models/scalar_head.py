@@ -1,9 +1,9 @@
 """A family's decoder with a linear [hidden -> 1] as its output layer: the parameter map of critics
 and reward models.
 
-In Hugging Face format these are transformers' `*ForTokenClassification` (a value for every token:
-critics) and `*ForSequenceClassification` (a score at the last token: reward models) with one label.
-The head is `score.weight` in both.
+In Hugging Face format these are transformers' `*ForTokenClassification` (one value per token:
+critics) and `*ForSequenceClassification` (one score at the last token: reward models) with one
+label. The head is `score.weight` in both.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class ScalarHead:
         }
 
     def megatron_config(self) -> dict[str, Any]:
-        """Return the backbone's keyword arguments of TransformerConfig."""
+        """Return the backbone's keyword arguments for TransformerConfig."""
         return self.backbone.megatron_config()
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Return the backbone's keyword arguments of GPTModel with untied embeddings.
+        """Return the backbone's keyword arguments for GPTModel, with untied embeddings.
 
-        The scalar head cannot share them.
+        The scalar head cannot share the embedding's weights.
         """
         return self.backbone.gpt_model_kwargs() | {"share_embeddings_and_output_weights": False}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the backbone's tensors without the output layer, plus the head."""
+        """Return the backbone's tensors with the head in place of the output layer."""
         shapes = {}
         for name, shape in self.backbone.tensors().items():
             if name != _OUTPUT:
@@ -78,7 +78,7 @@ class ScalarHead:
         self.backbone.check(at)
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """Return the backbone's local tensors with the head.
+        """Return the backbone's local tensors and the head.
 
         The head is replicated on the tensor-parallel ranks of the last stage.
         """
@@ -96,8 +96,8 @@ class ScalarHead:
 class FreshHead:
     """A checkpoint's backbone weights with a newly initialised head.
 
-    The head is N(0, 1 / (hidden + 1)), so that values start near 0. It depends only on the seed,
-    not on the layout or the checkpoint.
+    The head is drawn from N(0, 1 / (hidden + 1)), so values start near 0. It depends only on the
+    seed, not on the layout or the checkpoint.
     """
 
     def __init__(self, backbone: WeightSource, family: ScalarHead, seed: int) -> None:
@@ -107,5 +107,5 @@ class FreshHead:
         )
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Read a region from the head if `name` belongs to it, else from the backbone."""
+        """Read a region of the head if `name` belongs to the head, or of the backbone otherwise."""
         return (self.head if name in (WEIGHT, BIAS) else self.backbone).read(name, start, shape)

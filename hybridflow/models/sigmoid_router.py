@@ -1,6 +1,6 @@
 """The layers of DeepSeek-V3 and GLM-4.5, and Megatron's settings for their router.
 
-Sigmoid scores, groups, expert bias, shared experts.
+The router uses sigmoid scores, expert groups and an expert bias; layers also have shared experts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SigmoidDecoder(Decoder):
 
 
 def sigmoid_router_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the router's keyword arguments of TransformerConfig.
+    """Return the router's keyword arguments for TransformerConfig.
 
     Raises:
         ModelError: the experts cannot be divided into groups that allow this top-k, or Megatron

@@ -16,11 +16,11 @@ def softmax_router_config(
     renormalised: bool,
     key: str = "num_experts_per_tok",
 ) -> dict[str, Any]:
-    """Return the router's keyword arguments of TransformerConfig.
+    """Return the router's keyword arguments for TransformerConfig.
 
     With `renormalised` the probabilities of the selected experts are normalised to sum to 1. This
-    equals a softmax over the selected logits alone. `key` is the family's field of top-k, used in
-    messages.
+    equals a softmax over the selected logits alone. `key` is the family's config field for top-k,
+    used in messages.
 
     Raises:
         ModelError: top-k exceeds the number of experts, or is 1 with renormalisation, a combination

@@ -71,7 +71,7 @@ class RandomWeights:
 
     Every tensor has a separate generator seeded by (seed, HF name), so sharding never changes the
     values. (Megatron's own CPU initialisation gives every expert-parallel rank the same experts.)
-    Norms are one, biases zero, matrices N(0, std).
+    Norms are set to one and biases to zero; matrices are drawn from N(0, std).
     """
 
     def __init__(self, tensors: Mapping[str, tuple[int, ...]], seed: int, std: float) -> None:
@@ -137,7 +137,8 @@ class SafetensorsFolder:
         self.packed = packed_names(self.files)  # tensors in MXFP4
 
     def names(self) -> set[str]:
-        """Return the tensors that can be read, without the scales of quantised weights."""
+        """Return the names of the tensors that can be read, excluding the scales of quantised
+        weights."""
         scales = {f"{name}{SCALE_SUFFIX}" for name in self.files}
         parts = {f"{name}{part}" for name in self.packed for part in (BLOCKS, SCALES)}
         return (self.files.keys() | self.packed) - scales - parts
@@ -168,7 +169,7 @@ class SafetensorsFolder:
             return view[...]
 
     def form(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return (shape, dtype as named by safetensors) of a tensor as `read` returns it."""
+        """Return the shape and the safetensors dtype name of a tensor as `read` returns it."""
         if name in self.packed:
             (experts, columns, groups, half), _ = self.form(f"{name}{BLOCKS}")
             return (experts, 2 * groups * half, columns), "BF16"
@@ -177,7 +178,7 @@ class SafetensorsFolder:
 
     @contextmanager
     def _view(self, name: str) -> Iterator[Any]:
-        """Yield a slice handle of a tensor in its open file."""
+        """Yield a slice handle for a tensor in its open file."""
         from safetensors import SafetensorError
 
         if name not in self.files:

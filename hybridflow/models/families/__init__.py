@@ -1,1 +1,1 @@
-"""One file per `model_type`, named after the model_type that it supports."""
+"""Model families, one file per supported `model_type`, named after it."""

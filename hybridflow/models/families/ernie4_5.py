@@ -8,7 +8,7 @@ from hybridflow.models.fields import REQUIRED, Fields
 
 
 class Ernie45(Decoder):
-    """The map for an `ernie4_5` config."""
+    """Parameter map of an `ernie4_5` config."""
 
     architecture = "Ernie4_5ForCausalLM"
     positions = 131072

@@ -1,5 +1,5 @@
 """ERNIE 4.5 with experts: rotary embedding of adjacent elements, and experts chosen by softmax
-probabilities plus a bias, next to shared ones."""
+probabilities plus a bias, in addition to shared ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridflow.models.softmax_router import softmax_router_config
 
 
 class Ernie45Moe(Decoder):
-    """The map for an `ernie4_5_moe` config."""
+    """Parameter map of an `ernie4_5_moe` config."""
 
     architecture = "Ernie4_5_MoeForCausalLM"
     positions = 131072
@@ -71,7 +71,7 @@ class Ernie45Moe(Decoder):
             self.router["moe_shared_expert_intermediate_size"] = self.shared_ffn
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """Return True if a layer has experts."""
         first, last, interval = (
             int(self.values[f"moe_layer_{name}"])
             for name in ("start_index", "end_index", "interval")

@@ -1,5 +1,5 @@
 """Gemma 3 (text): zero-centered norms before and after attention and MLP, scaled embeddings, GELU,
-and windows with a separate rotary base in most layers."""
+and sliding windows with a separate rotary base in most layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.models.windows import layer_windows
 
 
 class Gemma3Text(Decoder):
-    """The map for a `gemma3_text` config."""
+    """Parameter map of a `gemma3_text` config."""
 
     architecture = "Gemma3ForCausalLM"
     positions = 131072
@@ -56,7 +56,7 @@ class Gemma3Text(Decoder):
         self.embedding_scale = self.hidden**0.5
 
     def rotaries(self) -> tuple[Rotary, Rotary]:
-        """Return the embeddings of full and of windowed layers."""
+        """Return the rotary embeddings of full-attention layers and of sliding-window layers."""
         return rotaries_by_kind(
             self.hf,
             self.head_dim,
@@ -66,20 +66,20 @@ class Gemma3Text(Decoder):
         )
 
     def attention(self, layer: int) -> Block:
-        """Attention between two norms."""
+        """Return attention with a norm before and after it."""
         norms = Norms("input_layernorm", "post_attention_layernorm")
         return GroupedAttention(
             self.hidden, self.heads, self.groups, self.head_dim, qk_norm=True, norms=norms
         )
 
     def mlp(self, layer: int) -> Block:
-        """A gated MLP between two norms."""
+        """Return a gated MLP with a norm before and after it."""
         norms = Norms("pre_feedforward_layernorm", "post_feedforward_layernorm")
         return DenseMlp(self.hidden, int(self.values["intermediate_size"]), norms=norms)
 
     def megatron_config(self) -> dict[str, Any]:
-        """Return the keyword arguments of TransformerConfig, with the activation and the factor of
-        attention's logits."""
+        """Return the keyword arguments of TransformerConfig, including the activation and the scale
+        of attention logits."""
         from torch.nn.functional import gelu  # planning does not need torch
 
         return super().megatron_config() | {

@@ -13,7 +13,7 @@ from hybridflow.models.fields import REQUIRED, Fields
 
 
 class Glm4(Decoder):
-    """The map for a `glm4` config."""
+    """Parameter map of a `glm4` config."""
 
     architecture = "Glm4ForCausalLM"
     positions = 131072
@@ -35,14 +35,15 @@ class Glm4(Decoder):
         self.qkv_bias = bool(self.values["attention_bias"])
 
     def attention(self, layer: int) -> Block:
-        """Attention between two norms."""
+        """Return attention with a norm before and after it."""
         norms = Norms("input_layernorm", "post_self_attn_layernorm")
         return GroupedAttention(
             self.hidden, self.heads, self.groups, self.head_dim, self.qkv_bias, norms=norms
         )
 
     def mlp(self, layer: int) -> Block:
-        """A gated MLP between two norms, with gate and up in one tensor."""
+        """Return a gated MLP with a norm before and after it, and with gate and up stored as one
+        tensor."""
         names = MlpNames(gate="gate_up_proj", up="gate_up_proj")
         norms = Norms("post_attention_layernorm", "post_mlp_layernorm")
         return DenseMlp(
@@ -50,7 +51,7 @@ class Glm4(Decoder):
         )
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of GPTModel, including the rotated share of each head."""
+        """Return the keyword arguments of GPTModel, including the rotated fraction of each head."""
         return super().gpt_model_kwargs() | {"rotary_percent": self.rotary.share}
 
 

@@ -20,7 +20,7 @@ from hybridflow.models.sigmoid_router import (
 
 
 class Glm4Moe(SigmoidDecoder):
-    """Parameter map of a `glm4_moe` config. GLM-4.5 has query and key norms, GLM-4.5-Air does not
+    """Parameter map of a `glm4_moe` config. GLM-4.5 has query and key norms; GLM-4.5-Air does not
     (`use_qk_norm`)."""
 
     architecture = "Glm4MoeForCausalLM"
@@ -51,7 +51,7 @@ class Glm4Moe(SigmoidDecoder):
         self.qk_norm = bool(self.values["use_qk_norm"])
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of GPTModel, including the rotated share of each head."""
+        """Return the keyword arguments of GPTModel, including the rotated fraction of each head."""
         return super().gpt_model_kwargs() | {"rotary_percent": self.rotary.share}
 
 

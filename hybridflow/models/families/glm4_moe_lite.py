@@ -1,5 +1,5 @@
-"""GLM-4.7-Flash: DeepSeek-V3's latent attention and router, with each layer's kind of MLP given as
-a list."""
+"""GLM-4.7-Flash: DeepSeek-V3's latent attention and router; config.json lists the kind of MLP for
+each layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Glm4MoeLite(DeepseekV3):
     )
 
     def num_dense(self) -> int:
-        """Return the number of dense layers in `mlp_layer_types`; one if config.json has no list.
+        """Return the number of dense layers in `mlp_layer_types`, or 1 if config.json does not
+        contain it.
 
         Raises:
             ModelError: the list's length differs from the number of layers, or a dense layer
@@ -50,8 +51,8 @@ class Glm4MoeLite(DeepseekV3):
         dense = kinds.count("dense")
         if kinds != ["dense"] * dense + ["sparse"] * (self.num_layers - dense):
             raise ModelError(
-                f"mlp_layer_types={kinds} is not supported: it must list the {self.num_layers} "
-                "layers of num_hidden_layers, dense ones first, then sparse ones"
+                f"mlp_layer_types={kinds} is not supported: it must have one entry per layer "
+                f"(num_hidden_layers={self.num_layers}), dense layers before sparse ones"
             )
         return int(dense)
 

@@ -1,5 +1,5 @@
-"""gpt-oss: attention with sinks and biases, windows in every other layer, YaRN, and experts with
-biases and a clamped SwiGLU."""
+"""gpt-oss: attention with sinks and biases, sliding windows in every other layer, YaRN, and experts
+with biases and a clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EXPERTS = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
 
 
 class GptOss(Decoder):
-    """The map for a `gpt_oss` config."""
+    """Parameter map of a `gpt_oss` config."""
 
     architecture = "GptOssForCausalLM"
     positions = 131072
@@ -71,13 +71,13 @@ class GptOss(Decoder):
         self.router = softmax_router_config(self.num_experts, topk, self.ffn, renormalised=True)
 
     def rotaries(self) -> tuple[Rotary, Rotary | None]:
-        """Return the rotary embedding of all layers."""
+        """Return the rotary embedding that all layers share."""
         has_settings = self.hf.get("rope_scaling") or self.hf.get("rope_parameters")
         hf = self.hf if has_settings else {**self.hf, "rope_parameters": _ROTARY}
         return Rotary.of(hf, self.head_dim, theta=self.theta, positions=self.positions), None
 
     def attention(self, layer: int) -> Block:
-        """Attention with a sink for each head and a bias on its output."""
+        """Return attention with one sink per head and a bias on its output."""
         return GroupedAttention(
             self.hidden,
             self.heads,

@@ -1,5 +1,5 @@
-"""MiniMax-M2: norms over all query and all key heads, partly rotated heads, experts in every layer
-chosen by sigmoid scores with a bias."""
+"""MiniMax-M2: norms across all query and all key heads, partial rotary embedding, and experts in
+every layer, chosen by sigmoid scores with a bias."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXPERTS = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
 
 
 class MiniMaxM2(Decoder):
-    """The map for a `minimax_m2` config."""
+    """Parameter map of a `minimax_m2` config."""
 
     architecture = "MiniMaxM2ForCausalLM"
     positions = 196608
@@ -84,7 +84,7 @@ class MiniMaxM2(Decoder):
         )
 
     def attention(self, layer: int) -> Block:
-        """Attention with norms over all heads."""
+        """Return attention with norms across all heads."""
         return GroupedAttention(
             self.hidden, self.heads, self.groups, self.head_dim, qk_norm=True, wide_norm=True
         )
@@ -103,7 +103,7 @@ class MiniMaxM2(Decoder):
         )
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of GPTModel, including the rotated share of each head."""
+        """Return the keyword arguments of GPTModel, including the rotated fraction of each head."""
         return super().gpt_model_kwargs() | {"rotary_percent": self.rotary.share}
 
 

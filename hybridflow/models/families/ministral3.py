@@ -1,4 +1,4 @@
-"""Ministral 3: Llama's decoder with YaRN, and queries that grow with their position
+"""Ministral 3: Llama's decoder with YaRN, and queries scaled up with their position
 (`llama_4_scaling_beta`)."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROTARY = {
 
 
 class Ministral3(Decoder):
-    """The map for a `ministral3` config."""
+    """Parameter map of a `ministral3` config."""
 
     architecture = "Ministral3ForCausalLM"
     positions = 262144
@@ -59,9 +59,9 @@ class Ministral3(Decoder):
         original = self.rotary.settings.get("original_max_position_embeddings")
         if growth is None or (original is None and self.rotary.kind != "yarn"):
             raise ModelError(
-                "the config of model_type ministral3 needs llama_4_scaling_beta and "
-                "original_max_position_embeddings among its rope_parameters; queries are scaled by "
-                "them"
+                "the config of model_type ministral3 has no llama_4_scaling_beta or no "
+                "original_max_position_embeddings in rope_parameters; both are needed to scale the "
+                "queries"
             )
         self.rotary = replace(self.rotary, query_growth=float(growth))
 

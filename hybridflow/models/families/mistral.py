@@ -1,4 +1,4 @@
-"""Mistral: Llama's decoder, with one sliding window for all layers (7B v0.1) or without."""
+"""Mistral: Llama's decoder, with the same sliding window in all layers (7B v0.1) or without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridflow.models.windows import layer_windows
 
 
 class Mistral(Decoder):
-    """The map for a `mistral` config."""
+    """Parameter map of a `mistral` config."""
 
     architecture = "MistralForCausalLM"
     positions = 131072

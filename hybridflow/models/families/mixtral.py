@@ -14,8 +14,7 @@ from hybridflow.models.windows import layer_windows
 
 
 class Mixtral(Decoder):
-    """Parameter map of a `mixtral` config. In its checkpoints gate, down and up are named w1, w2
-    and w3."""
+    """Parameter map of a `mixtral` config. Its checkpoints name gate, down and up w1, w2 and w3."""
 
     architecture = "MixtralForCausalLM"
     positions = 131072

@@ -1,5 +1,5 @@
-"""OLMo 2: Llama's decoder with norms only after attention and MLP, and norms over all query and all
-key heads."""
+"""OLMo 2: Llama's decoder with norms only after attention and MLP, and norms across all query and
+all key heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridflow.models.fields import REQUIRED, Fields
 
 
 class Olmo2(Decoder):
-    """The map for an `olmo2` config."""
+    """Parameter map of an `olmo2` config."""
 
     architecture = "Olmo2ForCausalLM"
     positions = 2048
@@ -21,7 +21,7 @@ class Olmo2(Decoder):
     )
 
     def attention(self, layer: int) -> Block:
-        """Attention with norms over all heads and a norm on its output."""
+        """Return attention with norms across all heads and a norm on its output."""
         return GroupedAttention(
             self.hidden,
             self.heads,
@@ -33,7 +33,7 @@ class Olmo2(Decoder):
         )
 
     def mlp(self, layer: int) -> Block:
-        """A gated MLP with a norm on its output."""
+        """Return a gated MLP with a norm on its output."""
         norms = Norms("", "post_feedforward_layernorm")
         return DenseMlp(self.hidden, int(self.values["intermediate_size"]), norms=norms)
 

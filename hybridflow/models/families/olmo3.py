@@ -1,5 +1,5 @@
-"""OLMo 3: OLMo 2's decoder with a sliding window in three of four layers, in which rotary embedding
-is not scaled."""
+"""OLMo 3: OLMo 2's decoder with a sliding window and unscaled rotary embedding in three of every
+four layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridflow.models.windows import layer_windows
 
 
 class Olmo3(Olmo2):
-    """The map for an `olmo3` config."""
+    """Parameter map of an `olmo3` config."""
 
     architecture = "Olmo3ForCausalLM"
     theta = 500000.0
@@ -34,7 +34,7 @@ class Olmo3(Olmo2):
         )
 
     def rotaries(self) -> tuple[Rotary, Rotary]:
-        """Return the embeddings of full and of windowed layers."""
+        """Return the rotary embeddings of full-attention layers and of sliding-window layers."""
         return rotaries_by_kind(
             self.hf,
             self.head_dim,

@@ -20,7 +20,8 @@ WINDOWS: Mapping[str, Any] = {
 
 
 def qwen_windows(values: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the windows of Qwen2's and Qwen3's layers: those from `max_window_layers` on."""
+    """Return the sliding window of each Qwen2 or Qwen3 layer. Layers below `max_window_layers` have
+    none."""
     return layer_windows(
         values["sliding_window"] if values["use_sliding_window"] else None,
         int(values["num_hidden_layers"]),

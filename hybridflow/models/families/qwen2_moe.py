@@ -16,7 +16,7 @@ from hybridflow.models.windows import layer_windows
 
 
 class Qwen2Moe(Decoder):
-    """The map for a `qwen2_moe` config."""
+    """Parameter map of a `qwen2_moe` config."""
 
     architecture = "Qwen2MoeForCausalLM"
     positions = 32768
@@ -68,7 +68,7 @@ class Qwen2Moe(Decoder):
         }
 
     def mlp(self, layer: int) -> Block:
-        """Routed experts and a gated shared one in every layer."""
+        """Return routed experts and a gated shared expert for every layer."""
         return Experts(
             self.hidden,
             self.ffn,

@@ -33,7 +33,7 @@ class Qwen3(Decoder):
         self.windows = self.layer_windows()
 
     def layer_windows(self) -> tuple[int, ...]:
-        """Return how many tokens each layer attends to; 0: all."""
+        """Return the number of tokens that each layer attends to; 0 means all."""
         return qwen_windows(self.values)
 
 

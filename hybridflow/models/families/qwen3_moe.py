@@ -47,7 +47,7 @@ class Qwen3Moe(Qwen3):
         )
 
     def layer_windows(self) -> tuple[int, ...]:
-        """One window for all layers, or none."""
+        """Return the same window for all layers, or no windows."""
         window = self.values["sliding_window"] if self.values["use_sliding_window"] else None
         return layer_windows(window, self.num_layers)
 

@@ -47,7 +47,7 @@ def test_fp32_is_refused_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "get_te_version", lambda: Version("2.10.0"))
     nothing: object = None
     with pytest.raises(
-        ModelError, match=r"model\.dtype=float32: Transformer Engine has no attention"
+        ModelError, match=r"model\.dtype=float32: Transformer Engine does not support fp32"
     ):
         model.build_model(nothing, nothing, "float32")  # type: ignore[arg-type]
 
@@ -67,7 +67,7 @@ def test_a_version_that_megatron_does_not_take_is_named_with_node_and_remedy(
     monkeypatch.setattr(model, "get_te_version", lambda: Version(version))
     nothing: object = None
     said = (
-        rf"Transformer Engine {version}; Megatron-Core {megatron} takes 2\.9 to below {beyond}: "
+        rf"Transformer Engine {version}; Megatron-Core {megatron} supports >=2\.9,<{beyond}: "
         rf".*LANE=gpu"
     )
     with pytest.raises(ModelError, match=rf"node {socket.gethostname()} has {said}"):

@@ -101,7 +101,7 @@ def test_what_passes_can_be_cut_and_what_is_refused_cannot(
         by_choice = (
             "heads",
             "q, k and v",
-            "already says the layers",
+            "already lists the layers",
             "without a layer",
             "leave no layer",
         )

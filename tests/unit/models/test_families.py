@@ -204,10 +204,10 @@ def test_settings_of_the_others() -> None:
             "of its own for each kind of layer",
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
         (
             {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4},
-            "sliding_window is not set or not in use",
+            "sliding_window is not set or is disabled",
         ),
         ({"model_type": "qwen2", "layer_types": ["full_attention"] * 3}, "each of the 4 layers"),
         (

@@ -114,7 +114,7 @@ def test_a_cut_may_go_through_a_part() -> None:
         (
             "llama",
             Coordinates(pp_size=3, layers_per_stage=(1, 3)),
-            r"\[1, 3\] has 2 numbers, and .* 3 stages",
+            r"\[1, 3\] has 2 numbers, but .* 3 stages",
         ),
         (
             "llama",
@@ -124,7 +124,7 @@ def test_a_cut_may_go_through_a_part() -> None:
         (
             "llama",
             Coordinates(pp_size=2, layers_per_stage=(1, 2)),
-            "adds up to 3 layers, and num_hidden_layers is 4",
+            "adds up to 3 layers, but num_hidden_layers is 4",
         ),
         (
             "llama",
@@ -134,7 +134,7 @@ def test_a_cut_may_go_through_a_part() -> None:
         (
             "llama",
             Coordinates(pp_size=2, first_stage_layers=1, layers_per_stage=(1, 3)),
-            "already says the layers of every stage; set first_stage_layers 1",
+            "already lists the layers of every stage; set first_stage_layers 1",
         ),
         ("qwen3_moe", Coordinates(ep_size=3), "num_experts is 8, which actor.parallel.expert 3"),
         ("qwen3_moe", Coordinates(etp_size=3), "moe_intermediate_size is 32"),

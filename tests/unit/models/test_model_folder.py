@@ -67,8 +67,8 @@ def spoil(folder: Path) -> dict[str, Callable[[], object]]:
 
     return {
         "does not contain the tensor model.norm.weight, which": without_a_tensor,
-        "is not a weight index": lambda: index.write_text("{}"),
-        "is not a weight index .not JSON": lambda: index.write_text("{"),
+        "is not a valid weight index": lambda: index.write_text("{}"),
+        "is not a valid weight index .not JSON": lambda: index.write_text("{"),
         "index.json is a git-lfs pointer, not the file": lambda: index.write_text(
             "version https://git-lfs.github.com/"
         ),
