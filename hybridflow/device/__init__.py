@@ -1,4 +1,2 @@
-"""Device abstraction, and offloading of model parts.
-
-This is the only package that uses `torch.cuda`.
-"""
+"""Device abstraction and offloading of model parts. This is the only package that uses
+`torch.cuda`."""

@@ -1,10 +1,10 @@
 """GPU memory and events shared between two processes on one node.
 
-Memory comes from torch's allocator and is shared as in `torch.multiprocessing`, through a
-reference-counted storage handle. The block is not reused until the other process has released it.
-(A killed process never releases it, so the block stays allocated in the exporter.) The handle is
-opened on the importer's own device, regardless of the exporter's device index, because CUDA maps
-peer memory whether or not that device is visible.
+Memory is allocated by torch and shared as in `torch.multiprocessing`, through a reference-counted
+storage handle. The block is not reused until the other process has released it. (A killed process
+never releases it, so the block stays allocated in the exporter.) The handle is opened on the
+importer's own device, regardless of the exporter's device index, because CUDA maps peer memory
+whether or not that device is visible.
 
 Events are kept until the process exits. An imported event must not be used after the exporter has
 destroyed it, and the exporter cannot know when the importer has queried it for the last time.
@@ -99,7 +99,7 @@ class PeerEvents:
             self._events = [_imported[handle] for handle in handles]
 
     def is_done(self, number: int) -> bool:
-        """Return True if the work before the event's last record has completed.
+        """Return True if all work queued before the event was last recorded has completed.
 
         Returns False if the driver cannot tell, as can happen for events of a killed process, so
         callers must watch that process as well.

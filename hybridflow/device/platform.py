@@ -1,4 +1,4 @@
-"""The device type, cpu or cuda, and operations that depend on it. torch is imported lazily."""
+"""The device type (cpu or cuda) and the operations that depend on it. torch is imported lazily."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Platform:
 
         Raises:
             ResourceError: the override has another value, or requests cuda but torch cannot use it.
-                The message contains the node and torch's reason (no visible device, or a driver
-                that is too old).
+                The message names the node and torch's reason (no visible device, or a driver that
+                is too old).
         """
         wish = os.environ.get("HYBRIDFLOW_PLATFORM", "")
         if wish not in ("", "cpu", "cuda"):
@@ -171,14 +171,14 @@ class Platform:
 
 
 def _cuda() -> Any:
-    """Return the module `torch.cuda`, imported lazily."""
+    """Import `torch.cuda` lazily and return it."""
     import torch
 
     return torch.cuda
 
 
 def _why_no_cuda() -> str:
-    """Return the reason why torch cannot use a GPU on this machine.
+    """Return the reason that torch cannot use a GPU on this machine.
 
     `torch.cuda.is_available` returns False without a reason; `torch.cuda.init` raises with one.
     """

@@ -1,5 +1,5 @@
-"""The policy's frozen reference, a second copy of its weights, independent of the training
-backend."""
+"""The policy's frozen reference (a second copy of its weights), implemented independently of the
+training backend."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 
 class HoldsReference(ABC):
-    """Base class of models that can be given an optimizer and a frozen copy of their weights."""
+    """Base class of models that may have an optimizer and a frozen copy of their weights."""
 
     optimizer: Any = None
     _reference: dict[str, torch.Tensor] | None = None
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's live tensors by name, which a reference copies."""
+        """Return this rank's live tensors, keyed by name. A reference is a copy of them."""
 
     @property
     def has_optimizer(self) -> bool:
@@ -37,7 +37,7 @@ class HoldsReference(ABC):
         self._reference = {name: tensor.detach().clone() for name, tensor in self.weights().items()}
 
     def reference_state(self) -> dict[str, torch.Tensor]:
-        """Return the reference's local tensors, named as in `weights`.
+        """Return the reference's local tensors, keyed by the same names as `weights`.
 
         Raises RuntimeError if there is no reference.
         """

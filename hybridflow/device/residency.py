@@ -48,7 +48,7 @@ class Residency:
         Args:
             tensors: for each part, a function that lists its tensors. A storage shared by two parts
                 belongs to the one that comes first in `PARTS`.
-            platform: the device that the parts are on.
+            platform: the type of device that stores the parts.
             settle: called before weights are offloaded, to wait for communication that still writes
                 to them.
             role: the role that owns these parts; used in messages to name configuration keys.
@@ -66,18 +66,18 @@ class Residency:
         return frozenset(self._asleep)
 
     def resident_bytes(self) -> dict[Part, int]:
-        """Return the bytes on the device by part."""
+        """Return the number of bytes of each part on the device."""
         sizes: dict[Part, int] = {}
         for part, storages in self._storages().items():
             sizes[part] = sum(storage.nbytes() for storage in storages)
         return sizes
 
     def asleep_bytes(self) -> int:
-        """Return the total bytes offloaded."""
+        """Return the total number of offloaded bytes."""
         return sum(size for storages in self._asleep.values() for _, size in storages)
 
     def part_bytes(self) -> dict[Part, int]:
-        """Return the total bytes of each part, whether on the device or offloaded."""
+        """Return the total size of each part in bytes, whether on the device or offloaded."""
         asleep = {}
         for part, storages in self._asleep.items():
             asleep[part] = sum(size for _, size in storages)
@@ -87,8 +87,8 @@ class Residency:
         """Offload these parts, skipping parts already offloaded. Returns the bytes freed.
 
         Raises:
-            ResourceError: there is no space to store a part. That part and the ones after it stay
-                on the device.
+            ResourceError: there is not enough space to store a part. That part and all later ones
+                stay on the device.
         """
         freed = 0
         for part in parts:
@@ -170,7 +170,7 @@ class Residency:
 class _FileStore:
     """An unlinked temporary file, overwritten by each offload.
 
-    `key` is the configuration key that offloads the part, used in messages.
+    `key` is the configuration key that enables offloading of the part, used in messages.
     """
 
     def __init__(self) -> None:
@@ -207,7 +207,8 @@ class _FileStore:
 class _PinnedStore:
     """Pinned host memory, one block per storage.
 
-    Blocks are reused, since pinning costs more than the copy. `key` is the same as in `_FileStore`.
+    Blocks are reused, since pinning costs more than the copy. `key` has the same meaning as in
+    `_FileStore`.
     """
 
     def __init__(self) -> None:
@@ -239,7 +240,8 @@ class _PinnedStore:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return a writable view of a contiguous host tensor's bytes, valid for as long as the tensor.
+    """Return a writable view of a contiguous host tensor's bytes, valid for as long as the tensor
+    is alive.
 
     `Tensor.numpy()` does not work here, because torch refuses to resize a storage that was exposed
     to numpy. A ctypes array would be slow, because each length needs a new type.

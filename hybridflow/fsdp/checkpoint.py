@@ -31,14 +31,14 @@ class Sharded(Holder, Protocol):
         """The optimizer; None before `set_optimizer`."""
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's rows of every tensor, by Hugging Face name."""
+        """Return this rank's rows of every tensor, keyed by Hugging Face name."""
 
     def reference_state(self) -> Mapping[str, torch.Tensor]:
-        """Return the reference's rows by the same names."""
+        """Return this rank's rows of the reference, keyed by the same names."""
 
 
 class ShardedState:
-    """The rectangles of one policy over its live memory."""
+    """One policy's checkpoint rectangles, backed by its live memory."""
 
     def __init__(self, policy: Sharded) -> None:
         self.contains = ["model"]
@@ -86,7 +86,7 @@ class ShardedState:
 
 
 def job(policy: Sharded, folder: Path, phase: str, step: int, exchange: Exchange) -> Job:
-    """Prepare one save. Everything except the tensors' data is captured now."""
+    """Prepare one save. Everything except the tensors' data is captured immediately."""
     state = ShardedState(policy)
     training: dict[str, Any] = {}
     if policy.optimizer is not None:
@@ -101,7 +101,7 @@ def job(policy: Sharded, folder: Path, phase: str, step: int, exchange: Exchange
 
 @torch.no_grad()
 def load(policy: Sharded, folder: Path) -> None:
-    """Restore a checkpoint in place, whatever number of ranks it was saved with. Collective.
+    """Restore a checkpoint in place, regardless of the number of ranks that saved it. Collective.
 
     The random state is restored only if the number of ranks is the same.
 

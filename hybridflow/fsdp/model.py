@@ -24,14 +24,12 @@ _PREFIX = "causal."
 
 
 class ScoringModel(nn.Module):
-    """The causal model with log-prob computation inside its forward pass.
-
-    FSDP2 gathers the output layer only there.
-    """
+    """A causal model that computes log-probs inside its forward pass, the only place where FSDP2
+    gathers the output layer."""
 
     def __init__(self, causal: Any, alone: Any) -> None:
-        """`alone` is a process group with only this rank, since the gathered output layer is not
-        split over ranks."""
+        """`alone` is a process group that contains only this rank, since the gathered output layer
+        is not split across ranks."""
         super().__init__()
         self.causal = causal
         self.alone = alone
@@ -103,7 +101,7 @@ def build_model(
 
 
 def shards(model: ScoringModel) -> dict[str, DTensor]:
-    """Return the sharded parameters by Hugging Face name."""
+    """Return the sharded parameters, keyed by Hugging Face name."""
     shards: dict[str, DTensor] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):

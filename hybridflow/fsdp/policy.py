@@ -1,4 +1,4 @@
-"""A trainable causal language model with parameters sharded over all ranks.
+"""A trainable causal language model with parameters sharded across all ranks.
 
 The FSDP2 implementation of `workers.backend.Backend`.
 """
@@ -42,7 +42,7 @@ from hybridflow.saving.saver import Saver
 
 
 class DenseReplay:
-    """Router replay of a dense model: there are no routes."""
+    """Router replay for a dense model, which has no routes."""
 
     def during(self, action: str) -> AbstractContextManager[None]:
         """Raise ModelError: there is nothing to record or replay."""
@@ -74,7 +74,7 @@ class FsdpPolicy(HoldsReference):
         logits_chunk_tokens: int,
         on_nonfinite: str,
     ) -> None:
-        """Shard the model over the world (`rendezvous.join_world`) and load it from `source`.
+        """Shard the model across all ranks (`rendezvous.join_world`) and load it from `source`.
 
         Args:
             family: the architecture.
@@ -109,7 +109,7 @@ class FsdpPolicy(HoldsReference):
     ) -> tuple[Jagged, Jagged] | None:
         """Compute (log-probs, entropies) of every response token of this rank's rows, in order.
 
-        Without `with_entropy` the second item is the log-probs again.
+        Without `with_entropy`, the log-probs are also returned in place of the entropies.
         """
         micro_batches = self._micro_batches(batch, max_tokens, ())
         values, entropies = self._forward(micro_batches, self._scoring(temperature, with_entropy))
@@ -152,7 +152,7 @@ class FsdpPolicy(HoldsReference):
         scoring: Scoring,
         watch: Watch,
     ) -> Metrics:
-        """Run forward and backward of one mini-batch.
+        """Run the forward and backward passes of one mini-batch.
 
         Leaves the gradients in the shards, summed over ranks and divided by the global count.
 
@@ -216,7 +216,7 @@ class FsdpPolicy(HoldsReference):
     ) -> list[MicroBatch]:
         """Pack the batch into the same number of micro-batches on all ranks.
 
-        Each pass gathers every rank's shards.
+        The counts must match, since every pass gathers shards from all ranks.
         """
         check_token_ids(batch, self.family.vocab_size)
         bins = pack_alike(
@@ -234,11 +234,11 @@ class FsdpPolicy(HoldsReference):
     # ---- weights
 
     def shards(self) -> dict[str, Any]:
-        """Return the sharded parameters by Hugging Face name."""
+        """Return the sharded parameters, keyed by Hugging Face name."""
         return dict(shards(self.model))
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return this rank's rows by Hugging Face name, as views of live memory.
+        """Return this rank's rows as views of live memory, keyed by Hugging Face name.
 
         Tensors without rows on this rank are omitted.
         """
@@ -257,23 +257,23 @@ class FsdpPolicy(HoldsReference):
 
     @functools.cached_property
     def trainable_parameters(self) -> int:
-        """Number of parameters of the model; all are trained. Cached, since every step reports
+        """Number of parameters in the model; all are trained. Cached, since every step reports
         it."""
         return num_parameters(self.family)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return `parameters`, the tensors that a reference copies."""
+        """Return `parameters`, the tensors that are copied to create a reference."""
         return self.parameters()
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
-        """Return a function that builds the layout of `parameters` over all ranks."""
+        """Return a function that builds the layout of `parameters` across all ranks."""
         return lambda catalog: fsdp_layout(self.family, dist.get_world_size(), "float32", catalog)
 
     def settle(self) -> None:
         """Do nothing: no communication is in flight between methods."""
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """Return functions that list the tensors of each part, for `Residency`.
+        """Return, for each part, a function that lists its tensors, for `Residency`.
 
         The list changes when the optimizer is replaced or a reference is added.
         """
@@ -301,7 +301,7 @@ class FsdpPolicy(HoldsReference):
         return dist.get_rank(), dist.get_world_size(), True
 
     def describe(self) -> dict[str, str]:
-        """Return the backend and its versions for the run's record."""
+        """Return the backend's name and version for the run record."""
         import transformers
 
         return {
@@ -320,9 +320,9 @@ class FsdpPolicy(HoldsReference):
         )
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint in place, whatever number of ranks it was saved with.
+        """Restore a checkpoint in place, regardless of the number of ranks that saved it.
 
-        Raises CheckpointError as `checkpoint.load` does.
+        Raises CheckpointError in the same cases as `checkpoint.load`.
         """
         checkpoint.load(self, folder)
 
@@ -338,7 +338,7 @@ class FsdpPolicy(HoldsReference):
         *,
         source: Path | None = None,
     ) -> list[str]:
-        """Write a Hugging Face folder. Collective."""
+        """Export the model to a folder in Hugging Face format. Collective."""
         held = Held(
             self.family,
             self.dtype,

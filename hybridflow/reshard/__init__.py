@@ -1,2 +1,2 @@
-"""Planning of weight transfers: which trainer rank sends which slice of a tensor to which engine
-rank. The planner has no side effects."""
+"""Weight transfer planning: determines which trainer rank sends which slice of a tensor to which
+engine rank. The planner has no side effects."""

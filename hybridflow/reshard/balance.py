@@ -12,8 +12,8 @@ Array = np.ndarray
 
 
 def holder_sets(regions: Regions, source: Layout) -> tuple[list[Array], Array]:
-    """Return the distinct sets of source ranks that hold a region, and the index of each region's
-    set."""
+    """Return the distinct sets of source ranks that hold the same region, and the index of each
+    region's set."""
     members = []
     for number in range(len(source.classes)):
         members.append(np.flatnonzero(source.rank_class == number))
@@ -32,12 +32,12 @@ def holder_sets(regions: Regions, source: Layout) -> tuple[list[Array], Array]:
 
 
 def assign_sources(table: Deliveries, regions: Regions, source: Layout, receivers: Array) -> Sends:
-    """Split every delivery among the ranks that hold it.
+    """Split every delivery among the ranks that hold its data.
 
     Holder sets are processed from small to large, so that large sets even out the loads left by
     small ones. Within a set, the ordered deliveries are cut into one consecutive run per rank,
-    sized to level the ranks' loads. The smallest unit is one receiver of one delivery. For nested
-    sets (Megatron's data-parallel groups) the result is optimal to within one slice.
+    sized to level the ranks' loads. The unit of assignment is one receiver of one delivery. For
+    nested sets (Megatron's data-parallel groups) the result is optimal to within one slice.
 
     Args:
         receivers: `[C]` number of target ranks per class.
@@ -68,9 +68,9 @@ def assign_sources(table: Deliveries, regions: Regions, source: Layout, receiver
 def _share(
     rows: Array, nbytes: Array, counts: Array, ranks: Array, load: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Split rows (each `counts` messages of `nbytes`) over `ranks` and add the bytes to `load`.
+    """Split rows (each `counts` messages of `nbytes`) among `ranks` and add the bytes to `load`.
 
-    Returns (row, rank, first, last) of the runs.
+    Returns (row, rank, first, last) for each run.
     """
     weight = nbytes * counts
     target = np.cumsum(_fill(load[ranks], float(weight.sum())))
@@ -90,7 +90,8 @@ def _share(
 
 
 def _fill(load: Array, amount: float) -> Array:
-    """Return each entry's share when `amount` is distributed to level `load`."""
+    """Return the share of `amount` that each entry gets when it is distributed to even out
+    `load`."""
     ordered = np.sort(load)
     levels = (amount + np.cumsum(ordered)) / np.arange(1, len(load) + 1)
     level = levels[np.flatnonzero(levels > ordered)[-1]] if amount > 0 else ordered[0]

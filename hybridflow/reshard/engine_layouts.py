@@ -1,6 +1,6 @@
 """Hand-written layouts of SGLang ranks, used only by the dry run.
 
-A run does not use this file. It discovers the layout by tracing the engine's own loader
+A training run does not use this module. It discovers the layout by tracing the engine's own loader
 (`hybridflow.engines.layout_tracer`), so it does not depend on hand-written tables. The dry run has
 no engine, and must plan for 1,024 ranks within seconds.
 
@@ -43,9 +43,9 @@ class EngineShape:
     """Parallel sizes of `count` identical engines with `tensor * pipeline` ranks each.
 
     `expert` and `data_attention` divide `tensor`, as for SGLang's `--ep-size` and `--dp-size
-    --enable-dp-attention`. `dense` is the tensor size of dense MLPs and shared experts: 1, or 0 for
-    all of `tensor`. SGLang's `--moe-dense-tp-size 1` with an `--moe-a2a-backend` keeps both whole
-    on every rank.
+    --enable-dp-attention`. `dense` is the tensor size of dense MLPs and shared experts: 1, or 0 to
+    use all of `tensor`. SGLang's `--moe-dense-tp-size 1` with an `--moe-a2a-backend` replicates
+    both on every rank.
     """
 
     tensor: int = 1
@@ -56,7 +56,7 @@ class EngineShape:
     dense: int = 0
 
     def check(self, decoder: Decoder) -> None:
-        """Raise WeightSyncError if this shape does not divide the model."""
+        """Raise WeightSyncError if the model cannot be split across this shape."""
         if min(self.tensor, self.expert, self.data_attention, self.pipeline, self.count) < 1:
             raise WeightSyncError(
                 f"engine sizes and the number of engines must be 1 or more, got {self}"
@@ -130,7 +130,7 @@ def engine_layout(
 
     Args:
         dtype: dtype of unquantised tensors.
-        quantisation: for engines whose linear layers are in block-wise fp8.
+        quantisation: the format of engines with linear layers in block-wise fp8.
 
     Raises:
         WeightSyncError: the model does not fit an engine's shape, or an engine rank would hold part
@@ -213,9 +213,9 @@ def _scale_piece(
     ):
         if start % step or at % step or ((start + size) % step and start + size != whole_size):
             raise WeightSyncError(
-                f"the engine's {buffer} has [{start}:{start + size}] of {piece.source} (of "
-                f"{whole_size}) starting at {at}, not in whole fp8 blocks of {step}; choose a "
-                "smaller tensor size, dense=1, or bfloat16"
+                f"the engine's {buffer} holds [{start}:{start + size}] of {piece.source} (of "
+                f"{whole_size}) at offset {at}, which is not aligned to fp8 blocks of {step}; "
+                "choose a smaller tensor size, dense=1, or bfloat16"
             )
     first, shape = quantisation.blocks_of(piece.source_start, piece.shape)
     local = (
@@ -226,17 +226,17 @@ def _scale_piece(
 
 
 def _whole(name: str, shape: Sequence[int]) -> LocalTensor:
-    """Return a buffer with the name and the full contents of the HF tensor."""
+    """Return a buffer with the same name and full contents as the HF tensor."""
     return whole(name, name, shape)
 
 
 def _norms(norms: Norms, prefix: str, hidden: int) -> list[LocalTensor]:
-    """Return a block's norms, which every rank has whole."""
+    """Return a block's norms, which are replicated on every rank."""
     return [_whole(name, shape) for name, shape in norms.tensors(prefix, hidden).items()]
 
 
 def _split(name: str, shape: Sequence[int], dim: int, rank: int, size: int) -> LocalTensor:
-    """Return a buffer with the name and an even shard of the HF tensor."""
+    """Return a buffer with the same name as the HF tensor and an even shard of its contents."""
     return split(name, name, shape, dim, rank, size)
 
 
@@ -253,7 +253,7 @@ class EngineRank:
         self.expert_group, self.expert_rank = divmod(self.rank, self.expert_size)
 
     def tensors(self) -> list[LocalTensor]:
-        """Return every buffer with its pieces."""
+        """Return every buffer together with its pieces."""
         share = self.decoder.num_layers // self.shape.pipeline
         layers = range(self.stage * share, (self.stage + 1) * share)
         return [
@@ -263,7 +263,7 @@ class EngineRank:
         ]
 
     def first(self) -> list[LocalTensor]:
-        """Return the buffers before the layers."""
+        """Return the buffers that precede the layers."""
         embedding = "model.embed_tokens.weight"
         return (
             [self._vocab(embedding, embedding, self.attention_rank, self.attention_size)]
@@ -277,7 +277,7 @@ class EngineRank:
         return self._attention(prefix, layer) + self._mlp(prefix, layer)
 
     def last(self) -> list[LocalTensor]:
-        """Return the buffers after the layers."""
+        """Return the buffers that follow the layers."""
         decoder = self.decoder
         embedding = "model.embed_tokens.weight"
         head = "lm_head.weight"

@@ -1,5 +1,5 @@
-"""Block-wise fp8 in plans: which fp8 weights and scales a trainer rank can compute from the weights
-it holds.
+"""Block-wise fp8 in plans: determines the fp8 weights and scales that a trainer rank can compute
+from its own weights.
 
 A rank whose region of `X.weight` consists of whole blocks can also provide the same region in fp8
 and the matching rectangle of `X.weight_scale_inv`. That rectangle is a separate piece, in a buffer
@@ -40,7 +40,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Quantised:
-    """A catalog's fp8 tensors as columns.
+    """Columnar description of a catalog's fp8 tensors.
 
     Attributes:
         scale_of: `[T]` index of each weight's scales, or -1.
@@ -64,12 +64,12 @@ class Quantised:
         return cls(scale_of, weight_of, block)
 
     def weight_rows(self, tensor: Array) -> Array:
-        """Return the rows of a piece table's `tensor` column that are weights with scales,
-        ascending."""
+        """Return, in ascending order, the indices of the piece-table rows that hold weights with
+        scales. `tensor` is the table's column of that name."""
         return np.flatnonzero((tensor != PADDING) & (self.scale_of[tensor] >= 0))
 
     def scale_rows(self, tensor: Array) -> Array:
-        """Return the rows of a piece table's `tensor` column that are scales, ascending."""
+        """Return, in ascending order, the indices of the piece-table rows that hold scales."""
         return np.flatnonzero((tensor != PADDING) & (self.weight_of[tensor] >= 0))
 
 
@@ -162,7 +162,7 @@ def made_by_sender(
     """Find a rank's deliveries that must be computed from blocks.
 
     Args:
-        piece: `[N]` source row of each delivery among the layout's pieces.
+        piece: `[N]` index of each delivery's source among the layout's pieces.
         start, size: `[N, 3]` the slices, in coordinates of the HF tensor.
         dtypes: `N` wire dtypes.
 

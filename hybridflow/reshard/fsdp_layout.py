@@ -1,9 +1,9 @@
-"""The trainer's layout when parameters are sharded by rows over all ranks (FSDP2), under their
+"""The trainer's layout if parameters are sharded by rows across all ranks (FSDP2), under their
 Hugging Face names.
 
-FSDP2 splits dimension 0 as `torch.chunk` does: every rank gets ceil(rows / ranks) rows, the last
-ranks fewer or none. A rank's shard is one rectangle of one HF tensor, so slices are sent directly
-from shards without gathering a parameter.
+FSDP2 splits dimension 0 as `torch.chunk` does: every rank gets ceil(rows / ranks) rows, except that
+the last ranks get fewer or none. A rank's shard is one rectangle of one HF tensor, so slices are
+sent directly from shards without gathering a parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def shard_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def fsdp_tensors(family: Family, rank: int, ranks: int) -> list[LocalTensor]:
-    """Return a rank's tensors, without those that have no rows on this rank."""
+    """Return a rank's tensors, omitting those that have no rows on this rank."""
     found = []
     for name, shape in family.tensors().items():
         start, rows = shard_rows(shape[0], rank, ranks)
@@ -40,7 +40,7 @@ def fsdp_layout(family: Family, ranks: int, dtype: str, catalog: Catalog | None 
     """Build the trainer's layout. Every rank is a separate class.
 
     Args:
-        dtype: dtype of the shards: float32, regardless of the compute dtype.
+        dtype: dtype of the shards (float32, regardless of the compute dtype).
     """
     index = (catalog or Catalog.of(family.tensors())).index()
     layouts = []

@@ -1,4 +1,4 @@
-"""Bytes per link of a plan, and a lower bound for the busiest link."""
+"""Bytes that a plan sends over each link, and a lower bound for the busiest link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridflow.reshard.slices import SlicePlan
 
 @dataclass(frozen=True)
 class LinkLoads:
-    """Bytes per rank.
+    """Bytes sent and received by each rank.
 
     Attributes:
         egress: `[source ranks]` bytes sent.
@@ -39,7 +39,7 @@ class LinkLoads:
 
 
 def link_loads(plan: SlicePlan) -> LinkLoads:
-    """Count the plan's bytes per rank."""
+    """Count the bytes that each rank sends and receives under the plan."""
     table = plan.deliveries
     sends = plan.sends
     per_class = np.zeros(len(plan.target.classes), dtype=np.int64)

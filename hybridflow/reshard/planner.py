@@ -1,6 +1,7 @@
 """Builds slice plans: intersects both layouts, fills buckets and assigns senders.
 
-The planner is vectorised and has no side effects. A model of 10^12 parameters takes seconds.
+The planner is vectorised and has no side effects. Planning for a model with 10^12 parameters takes
+seconds.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
     Args:
         catalog: includes the scales of tensors that an engine loads in block-wise fp8. The source
             layout may omit them.
-        staging_bytes: memory for messages in flight per rank, sender or receiver. Two buckets must
-            fit in it.
+        staging_bytes: memory for messages in flight per rank, sender or receiver. It must fit two
+            buckets.
 
     Raises:
         WeightSyncError: the source lacks a tensor that the target needs, a dtype pair has no
@@ -187,7 +188,7 @@ def _order(rows: Table, need: Table) -> Table:
 
 
 def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -> Table:
-    """Fill each class's buckets with units in order, as many per bucket as fit."""
+    """Fill each class's buckets with consecutive units, packing as many into each bucket as fit."""
     nbytes = boxes.volumes(rows["size"]) * rows["item"]
     first = np.flatnonzero(np.diff(rows["unit"], prepend=-1))
     units = np.add.reduceat(nbytes, first) if len(first) else np.empty(0, dtype=np.int64)

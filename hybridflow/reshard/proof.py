@@ -5,7 +5,7 @@ The proof shows that:
 
 - every element of every engine buffer is written exactly once or is declared padding;
 - every slice is within one region that its sender holds;
-- every engine rank of a class is served once;
+- every engine rank of a class receives each delivery exactly once;
 - every HF tensor is fully used by every engine, or listed as unused;
 - fused tensors are sent in one bucket, and no bucket exceeds its limit;
 - senders hold all blocks from which they compute fp8 weights and scales, and an engine that loads a
@@ -97,7 +97,7 @@ def compare_buffers(
         where: engine and rank, for the message.
 
     Raises:
-        WeightSyncError: lists extra and missing buffers and those with another shape.
+        WeightSyncError: lists extra and missing buffers and those with a different shape.
     """
     extra = sorted(actual.keys() - layout.keys())
     missing = sorted(layout.keys() - actual.keys())
@@ -108,7 +108,7 @@ def compare_buffers(
     if extra or missing or unlike:
         raise WeightSyncError(
             f"{where}: the engine's buffers do not match the layout: extra {extra[:_SHOWN]}, "
-            f"missing {missing[:_SHOWN]}, with another shape {unlike[:_SHOWN]}"
+            f"missing {missing[:_SHOWN]}, with a different shape {unlike[:_SHOWN]}"
         )
 
 
@@ -154,7 +154,7 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class CoverFault:
-    """A coverage fault of one key.
+    """A coverage fault for one key.
 
     `kind` is `beyond` (out of bounds), `overlap` (`elements` counts pairs) or `missing` (`elements`
     counts elements).
@@ -286,8 +286,8 @@ def _piece_of_delivery(plan: SlicePlan) -> Array:
 
 
 def _pieces(layout: Layout) -> dict[str, Array]:
-    """Concatenate the pieces of all classes, without padding. Columns: class and those of
-    `RankLayout`."""
+    """Concatenate the pieces of all classes, without padding. The columns are the class and the
+    columns of `RankLayout`."""
     real = _column(layout, "tensor") != PADDING
     pieces = {
         "class": np.repeat(np.arange(len(layout.classes)), np.diff(_first_pieces(layout)))[real]
@@ -298,7 +298,7 @@ def _pieces(layout: Layout) -> dict[str, Array]:
 
 
 def _scales(catalog: Catalog) -> tuple[Array, Array, Array]:
-    """Return `scale_of`, `weight_of` (-1 for none) and block size `[T, 3]` of each tensor."""
+    """Return `scale_of`, `weight_of` (-1 if none) and the block size `[T, 3]` for each tensor."""
     scale_of, weight_of = np.full((2, len(catalog.names)), -1, dtype=np.int64)
     block = np.ones_like(catalog.shapes)
     for weight, scale, *sizes in catalog.scales.tolist():

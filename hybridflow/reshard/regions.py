@@ -4,7 +4,7 @@ The planner uses these functions. The proof of a plan deliberately uses none of 
 
 A set of N rectangles is two int64 arrays `[N, D]`, `start` and `size`. A third array `key` `[N]`
 identifies the containing tensor or buffer; only rectangles with equal keys can intersect. A plan
-for a model of 10^12 parameters has about 10^5 rectangles.
+for a model with 10^12 parameters contains about 10^5 rectangles.
 """
 
 from __future__ import annotations

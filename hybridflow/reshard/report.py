@@ -130,9 +130,9 @@ def dry_run(
 
     Args:
         dtype: dtype of the trainer's weights.
-        engine_dtype: dtype of the engines' weights, if different. FP8 is block-wise, as specified
-            in the config's `quantization_config` or in blocks of 128 x 128. Other tensors stay in
-            `dtype`.
+        engine_dtype: dtype of the engines' weights, if different. FP8 is block-wise, with blocks as
+            specified in the config's `quantization_config` or of 128 x 128 by default. Other
+            tensors stay in `dtype`.
 
     Raises:
         ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit. The message

@@ -53,11 +53,11 @@ class Simulation:
 
     @property
     def wire_share(self) -> float:
-        """Achieved fraction of the wire bound, 0 to 1."""
+        """Achieved fraction of the wire-bound speed, from 0 to 1."""
         return self.wire_bound_s / self.seconds if self.seconds else 1.0
 
     def figures(self) -> dict[str, float]:
-        """Return all results by name."""
+        """Return all results, keyed by name."""
         loads = self.loads
         return {
             "wire_bytes": loads.total,
@@ -112,9 +112,9 @@ def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
 def _send(
     sender: np.ndarray, sender_free: np.ndarray, ready: np.ndarray, duration: np.ndarray
 ) -> np.ndarray:
-    """Return the time at which each message has been sent, and update `sender_free`.
+    """Return the time at which each message is fully sent, and update `sender_free`.
 
-    A sender's messages (adjacent rows) leave one after another.
+    A sender's messages (adjacent rows) are sent one after another.
     """
     is_first = np.diff(sender, prepend=-1) != 0
     segment = np.cumsum(is_first) - 1

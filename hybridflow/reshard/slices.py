@@ -33,12 +33,12 @@ class Deliveries:
 
     Attributes:
         receiver: `[N]` class of the target ranks; all ranks of the class receive the row.
-        piece: `[N]` row of the class's pieces.
-        region: `[N]` row of `Regions`, the source rectangle that contains the slice.
+        piece: `[N]` index into the class's pieces.
+        region: `[N]` index into `Regions` of the source rectangle that contains the slice.
         start, size: `[N, 3]` the slice, in coordinates of the HF tensor.
         nbytes: `[N]` bytes on the wire, in the target's dtype.
         bucket: `[N]` index of the receiver's bucket.
-        slice_id: `[N]` equal for rows with the same elements of the same source region.
+        slice_id: `[N]` identical for rows with the same elements of the same source region.
     """
 
     receiver: Array
@@ -80,7 +80,7 @@ class Sends:
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """The whole plan.
+    """A complete transfer plan.
 
     `phase[r]` is the first bucket of engine rank r; the rank processes its buckets in order from
     there and wraps around.
@@ -97,7 +97,7 @@ class SlicePlan:
     conversions: tuple[tuple[str, str], ...]
 
     def receivers(self, receiver_class: int) -> Array:
-        """Return the engine ranks of a class, in the order that `Sends` uses."""
+        """Return the engine ranks of a class, in the order used by `Sends`."""
         return np.flatnonzero(self.target.rank_class == receiver_class)
 
     def to_dict(self) -> dict[str, Any]:

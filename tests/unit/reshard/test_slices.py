@@ -360,7 +360,7 @@ def test_extra_and_missing_buffers_are_named() -> None:
     with pytest.raises(
         WeightSyncError,
         match=(
-            r"engine 1 rank 0: .*extra \['c'\], missing \['a'\], with another shape \[\('b', \(2,\), "
+            r"engine 1 rank 0: .*extra \['c'\], missing \['a'\], with a different shape \[\('b', \(2,\), "
             r"\(3,\)\)\]"
         ),
     ):
