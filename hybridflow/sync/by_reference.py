@@ -17,10 +17,11 @@ def copy_weights(
     held: Mapping[str, torch.Tensor],
     target: Mapping[str, torch.Tensor],
 ) -> int:
-    """Copy every rectangle of the only trainer rank into whole tensors. Returns the bytes written.
+    """Copy every rectangle from the single trainer rank into full tensors. Returns the number of
+    bytes written.
 
     Args:
-        layout, held: the rank's layout, and its tensors keyed by the layout's buffer names.
+        layout, held: the trainer rank's layout, and its tensors keyed by the layout's buffer names.
         target: one tensor per name in the catalog.
     """
     written = 0

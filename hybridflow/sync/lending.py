@@ -48,7 +48,7 @@ _LOOK_S = 0.1
 
 
 class Slots(Protocol):
-    """The slots of a pair, as seen from one side."""
+    """One side's view of the slots shared by a (sender, receiver) pair."""
 
     def at(self, slot: int, nbytes: int) -> Payload:
         """Return the first `nbytes` of a slot. Returns the same object until the slot's memory
@@ -69,16 +69,16 @@ class SlotMemory(Protocol):
     """Memory for the slots of one end of a session."""
 
     def file_bytes(self, endpoint: Endpoint) -> int:
-        """Return the size in bytes of a pair's file after its counters."""
+        """Return the size in bytes of the part of a pair's file that follows the counters."""
 
     def offer(self, member: Member, peer: int) -> Any:
         """Return the JSON-able data that the other side needs to open the shared slots."""
 
     def open(self, member: Member, peer: int, offered: Any, file: torch.Tensor) -> Slots:
-        """Open the slots shared with a peer, given what the peer offered.
+        """Open the slots shared with a peer, given the result of the peer's `offer`.
 
         Args:
-            file: uint8, the shared part of the pair's file after its counters.
+            file: uint8, the shared part of the pair's file that follows the counters.
         """
 
 
@@ -167,7 +167,7 @@ def _spin(is_ready: Callable[[], bool]) -> bool:
 
 
 class _Segment:
-    """Counters and slots of one pair, as seen from one side."""
+    """One side's view of a pair's counters and slots."""
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ class _End:
             segment.rewind()
 
     def close(self) -> None:
-        """Close the end. Messages already sent can still be received."""
+        """Close this end. Messages already sent can still be received."""
         self.abort()
 
     def abort(self) -> None:
@@ -368,7 +368,7 @@ class Sender(_End):
         return self._segment(peer, tag).free_slot(tag, nbytes)
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Send a payload. Returns once it is in a slot."""
+        """Send a payload. Returns once the payload is in a slot."""
         segment = self._segment(peer, tag)
         slot = segment.free_slot(tag, payload.nbytes)
         if slot is not payload:
@@ -407,18 +407,18 @@ class Receiver(_End):
         meeting.store.set(f"mapped/{member.rank}", "")
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """Register a receive. `wait` makes the copy."""
+        """Register a receive. `wait` copies the data."""
         arrival = _Arrival(self, self._segment(peer, tag), peer, tag, into)
         self._pending[peer].append(arrival)
         return arrival
 
     @property
     def slots(self) -> int:
-        """Number of messages per peer that can be borrowed at a time."""
+        """Number of messages per peer that can be borrowed at the same time."""
         return self.member.endpoint.slots
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> SlotLoan:
-        """Wait for the next message of a peer and return it."""
+        """Wait for the next message from a peer and return it."""
         segment = self._segment(peer, tag)
         return SlotLoan(segment.message(tag, nbytes), segment)
 
@@ -431,7 +431,7 @@ class Receiver(_End):
 
 
 def end_of(member: Member) -> type[Sender] | type[Receiver]:
-    """Return the class of a rank's end."""
+    """Return the class that implements this rank's end."""
     return Sender if member.side == "trainer" else Receiver
 
 

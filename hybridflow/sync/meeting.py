@@ -31,7 +31,7 @@ _SETTLE_S = 0.5
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of a session: its endpoint, side ("trainer" or "engine") and number."""
+    """A rank of a session: its endpoint, side ("trainer" or "engine") and rank number."""
 
     endpoint: Endpoint
     side: str
@@ -90,8 +90,8 @@ class Meeting:
     """A session whose ranks have all arrived.
 
     Attributes:
-        store: the store under the session's name.
-        peers: announcements of the other side's ranks, by rank.
+        store: the store, with keys prefixed by the session's name.
+        peers: announcements of the other side's ranks, keyed by rank.
     """
 
     store: Keys
@@ -99,12 +99,12 @@ class Meeting:
 
 
 def meet(member: Member, **said: Any) -> Meeting:
-    """Announce this rank with `said` (JSON-able) and wait until all ranks of both sides have
+    """Announce this rank and the JSON-able `said`, and wait until all ranks of both sides have
     announced themselves.
 
     Raises:
         WeightSyncError: the store cannot be reached, or a rank has not arrived within the
-            endpoint's `timeout_s`. Names the missing ranks.
+            endpoint's `timeout_s`. The message names the missing ranks.
     """
     endpoint = member.endpoint
     deadline = time.monotonic() + member.endpoint.timeout_s
@@ -146,7 +146,7 @@ def _store(endpoint: Endpoint, deadline: float) -> StoreClient:
 
 
 def _kernel() -> str:
-    """Return an id that is equal for processes in the same PID namespace of the same boot."""
+    """Return an id that is equal for all processes in the same PID namespace of the same boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
         "/proc/self/ns/pid"
     )
@@ -185,7 +185,7 @@ class PeerWatch:
 
 
 class Peers:
-    """The peer processes of a session, and the errors for their loss."""
+    """The peer processes of a session, and the errors that report their loss."""
 
     def __init__(self, member: Member, meeting: Meeting) -> None:
         self._member = member
@@ -216,7 +216,7 @@ class Peers:
         return ended
 
     def ended_now(self) -> list[int]:
-        """Return the result of `ended` without waiting."""
+        """Same as `ended`, but without waiting."""
         ended: list[int] = []
         for rank, watch in self._watches.items():
             if watch.has_ended():

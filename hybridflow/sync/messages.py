@@ -35,8 +35,8 @@ class Item:
     """A slice in a rank's buffer: a rectangle of the buffer's shape, left-padded with ones to three
     dimensions.
 
-    `dtype` is the wire dtype, which is the engine's. If the sender computes block-wise fp8,
-    `blocks` is the region that it reads from the buffer, and the rectangle is relative to the
+    `dtype` is the wire dtype, which is the same as the engine's. If the sender computes block-wise
+    fp8, `blocks` is the region that it reads from the buffer, and the rectangle is relative to the
     computed output.
     """
 

@@ -1,5 +1,5 @@
-"""The bytes of a message, for torch and for Python's socket calls, and an eight-byte checksum per
-message.
+"""Message bytes that both torch and Python's socket calls can access, and an eight-byte checksum
+per message.
 
 CPU payloads use xxh3, which runs at memory bandwidth. GPU payloads use a sum of mixed words,
 computed on the device. Both ends of a session have payloads of the same kind, so they use the same
@@ -28,7 +28,8 @@ class Payload:
         tensor: uint8 `[n]`, contiguous.
         nbytes: n.
         on_host: True if it is CPU memory.
-        memory: writable view of the same bytes, valid as long as the tensor; empty on a GPU.
+        memory: writable view of the same bytes, valid for as long as the tensor is alive; empty on
+            a GPU.
     """
 
     __slots__ = ("memory", "nbytes", "on_host", "tensor")

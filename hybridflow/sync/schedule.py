@@ -1,4 +1,4 @@
-"""Building a proven plan from the engines' layouts, and each rank's schedule from the plan.
+"""Builds and proves a plan from the engines' layouts, and derives each rank's schedule from it.
 
 The first trainer rank does this once, before the first step, and posts one schedule per rank. A
 rank reads only its own messages, never the whole plan. All schedules contain the plan's digest,
@@ -74,7 +74,7 @@ class PlanFacts:
     Attributes:
         digest, slices, padding, unused: from the proof.
         nbytes: bytes on the wire, per engine.
-        senders: per engine, the trainer ranks that send to it, ascending.
+        senders: per engine, the trainer ranks that send to it, in ascending order.
         receivers: per engine, its ranks as numbered in the plan.
         message_bytes: largest message, per engine.
         messages: per engine, the maximum number of messages between two ranks, including the one
@@ -264,13 +264,13 @@ def make_weight_plan(
     """Make and prove the plan, and post every rank's schedule.
 
     Args:
-        source: the trainer's layout, over `Catalog.of(family.tensors(), quantisation)`
+        source: the trainer's layout, built on `Catalog.of(family.tensors(), quantisation)`
             (`megatron_layout`, `fsdp_layout`).
         engines: each engine's posted layouts, in the plan's order.
         staging_bytes: memory per rank for messages in flight.
         wait_s: timeout for each posted layout.
         part_bytes: size of a part, see `Messages`.
-        quantisation: for engines in block-wise fp8, as posted in the catalog.
+        quantisation: the format of engines in block-wise fp8, as posted in the catalog.
 
     Raises:
         WeightSyncError: planning or the proof fails.

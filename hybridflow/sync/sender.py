@@ -1,8 +1,8 @@
-"""The trainer ranks' side of a weight sync: one thread per engine packs and streams this rank's
-slices.
+"""The trainer side of a weight sync: on each rank, one thread per engine packs and streams the
+rank's slices.
 
 Each engine has a separate session, thread and store client. A stalled engine delays only its own
-thread, and at most until the deadline.
+thread, and no longer than until the deadline.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class WeightSender:
 
     Args:
         rank: this trainer rank's number in the plan.
-        parameters: returns this rank's tensors by layout name; called once per sync.
+        parameters: function that returns this rank's tensors, keyed by layout name; called once per
+            sync.
         open_channel: `transports.open_sender`, or a function that wraps its result.
     """
 
@@ -53,7 +54,7 @@ class WeightSender:
         self._links: dict[int, _Link] = {}
 
     def adopt(self, plan: str, host: str, port: int, timeout_s: float) -> None:
-        """Read this rank's schedule of a plan. Sessions of an earlier plan are closed."""
+        """Read this rank's schedule for a plan. Closes sessions of an earlier plan."""
         self._store = session.connect(host, port, timeout_s)
         self._schedule = Schedule.from_dict(
             session.read(self._store, schedule_key(plan, SENDER, self.rank), timeout_s)
@@ -68,7 +69,7 @@ class WeightSender:
             go_timeout_s: maximum time for an engine to pause and get ready.
 
         Returns:
-            One outcome per order that this rank sends for.
+            One outcome for each order in which this rank is a sender.
         """
         if self._schedule is None or self._store is None:
             raise WeightSyncError(f"trainer rank {self.rank} has no plan; call adopt() first")

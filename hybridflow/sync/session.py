@@ -9,8 +9,8 @@ In a sync each engine has an `Order`, and a `Board` of keys for that order:
                     ─ version ─ continue
     engine rank     open, receive ─ staged ─ decide ─ copy ─ report
 
-`decide` is one compare-and-set: either all ranks of an engine copy or none does, no matter which
-one reaches a deadline first.
+`decide` is one compare-and-set: either all ranks of an engine copy or none do, no matter which one
+reaches a deadline first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class Order:
-    """One attempt to deliver one version to one engine.
+    """One attempt to deliver one weight version to one engine.
 
     Created by the driver; read by the senders, the engine worker and the engine ranks.
 
@@ -188,7 +188,8 @@ class Board:
         self.store.compare_set(self._key("go"), "", reason)
 
     def reports(self, timeout_s: float) -> dict[int, RankReport]:
-        """Return the engine ranks' reports by plan rank, without those missing at the timeout."""
+        """Return the engine ranks' reports, keyed by plan rank. Reports missing at the timeout are
+        omitted."""
         return read_reports(self.store, self._key("done"), self.order.endpoint.receivers, timeout_s)
 
     def clear(self) -> None:
@@ -223,7 +224,8 @@ class Board:
         self._wait(names, timeout_s, "weights not fully received by")
 
     def decide(self, wish: str) -> str:
-        """Decide COMMIT or ABORT. The first caller's wish wins; all callers get the same result."""
+        """Decide COMMIT or ABORT. The first caller's choice wins; all callers get the same
+        result."""
         return self.store.compare_set(self._key("decision"), "", wish).decode()
 
     def decision(self) -> str:
@@ -239,7 +241,7 @@ class Board:
         return f"{self.order.endpoint.session}/{self.order.attempt}/{name}"
 
     def _wait(self, names: Mapping[str, str], timeout_s: float, what: str) -> None:
-        """Wait for the keys of `names`. The error contains `what` and the names of the missing
+        """Wait for the keys in `names`. The error contains `what` and the names of the missing
         keys."""
         if wait_for(self.store, [*names], timeout_s):
             return
@@ -290,7 +292,7 @@ def write_report(store: StoreClient, prefix: str, report: RankReport) -> None:
 def read_reports(
     store: StoreClient, prefix: str, ranks: Collection[int], timeout_s: float
 ) -> dict[int, RankReport]:
-    """Return the reports that exist by the deadline."""
+    """Return the reports that have been posted by the deadline."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     wait_for(store, list(keys.values()), timeout_s)
     reports: dict[int, RankReport] = {}
@@ -306,7 +308,7 @@ def problem_of(error: BaseException) -> str:
 
 
 def answer_deadline(timeout_s: float) -> float:
-    """Return the timeout in seconds of a control call to an engine.
+    """Return the timeout in seconds for a control call to an engine.
 
     Covers one wait for the rendezvous, one for a message, and the time to report.
     """

@@ -30,7 +30,7 @@ _DTYPES = {name: torch.uint8 if name == FP8 else getattr(torch, name) for name i
 
 @dataclass(frozen=True)
 class _Slice:
-    """A rectangle of a buffer and its position in the message, `begin` in bytes."""
+    """A rectangle of a buffer, and its byte offset `begin` in the message."""
 
     item: Item
     begin: int
@@ -229,8 +229,8 @@ _ALIGN = 64  # alignment in bytes of the messages in a shared slab
 
 
 class _Staging:
-    """Staging memory of a rank for a session. It may outlive the session; a new channel restarts
-    the count of syncs.
+    """A rank's staging memory for a session. It may outlive the session; a new channel restarts the
+    count of syncs.
 
     Args:
         rank: number of the trainer or engine rank.
@@ -282,7 +282,7 @@ class _Staging:
         return self._copies
 
     def places(self, messages: Sequence[Message], copies: Copies, keep: bool) -> list[Payload]:
-        """Return the memory of each message, the same objects in every sync.
+        """Return each message's memory. The objects are the same in every sync.
 
         Args:
             keep: if True, place all messages next to each other in one slab. If False, contiguous
@@ -329,15 +329,14 @@ class _Staging:
         return self.slabs
 
     def release(self) -> None:
-        """Free all slabs; the next sync allocates them again. Views of the rank's buffers are
-        kept."""
+        """Free all slabs; the next sync reallocates them. Views of the rank's buffers are kept."""
         self.slabs = []
         self._placed = None
         if self._copies is not None:
             self._copies.forget_payloads()
 
     def forget(self) -> None:
-        """Drop all views; the next sync creates them again."""
+        """Drop all views; the next sync recreates them."""
         self._copies = self._placed = None
 
     @property
@@ -361,11 +360,12 @@ class ReceiveStaging(_Staging):
 
 
 def largest_message(messages: Sequence[Message]) -> int:
-    """Return the bytes of the largest message, including the checksum message of each pair."""
+    """Return the size in bytes of the largest message, including the checksum message of each
+    pair."""
     counts = Counter(message.peer for message in messages)
     return max([0, *(message.nbytes for message in messages), *map(seal_bytes, counts.values())])
 
 
 def seal_bytes(messages: int) -> int:
-    """Return the bytes of the checksum message for this many messages."""
+    """Return the size in bytes of the checksum message that covers this many messages."""
     return DIGEST_BYTES * messages

@@ -3,8 +3,8 @@ compare checksums.
 
 Everything that depends only on the plan (views of slices, their positions in messages) is created
 in the first sync of a session and reused. A message that is one contiguous slice of a buffer is
-sent directly from there and, without staging, received directly into it. Others are packed with one
-list copy each. After the messages, each pair of ranks exchanges checksums; nothing counts as
+sent directly from there and, without staging, received directly into it. The others are packed with
+one bulk copy each. After the messages, each pair of ranks exchanges checksums; nothing counts as
 received until they match. Message memory is bounded: `slots` times the rank's largest message, or
 everything received for a receiver that stages.
 
@@ -61,10 +61,9 @@ class StreamStats:
 
 
 class _RankSync:
-    """State of one sync of a rank: per-message data and checksums.
+    """A rank's state during one sync: per-message data and checksums.
 
-    `at` is the current message. If it is a peer's rank, the checksums exchanged with that peer are
-    current.
+    `at` is the message being processed or, while checksums are exchanged, the peer's rank.
     """
 
     def __init__(
@@ -84,8 +83,8 @@ class _RankSync:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Add the current message's bucket and first buffer to a transport's error, which contains
-        only numbers."""
+        """Add the current message's bucket and first buffer to errors from the transport, which
+        contain only numbers."""
         try:
             yield
         except WeightSyncError as error:
@@ -111,7 +110,7 @@ class _RankSync:
         self._digests[number] = self.copies.unpack(number, payload, self._seeds[number])
 
     def peers(self) -> list[int]:
-        """Return the ranks that messages are sent to or received from, ascending."""
+        """Return the ranks that messages are sent to or received from, in ascending order."""
         return sorted({message.peer for message in self.messages})
 
     def digests(self, peer: int) -> list[Digest]:
@@ -123,7 +122,7 @@ class _RankSync:
         return sums
 
     def places(self, keep: bool = False) -> list[Payload]:
-        """Return the memory of each message. With `keep`, each has separate memory."""
+        """Return each message's memory. With `keep`, messages do not share memory."""
         return self.staging.places(self.messages, self.copies, keep)
 
     def stats(self, used: int) -> StreamStats:
@@ -146,11 +145,11 @@ def send_stream(
     Args:
         messages: `Messages.outgoing(rank)`. Pass the same object in every sync, otherwise views are
             prepared again.
-        buffers: the rank's parameters by the names of the plan's layout. They must not change
-            during the transfer.
+        buffers: the rank's parameters, keyed by their names in the plan's layout. They must not
+            change during the transfer.
 
     Raises:
-        WeightSyncError: a peer is lost or late, or a buffer is missing or has another shape. The
+        WeightSyncError: a peer is lost or late, or a buffer is missing or has the wrong shape. The
             session must be aborted.
     """
     sync = _RankSync(messages, buffers, channel, staging)
@@ -189,7 +188,7 @@ def _send_from_slabs(sync: _RankSync, channel: SendChannel) -> int:
 
 
 def _send_lent(sync: _RankSync, channel: LendingSendChannel) -> int:
-    """Pack directly into the transport's memory. Returns the bytes of that memory used."""
+    """Pack directly into the transport's memory. Returns the number of bytes used there."""
     channel.rewind()
     used: dict[int, int] = {}
     for number, message in enumerate(sync.messages):
@@ -202,8 +201,8 @@ def _send_lent(sync: _RankSync, channel: LendingSendChannel) -> int:
 
 
 class Received:
-    """A received sync. If staged, `commit` writes the engine's buffers and frees the staging
-    memory."""
+    """The result of receiving one sync. If staged, `commit` writes the engine's buffers and frees
+    the staging memory."""
 
     def __init__(self, stats: StreamStats, commit: Commit | None) -> None:
         self.stats = stats
@@ -235,13 +234,13 @@ def receive_stream(
             prepared again.
         staged: if True, keep everything until `Received.commit`. If False, write each message on
             arrival and verify at the end.
-        buffers: the rank's parameters by the names of the plan's layout. The caller has checked
-            that they have not moved.
+        buffers: the rank's parameters, keyed by their names in the plan's layout. The caller has
+            checked that they have not moved.
 
     Raises:
         WeightSyncError: a peer is lost or late, a message was corrupted (the error names it), or a
-            buffer is missing or has another shape. The session must be aborted. The buffers are
-            untouched if `staged`, otherwise a mixture of old and new.
+            buffer is missing or has the wrong shape. The session must be aborted. If `staged`, the
+            buffers are untouched; otherwise they contain a mixture of old and new weights.
     """
     sync = _RankSync(messages, buffers, channel, staging)
     commit: Commit | None = None
@@ -263,7 +262,7 @@ def receive_stream(
 
 
 def _arrivals(sync: _RankSync, channel: ReceiveChannel, places: Sequence[Payload]) -> Iterator[int]:
-    """Yield the index of each message once it is in its place. The next `slots` messages are in
+    """Yield the index of each message once it is in place, while keeping up to `slots` messages in
     flight."""
     messages = sync.messages
     slots = sync.staging.slots
@@ -279,7 +278,7 @@ def _arrivals(sync: _RankSync, channel: ReceiveChannel, places: Sequence[Payload
 
 
 def _receive_in_place(sync: _RankSync, channel: ReceiveChannel) -> int:
-    """Receive contiguous slices directly into their buffers, others into slabs."""
+    """Receive contiguous slices directly into their buffers and the others into slabs."""
     copies = sync.copies
     places = sync.places()
     for number in _arrivals(sync, channel, places):
@@ -311,8 +310,8 @@ def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]
 
 
 def _has_room(channel: LendingReceiveChannel, messages: Sequence[Message]) -> bool:
-    """Return True if the transport's memory can hold everything a peer sends in a sync, including
-    checksums."""
+    """Return True if the transport's memory can hold everything that a peer sends in a sync,
+    including checksums."""
     counts = Counter(message.peer for message in messages)
     return max(counts.values(), default=0) < channel.slots
 
@@ -338,7 +337,7 @@ def _receive_and_keep(sync: _RankSync, channel: LendingReceiveChannel) -> tuple[
 
 
 def _receive_lent(sync: _RankSync, channel: LendingReceiveChannel) -> int:
-    """Scatter directly from the transport's memory. Returns the bytes of that memory used."""
+    """Scatter directly from the transport's memory. Returns the number of bytes used there."""
     used: dict[int, int] = {}
     for number, message in enumerate(sync.messages):
         sync.at = message

@@ -1,8 +1,5 @@
-"""Transports that carry a slice plan's messages from trainer ranks to the ranks of one engine, one
-per file.
-
-Each transport declares where it runs.
-"""
+"""Transports, one per file, that carry a slice plan's messages from trainer ranks to the ranks of
+one engine. Each transport declares where it runs."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ class Endpoint:
     Attributes:
         transport: name of an entry of `TRANSPORTS`.
         session: unique within the job; a new one after every failure.
-        host, port: the store (`rendezvous`) at which both sides meet.
-        senders: trainer ranks, ascending.
-        receivers: engine ranks as numbered in the plan, ascending.
+        host, port: address of the store (`rendezvous`) through which both sides connect.
+        senders: trainer ranks, in ascending order.
+        receivers: engine ranks as numbered in the plan, in ascending order.
         message_bytes: size of the largest message.
         timeout_s: maximum wait for any one message.
         slots: maximum messages in flight per pair of ranks, at least 2.
@@ -120,7 +120,7 @@ class LendingSendChannel(SendChannel, Protocol):
     """
 
     def rewind(self) -> None:
-        """Continue with the first slot.
+        """Restart at the first slot.
 
         Both ends call it before a sync, so that a message uses the same slot in every sync.
         """
@@ -132,7 +132,7 @@ class LendingSendChannel(SendChannel, Protocol):
         Returns the same object in every sync if `rewind` is called before each.
 
         Raises:
-            WeightSyncError: as `Work.wait`.
+            WeightSyncError: in the same cases as `Work.wait`.
         """
 
 
@@ -157,20 +157,20 @@ class LendingReceiveChannel(ReceiveChannel, Protocol):
         """Number of messages per peer that can be borrowed at a time."""
 
     def rewind(self) -> None:
-        """Continue with the first slot, as the sender does."""
+        """Restart at the first slot, as the sender does."""
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> Loan:
-        """Wait for the next message of `peer`.
+        """Wait for the next message from `peer`.
 
         Raises:
-            WeightSyncError: as `Work.wait`.
+            WeightSyncError: in the same cases as `Work.wait`.
         """
 
 
 @dataclass(frozen=True)
 class Transport:
-    """How to carry messages from trainer ranks to the ranks of one engine, and the placements that
-    support it.
+    """A way to carry messages from trainer ranks to the ranks of one engine, and the placements
+    that support it.
 
     Attributes:
         open_sender, open_receiver: called with endpoint, rank and device; block until all ranks of

@@ -115,7 +115,7 @@ class DeviceMemory:
         return self._events[peer].handles
 
     def open(self, member: Member, peer: int, offered: Any, file: torch.Tensor) -> _DeviceSlots:
-        """Open the pair's slots. They have no memory yet."""
+        """Open the pair's slots. No memory has been allocated for them yet."""
         mine = self._events.pop(peer)
         theirs = self._peer.PeerEvents(offered, self._device)
         return _DeviceSlots(member, self._device, self._peer, file, mine, theirs)
@@ -193,7 +193,7 @@ class _DeviceSlots:
 
 
 def _kernels(meeting: Meeting, side: str, ranks: tuple[int, ...]) -> dict[int, str]:
-    """Return the kernel id that each rank of a side announced. All ranks must have arrived."""
+    """Return the kernel id announced by each rank of a side. All ranks must have arrived."""
     kernels: dict[int, str] = {}
     for rank in ranks:
         kernels[rank] = json.loads(meeting.store.get(f"{side}/{rank}"))["kernel"]

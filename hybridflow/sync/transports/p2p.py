@@ -51,7 +51,7 @@ def open_end(member: Member, device: torch.device) -> PeerToPeer:
 
 
 class PeerToPeer:
-    """Either end. In the group, trainer ranks come first, followed by engine ranks."""
+    """Either end of a session. In the group, trainer ranks come first, followed by engine ranks."""
 
     def __init__(self, member: Member, device: torch.device) -> None:
         self.member = member
@@ -334,7 +334,7 @@ class OverNccl(PeerToPeer):
 
 
 class _Batch:
-    """Messages carried out by one NCCL kernel: method, payload, peer and tag of each."""
+    """Messages transferred by one NCCL kernel, each as (method, payload, peer, tag)."""
 
     def __init__(self, parts: list[tuple[str, Payload, int, int]]) -> None:
         self.parts = parts

@@ -94,7 +94,7 @@ class Connections:
     """Either end of a session.
 
     The number of calls per message is kept minimal: 1 MiB of message data fills the cache, so the
-    code of each call must be fetched from memory.
+    code of every call must be fetched from memory.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float)
 def _accept_all(
     member: Member, listener: socket.socket, deadline: float
 ) -> dict[int, socket.socket]:
-    """Accept one connection from each sender. Returns them by rank."""
+    """Accept one connection from each sender. Returns the connections, keyed by rank."""
     if not member.peers:
         return {}
     with ThreadPoolExecutor(1) as own:  # a thread, because the caller may be running an event loop
@@ -319,7 +319,7 @@ class _Greeter:
         self._are_here = asyncio.Event()
 
     async def links(self, deadline: float) -> dict[int, socket.socket]:
-        """Return the connections by rank. Raises WeightSyncError at the deadline."""
+        """Return the connections, keyed by rank. Raises WeightSyncError at the deadline."""
         self._listener.setblocking(False)
         accepting = asyncio.create_task(self._accept())
         try:
@@ -368,7 +368,7 @@ class _Greeter:
                 self._are_here.set()
 
     async def _rank(self, link: socket.socket) -> int:
-        """Return the rank that the other end has proven, or -1 for an unknown client."""
+        """Return the rank that the other end has proven to be, or -1 for an unknown client."""
         loop = asyncio.get_running_loop()
 
         async def read(size: int) -> bytes:

@@ -201,7 +201,7 @@ def test_settings_of_the_others() -> None:
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            "of its own for each kind of layer",
+            "separate rotary settings for each kind of layer",
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
@@ -209,7 +209,10 @@ def test_settings_of_the_others() -> None:
             {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4},
             "sliding_window is not set or is disabled",
         ),
-        ({"model_type": "qwen2", "layer_types": ["full_attention"] * 3}, "each of the 4 layers"),
+        (
+            {"model_type": "qwen2", "layer_types": ["full_attention"] * 3},
+            r"per layer \(num_hidden_layers=4\)",
+        ),
         (
             {"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
             "llama_4_scaling_beta",

@@ -390,7 +390,7 @@ def test_an_engine_that_cuts_blocks_is_refused() -> None:
     with pytest.raises(
         WeightSyncError,
         match=(
-            r"gate_up_proj\.weight has \[0:48\] of model.* whole fp8 blocks of 32; choose a "
+            r"gate_up_proj\.weight holds \[0:48\] of model.* not aligned to fp8 blocks of 32; choose a "
             r"smaller tensor size"
         ),
     ):
