@@ -1,10 +1,10 @@
 """Memory-bound operations, each with a Triton kernel for GPUs and a torch implementation for CPUs
 in one file.
 
-Callers use the function of an operation, which runs the kernel if `uses_triton` returns True. With
-a torch build without CUDA, Triton is not even imported unless the environment variable
-TRITON_INTERPRET is set: 1 runs the kernels in Triton's interpreter on the CPU (how they are
-tested), 0 only allows compiling them for a GPU that is not present.
+Callers use an operation's function, which runs the kernel if `uses_triton` returns True. With a
+torch build without CUDA, Triton is not even imported unless the environment variable
+TRITON_INTERPRET is set: 1 runs the kernels in Triton's interpreter on the CPU (as the tests do), 0
+only allows compiling them for a GPU that is not present.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ LARGEST = 2**31 - 1
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Return True if operations on this tensor use Triton. This is the only place that decides
-    it."""
+    """Return True if operations on this tensor use Triton. The decision is made only here."""
     return TRITON and (tensor.is_cuda or INTERPRETED)
 
 
@@ -28,8 +27,8 @@ def check(tensors: dict[str, torch.Tensor], dtypes: dict[str, tuple[torch.dtype,
     """Check that a kernel can read the tensors correctly.
 
     Args:
-        tensors: by the name used in error messages; all must be on one device.
-        dtypes: accepted dtypes, for the names that are restricted.
+        tensors: tensors keyed by the names used in error messages; all must be on one device.
+        dtypes: accepted dtypes, keyed by name; names without an entry accept any dtype.
 
     Raises:
         ValueError: an unaccepted dtype, several devices, a non-contiguous tensor, or a dimension

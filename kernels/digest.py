@@ -127,8 +127,8 @@ if TRITON:
         STEP: tl.constexpr,
         KEYS: tl.constexpr,
     ):
-        """Sum the contributions of BLOCK words. The last program has fewer, plus the word of the
-        remaining bytes."""
+        """Sum the contributions of BLOCK words. The last program sums fewer words, and adds the
+        word formed from the remaining bytes."""
         program = tl.program_id(0).to(tl.int64)
         lane = tl.arange(0, STEP)
         first = program * BLOCK

@@ -1,8 +1,8 @@
 """Block-wise fp8 quantisation by senders while packing. The result for a block depends only on the
 block's weights.
 
-scale = amax(|block|) / 448, where 448 is the largest float8_e4m3fn. weight / scale is rounded to
-nearest even. All arithmetic is float32. A block of zeros has scale 1. A scale is at least the
+scale = amax(|block|) / 448, where 448 is the largest float8_e4m3fn value. weight / scale is rounded
+to nearest even. All arithmetic is float32. A block of zeros has scale 1. A scale is at least the
 smallest normal float32, which prevents division by zero. A non-finite weight remains visible in the
 result.
 """
@@ -43,8 +43,8 @@ def block_scales(weights: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def write_scales(weights: torch.Tensor, block: tuple[int, int], out: torch.Tensor) -> None:
-    """Write the scales of weights `[n, r, c]`, which are whole blocks, to `out` (float32, see
-    `block_scales`)."""
+    """Write the scales of weights `[n, r, c]`, which consist of whole blocks, to `out` (float32,
+    see `block_scales`)."""
     _check(weights, out, torch.float32)
     if in_kernel(weights, block):
         launch(weights, block, out, None)
@@ -58,7 +58,7 @@ def write_scales(weights: torch.Tensor, block: tuple[int, int], out: torch.Tenso
 def write_weights(
     weights: torch.Tensor, block: tuple[int, int], row: int, column: int, out: torch.Tensor
 ) -> None:
-    """Write part of the weights' fp8 form to `out`.
+    """Quantise part of the weights to fp8 and write it to `out`.
 
     Args:
         weights: `[n, r, c]`, whole blocks.

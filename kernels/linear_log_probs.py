@@ -1,10 +1,10 @@
 """Vocabulary sums for log-probabilities and entropies, and their gradients, computed from hidden
-states and output layer.
+states and the output layer's weights.
 
 Shapes: n rows, h hidden size, v vocabulary rows of this rank. A logit is hidden . weight /
 temperature; all arithmetic on logits is fp32. The torch implementation materialises the logits of
 `chunk` rows at a time. The kernel computes them tile by tile and stores none. For the backward pass
-it writes the gradient of the logits, [n, COLUMNS] at a time, as input of the two matrix products
+it writes the gradient of the logits, [n, COLUMNS] at a time, as input to the two matrix products
 that follow. On a GPU, a row's forward result is bitwise independent of the other rows, because its
 tiles and their order depend only on v and h.
 """
@@ -35,7 +35,7 @@ class Tiles:
     Attributes:
         rows: rows per tile.
         columns: vocabulary columns per tile.
-        depth: depth of a product.
+        depth: inner dimension of a product.
         split: columns per program of the forward pass.
         group: row tiles that share columns in the cache.
         warps, stages: launch options of Triton.
@@ -96,7 +96,8 @@ def partial_sums(
         logit (0 if it is not among these rows), the sum of exp(x - t) (x - t) (0 unless requested).
 
     Raises:
-        ValueError: mismatched shapes, another dtype, several devices, or a non-contiguous tensor.
+        ValueError: mismatched shapes, an unsupported dtype, several devices, or a non-contiguous
+            tensor.
     """
     _check(hidden_NH, weight_VH, targets_N)
     if best is not None:
@@ -139,7 +140,7 @@ class Upstream:
 
     Attributes:
         log_probs: gradient of the log-probability.
-        entropy: gradient of the entropy; None if it has none.
+        entropy: gradient of the entropy; None if the entropy has no gradient.
         log_z: normaliser log Z.
         entropies: the entropy.
     """
@@ -164,8 +165,8 @@ def gradients(
     """Return the [n, h] gradient of the hidden states in their dtype, from this rank's columns
     only; None unless requested.
 
-    d log p / dx = onehot - p; dH / dx = -p (log p + H). Arguments and errors are those of
-    `partial_sums`, and:
+    d log p / dx = onehot - p; dH / dx = -p (log p + H). The other arguments and the errors are the
+    same as for `partial_sums`.
 
     Args:
         of_hidden: whether to compute the gradient of the hidden states.
@@ -306,8 +307,9 @@ def _triton_sums(
 def _read_keys(keys: torch.Tensor, best: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Fill `best` from the keys of all programs, [n, any number].
 
-    A key has the logit's bits, mapped to integer order, above its vocabulary row counted from the
-    end. Among equal logits the first row therefore comes first.
+    A key stores the logit's bits, mapped to integer order, in its upper half and the vocabulary
+    row, counted from the end, in its lower half. Among equal logits the first row therefore comes
+    first.
     """
     highest = keys.topk(best[0].shape[1], dim=-1).values
     bits = (highest >> 32).int()
@@ -377,7 +379,8 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _described(hidden: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> tuple[Any, Any] | None:
-    """Return tensor descriptors of both, or None if they are disabled or not possible."""
+    """Return tensor descriptors for both operands, or None if descriptors are disabled or
+    unsupported."""
     places = hidden.data_ptr(), weight.data_ptr(), hidden.shape[1] * hidden.itemsize
     if not DESCRIPTORS or any(place % _VECTOR for place in places):
         return None

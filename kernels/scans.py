@@ -37,7 +37,7 @@ def discounted_sums(
         mask_T: [T] bool, False for tokens to skip. None: no token is skipped.
 
     Raises:
-        ValueError: lengths do not sum to T, or a column has another length, device or dtype.
+        ValueError: lengths do not sum to T, or a column has the wrong length, device or dtype.
     """
     rewards = rewards_T.float()
     _check({"rewards": rewards}, lengths_S, mask_T)
@@ -65,7 +65,8 @@ def gae(
         rewards_T, values_T: [T] reward of each token, and value of the state in which it was
             sampled.
         lengths_S: [S] int64 number of tokens of each row.
-        lam: one value for all rows, or [S], one per row; only the torch form takes the latter.
+        lam: one value for all rows, or [S], one per row; only the torch implementation supports the
+            latter.
         mask_T: [T] bool, False for tokens that the policy did not sample (observations). They are
             skipped: the next value and the running sum carry across them, and their own advantage
             and return are 0. None: all were sampled.
@@ -74,7 +75,7 @@ def gae(
         [T] advantages, [T] returns; fp32.
 
     Raises:
-        ValueError: lengths do not sum to T, or a column has another length, device or dtype.
+        ValueError: lengths do not sum to T, or a column has the wrong length, device or dtype.
     """
     rewards = rewards_T.float()
     values = values_T.float()
@@ -116,13 +117,13 @@ def vtrace(
 
     Args:
         log_ratios_T: [T] log of the policy's probability divided by the sampler's. Other arguments
-            are those of `gae`.
+            are the same as for `gae`.
 
     Returns:
         [T] advantages, [T] targets v; fp32.
 
     Raises:
-        ValueError: lengths do not sum to T, or a column has another length, device or dtype.
+        ValueError: lengths do not sum to T, or a column has the wrong length, device or dtype.
     """
     rewards = rewards_T.float()
     values = values_T.float()
@@ -164,7 +165,7 @@ def _check(
 
 
 class _Kept:
-    """Selects the unmasked tokens, and scatters results back."""
+    """Selects the unmasked tokens and scatters results back to their positions."""
 
     def __init__(self, lengths: torch.Tensor, mask: torch.Tensor | None) -> None:
         self.mask = None if mask is None or bool(mask.all()) else mask
@@ -234,7 +235,7 @@ def _scan(
 
 
 def _groups(sizes: Sequence[int]) -> list[list[int]]:
-    """Group rows for padding to the longest of their group, longest first.
+    """Group rows that are padded to the longest row of their group. Longer rows come first.
 
     A group has at most as much padding as tokens. Empty rows are in no group.
     """
@@ -261,8 +262,8 @@ def _launch(
     rho_clip: float = 1.0,
     c_clip: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sums y, y + V, and the V-trace policy-gradient advantages. Outputs without inputs
-    are not computed."""
+    """Return the sums y, y + V, and the V-trace policy-gradient advantages. Outputs whose inputs
+    are None are not computed."""
     sums, targets, advantages = (
         torch.empty_like(rewards) if wanted else rewards
         for wanted in (True, values is not None, log_ratios is not None)

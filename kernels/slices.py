@@ -1,14 +1,14 @@
-"""Packs many strided slices into one message and back, with the message's checksum, reading all
-data once.
+"""Packs many strided slices into one message, or unpacks them, and computes the message's checksum,
+reading all data once.
 
 A slice is a rectangle `[a, b, c]` of a buffer and the bytes of the message that it fills, in
 row-major order. While packing, a slice is copied, cast from float32 to bfloat16, or quantised to
-block-wise fp8 (`fp8_cast`). While scattering, it is copied. The checksum is that of `digest` over
-the whole message.
+block-wise fp8 (`fp8_cast`). While scattering, it is copied. The checksum equals `digest` of the
+whole message.
 
 A program moves a tile and computes the checksum of the eight-byte words of the message that are
-entirely in the tile. Words shared by two slices or two rows are read again by one more launch. In a
-model whose dimensions are multiples of eight, these are only the last word of a message and the
+entirely in the tile. Words shared by two slices or two rows are reread by one additional launch. In
+a model whose dimensions are multiples of eight, these are only the last word of a message and the
 words after an odd number of scales.
 """
 
@@ -69,7 +69,8 @@ class Slice:
 
 
 class Slices:
-    """The slices of one message, prepared for any number of passes while the buffers do not move.
+    """The slices of one message, prepared for any number of passes, as long as the buffers do not
+    move.
 
     Args:
         slices: in order, filling the message without gaps.
@@ -93,7 +94,7 @@ class Slices:
         without synchronising.
 
         Raises:
-            ValueError: the payload has another size, dtype or device.
+            ValueError: the payload has the wrong size, dtype or device.
         """
         return self._pass(payload, seed, scatter=False)
 
@@ -101,7 +102,7 @@ class Slices:
         """Copy `payload` into the buffers and return the checksum of the data read.
 
         Raises:
-            ValueError: as for `pack`, or a slice is cast or quantised while packing.
+            ValueError: same as for `pack`; also if a slice is cast or quantised while packing.
         """
         if any(
             piece.block is not None or piece.dtype != piece.tensor.dtype for piece in self._slices
@@ -160,7 +161,8 @@ class Slices:
             )
 
     def _prepare(self) -> None:
-        """Sort the slices by the kernel that moves them, and find the remaining words."""
+        """Sort the slices by the kernel that moves them, and find the words that no kernel
+        checksums."""
         device = self._slices[0].tensor.device
         groups: dict[tuple[int, bool, bool], list[Slice]] = {}
         values = [
@@ -353,7 +355,7 @@ def _rows_of(piece: Slice) -> tuple[int, int, int, int, int]:
 
 
 def _kind(piece: Slice) -> tuple[int, bool, bool]:
-    """Return how the slice is moved, as arguments of `_Group`."""
+    """Return how the slice is moved, as arguments for `_Group`."""
     outer, inner, last, _, columns = _rows_of(piece)
     width = piece.dtype.itemsize
     local = piece.tensor.dtype.itemsize
@@ -365,8 +367,8 @@ def _kind(piece: Slice) -> tuple[int, bool, bool]:
 
 
 def _has_words(piece: Slice) -> bool:
-    """Return True if the message's words are each within a single row of the slice. Its end may cut
-    a word."""
+    """Return True if each of the message's words is within a single row of the slice. The slice's
+    end may cut through a word."""
     if piece.begin % WORD:
         return False
     if piece.block is None:
@@ -375,8 +377,8 @@ def _has_words(piece: Slice) -> bool:
 
 
 def _gaps(owned: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
-    """Return the ranges not in `owned`, in whole words, up to the end of the word after the
-    message's last byte."""
+    """Return the ranges that `owned` does not cover, in whole words, up to the end of the word
+    after the message's last byte."""
     found = []
     at = 0
     for low, high in [*sorted(owned), (nbytes // WORD * WORD + WORD,) * 2]:
@@ -407,8 +409,8 @@ if TRITON:
 
     @triton.jit
     def _at_rows(place, row, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return where rows start in the buffer and in the slice's part of the message, and the
-        elements of each row.
+        """Return the start of each row in the buffer and in the slice's part of the message, and
+        the number of elements in each row.
 
         The last row of a contiguous slice has fewer elements. Table entries are in units of UNIT,
         so that the compiler can derive alignments and use 16-byte accesses.
@@ -534,7 +536,7 @@ if TRITON:
 
     @triton.jit(do_not_specialize=["nbytes", "seed"])
     def _again_kernel(table, of, payload, sums, nbytes, seed, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Compute the checksum of words that are in no tile. The last word of a message is padded
+        """Compute the checksum of words that no tile contains. The last word of a message is padded
         with zeros."""
         program = tl.program_id(0)
         place = table + tl.load(of + program).to(tl.int64) * 3

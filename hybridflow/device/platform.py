@@ -30,9 +30,9 @@ class Platform:
         the choice.
 
         Raises:
-            ResourceError: the override has another value, or requests cuda but torch cannot use it.
-                The message names the node and torch's reason (no visible device, or a driver that
-                is too old).
+            ResourceError: the override has an invalid value, or requests cuda but torch cannot use
+                it. The message names the node and torch's reason (no visible device, or a driver
+                that is too old).
         """
         wish = os.environ.get("HYBRIDFLOW_PLATFORM", "")
         if wish not in ("", "cpu", "cuda"):

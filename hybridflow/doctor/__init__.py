@@ -1,2 +1,2 @@
-"""The checks of `hybridflow doctor`, which run before a device is allocated: this machine, and a
-model folder."""
+"""The checks that `hybridflow doctor` runs on this machine and on a model folder, before any device
+is allocated."""

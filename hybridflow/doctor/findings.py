@@ -1,4 +1,4 @@
-"""The findings of `hybridflow doctor`, and their table."""
+"""The findings of `hybridflow doctor`, and the table that shows them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checks of this machine, its packages and its cluster: whether a run would use each, why not, and
-the remedy."""
+"""Checks of this machine, its packages and its cluster: whether a run would use each of them and,
+if not, the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def _version(name: str) -> str | None:
 
 def _torch_cuda() -> str | None:
     """Return the CUDA version for which torch was built, read from its version file without
-    importing torch; None for a build without CUDA."""
+    importing torch, or None for a build without CUDA."""
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -318,7 +318,8 @@ def _torch_cuda() -> str | None:
 
 
 def _filesystem(folder: Path) -> str:
-    """Return the type of the filesystem on which `folder` is, or would be created."""
+    """Return the type of the filesystem that contains `folder`, or would contain it once it is
+    created."""
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     mounted = [
         part for part in psutil.disk_partitions(all=True) if there.is_relative_to(part.mountpoint)

@@ -31,8 +31,8 @@ _GB = 1e9
 
 
 def examine(folder: Path, config: RunConfig | None = None) -> list[Finding]:
-    """Return all findings for a model folder, and for a recipe that has this folder as
-    `model.path`."""
+    """Return all findings for a model folder, and for a recipe whose `model.path` is this
+    folder."""
     try:
         use_family(config.model.family if config is not None else None)
         hf = derived.hf_config(ModelConfig(path=str(folder)))
@@ -49,7 +49,7 @@ def examine(folder: Path, config: RunConfig | None = None) -> list[Finding]:
 
 
 def _observed(config: RunConfig | None) -> str | None:
-    """Return the role of the messages that the recipe inserts after answers; None if there are
+    """Return the role of the messages that the recipe inserts after answers, or None if there are
     none."""
     if config is None or config.rollout.agent.loop == "single_turn":
         return None
@@ -107,7 +107,7 @@ def _copy(folder: Path, hf: Mapping[str, Any], backend: Backend) -> Iterator[Fin
 
 
 def _fitting_recipes(hf: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding with the recipes for a model of this size."""
+    """Yield a finding that lists the recipes for a model of this size."""
     if names := recipes_for(hf):
         remedy = f"--recipe {names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
         yield Finding("recipe", "unused", "none given; recipes of this size exist", remedy)

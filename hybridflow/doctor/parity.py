@@ -42,9 +42,10 @@ class Parity:
     """The result of the comparison.
 
     Attributes:
-        log_probs: largest difference of a log-prob from transformers in float64.
-        exported: the same difference for transformers on the exported model.
-        parameters: the copy's number of parameters.
+        log_probs: largest difference between our log-probs and those of transformers in float64.
+        exported: the same difference, with our log-probs replaced by those of transformers on the
+            exported model.
+        parameters: number of parameters in the copy.
         reference: name of the transformers class.
     """
 
@@ -61,7 +62,7 @@ def compare_with_transformers(
 
     Args:
         copy: the config of the small model. source: the published folder, whose tokenizer is copied
-            to an export.
+            into the export.
         backend: the run's `actor.backend`.
 
     Raises:
@@ -161,7 +162,7 @@ def write_weights(family: Family, folder: Path) -> None:
 def _ours(
     hf: Mapping[str, Any], folder: Path, backend: Backend, ids: torch.Tensor, source: Path
 ) -> torch.Tensor:
-    """Compute our log-probs of all tokens except the first of each row, float64, and export the
+    """Compute our log-probs of all tokens except the first of each row, in float64, and export the
     policy to `folder`/exported."""
     from dataclasses import replace
 
@@ -200,8 +201,8 @@ def _ours(
 
 
 def reference_class(family: Family) -> Any:
-    """Return the transformers class of the architecture. `kimi_k2`, which transformers lacks, uses
-    DeepSeek-V3's class."""
+    """Return the transformers class for the architecture. `kimi_k2`, which transformers does not
+    support, uses DeepSeek-V3's class."""
     import transformers
 
     found = getattr(transformers, family.architecture, None)

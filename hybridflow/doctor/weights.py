@@ -1,5 +1,5 @@
-"""Checks of a folder's weights: completeness, shapes and precisions, and tensors that training does
-not change."""
+"""Checks of a folder's weights: completeness, shapes, precisions, and tensors that training leaves
+unchanged."""
 
 from __future__ import annotations
 

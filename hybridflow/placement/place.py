@@ -25,15 +25,15 @@ class Process:
     """One process of a placement.
 
     Args:
-        role: as in `Group`.
+        role: same as in `Group`.
         rank: index of the member within its role: the rank, or the engine index.
-        part: index among the member's nodes (an engine's node rank); 0 except for engines over
+        part: index among the member's nodes (an engine's node rank); 0 except for engines that span
             several nodes.
         node: index of the node in `ClusterShape.nodes`.
-        devices: devices that the process uses, as positions among the node's free devices.
-        visible: devices visible to the process, in the order in which it numbers them. A model rank
-            sees the devices of all ranks of its role on the node, its own at index `local_rank`. An
-            engine sees only its own devices.
+        devices: devices that the process uses, as indices into the node's free devices.
+        visible: devices visible to the process, in the order of their indices in the process. A
+            model rank sees the devices of all ranks of its role on the node, its own at index
+            `local_rank`. An engine sees only its own devices.
         local_rank: index among the role's processes on the node.
         ports: range of listening ports reserved for this process on its node.
     """
@@ -111,7 +111,7 @@ def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
 
 
 def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> list[Room]:
-    """Select the pool's devices, by node, from the free ones."""
+    """Select the pool's devices on each node from the free ones."""
     allowed: list[Room] = []
     for number, there in enumerate(free):
         if there and (pool.packing != "whole_nodes" or len(there) == _total(cluster.nodes[number])):
@@ -135,7 +135,8 @@ def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> 
 def _members_in(
     rooms: Sequence[Room], group: Group, packing: Packing, is_local: bool
 ) -> list[list[Room]] | None:
-    """Return the devices of each member's parts, members in node order, or None if they do not fit.
+    """Return the devices of each member's parts, with members in node order, or None if they do not
+    fit.
 
     A member that spans several nodes is placed on one bundle of nodes. Nodes with the most devices
     are bundled first, to leave few devices unused.

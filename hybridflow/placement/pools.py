@@ -14,10 +14,10 @@ class Group:
     """Identical members of a role: the ranks of a trained model, or the engines.
 
     Args:
-        role: `actor`, `critic`, `reference`, `reward_model`, `teacher` or `rollout`; for a further
-            policy NAME and NAME.rollout.
+        role: `actor`, `critic`, `reference`, `reward_model`, `teacher` or `rollout`; for an
+            additional policy, NAME and NAME.rollout.
         count: number of ranks or engines.
-        devices: devices per member and node; they are consecutive.
+        devices: number of devices per member and node. They are consecutive.
         nodes: number of distinct nodes per member, with `devices` on each.
     """
 
@@ -34,7 +34,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices shared in turns by the members of its groups.
+    """Devices that the members of the pool's groups use in turn.
 
     Args:
         name: configuration section that defines the pool.
@@ -53,7 +53,7 @@ class Pool:
 
 
 def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tuple[Pool, ...]:
-    """Return the pools of a job of a validated configuration, the actor's first.
+    """Return the device pools for a validated configuration, starting with the actor's.
 
     With `kind` cuda, an engine uses one GPU per rank. With cpu, it counts as one process per node.
     """
@@ -83,18 +83,18 @@ def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tupl
 
 
 def is_engine(role: str) -> bool:
-    """Return True if the role's members are engines, including those of a further policy."""
+    """Return True if the role's members are engines, including those of an additional policy."""
     return role.rpartition(".")[2] == "rollout"
 
 
 def policy_pool(name: str, section: str) -> str:
-    """Return the name of a pool of the further policy `roles.NAME`."""
+    """Return the name of a pool that belongs to the additional policy `roles.NAME`."""
     return name if section == "actor" else f"{name}.{section}"
 
 
 def _pools_of_policy(name: str, pools: tuple[Pool, ...]) -> list[Pool]:
-    """Return a further policy's pools, renamed with its name. Its ranks need not fill whole
-    nodes."""
+    """Return an additional policy's pools, with names derived from the policy's. Its ranks need not
+    fill whole nodes."""
     renamed = []
     for pool in pools:
         groups = [replace(group, role=policy_pool(name, group.role)) for group in pool.groups]

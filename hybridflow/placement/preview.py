@@ -12,7 +12,7 @@ from hybridflow.placement.shape import ClusterShape, Node
 
 
 def preview(config: RunConfig, job: str = "train") -> Placement | None:
-    """Place the job on the smallest cluster that holds it.
+    """Place the job on the smallest cluster that fits it.
 
     The cluster consists of nodes with `cluster.devices_per_node` GPUs, or of this machine if that
     key is not set. Returns None if the placement depends on the cluster to be joined.
@@ -32,7 +32,7 @@ def preview(config: RunConfig, job: str = "train") -> Placement | None:
 
 
 def smallest(pools: Sequence[Pool], devices: int) -> ClusterShape:
-    """Return the smallest cluster of nodes with `devices` GPUs each that holds the pools.
+    """Return the smallest cluster of nodes with `devices` GPUs each that fits the pools.
 
     Raises:
         ResourceError: the pools do not fit on any number of such nodes.

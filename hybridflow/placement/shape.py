@@ -1,4 +1,4 @@
-"""The machines on which processes can be placed."""
+"""The machines available for placing processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Node:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """The nodes of a cluster in rank order, and their kind of device.
+    """The nodes of a cluster in rank order, and the kind of device they have.
 
     `is_local`: the cluster is only this machine, on loopback. All parts of a multi-node engine then
     run here.
@@ -47,7 +47,7 @@ class ClusterShape:
         return "GPUs" if self.kind == "cuda" else "processes"
 
     def describe(self) -> str:
-        """Format nodes and devices in one line: `4 nodes x 8 GPUs`, or the count of each node if
+        """Format nodes and devices in one line: `4 nodes x 8 GPUs`, or each node's device count if
         they differ."""
         counts = {node.devices for node in self.nodes}
         if len(counts) == 1:

@@ -19,8 +19,8 @@ def threads_by_role(config: RunConfig, cores: int, most: int | None = None) -> d
 
     Args:
         config: configuration of a run on one machine.
-        cores: cores of that machine. 1 if GPUs or other machines compute; their processes have one
-            thread each.
+        cores: number of cores on that machine; 1 if GPUs or other machines compute, since each
+            process then gets one thread.
         most: maximum per process set by the user (`user_limit`), or None.
     """
     processes = {role: derived.role_world_size(config, role) for role in ROLES}
@@ -35,7 +35,7 @@ def user_limit() -> int | None:
 
 
 def describe(config: RunConfig, cores: int, job: str) -> str:
-    """Format the threads of a job's roles for `--explain`."""
+    """Format the thread count of each of a job's roles for `--explain`."""
     threads = threads_by_role(config, cores, user_limit())
     roles = [*derived.roles_in_use(config, job), *(["rollout"] if job == "train" else [])]
     found = ", ".join(f"{role} {threads[role]}" for role in roles)

@@ -1,4 +1,4 @@
-"""Comparison of the planner's predictions with published runs, good and bad."""
+"""Comparison of the planner's predictions with published runs, including inaccurate ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BOUNDS = {STATIC: 0.15, MEMORY: 0.25, TIME: 0.30}
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure and the planner's prediction of it."""
+    """A published figure and the planner's prediction for it."""
 
     run: str
     quantity: str
@@ -137,7 +137,8 @@ def rl_plan(point: RlPoint) -> Plan:
 
 
 def table() -> str:
-    """Format all rows as a Markdown table, followed by the number within bounds per kind."""
+    """Format all rows as a Markdown table, followed by the number of rows within bounds for each
+    kind."""
     found = rows()
     head = ("run", "quantity", "published", "planned", "error", "source")
     cells = []

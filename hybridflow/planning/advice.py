@@ -19,13 +19,13 @@ Change = Mapping[str, Any]
 
 
 def refused(config: RunConfig) -> list[str]:
-    """Return the reasons for which a run of this configuration would be rejected at startup,
-    without looking at data or model files."""
+    """Return the reasons why a run with this configuration would be rejected at startup, without
+    reading data or model files."""
     return check.problems(config, files=False) or list(dict.fromkeys(model_problems(config)))
 
 
 def with_values(config: Any, change: Change) -> Any:
-    """Return a copy of a configuration with the values of `change`, {dotted key: value}."""
+    """Return a copy of a configuration with `change` ({dotted key: value}) applied."""
     for key, value in change.items():
         first, _, rest = key.partition(".")
         config = replace(
@@ -37,8 +37,8 @@ def with_values(config: Any, change: Change) -> Any:
 def nearest_change(
     config: RunConfig, machines: Machines, assumed: Assumed, hf: Any = None
 ) -> Change | None:
-    """Return the first change that is legal and makes the job fit, or None. Single changes are
-    tried first, then pairs."""
+    """Return the first valid change that makes the job fit, or None. Single changes are tried
+    first, then pairs."""
     single = list(_changes(config))
     pairs = (
         {**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys()

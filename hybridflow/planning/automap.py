@@ -23,7 +23,7 @@ class Option:
     """A way to run a model on a given number of devices.
 
     Attributes:
-        held: bytes per device that are allocated all the time.
+        held: bytes per device that are permanently allocated.
         working: additional bytes per device while the model computes.
         seconds: time in each stage of a step, as in `schedule`; 0 if the model is idle.
         layout: the caller's description of the layout, returned unchanged.
@@ -38,7 +38,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A mapping: pools of (model, option), the number of devices per pool, and seconds per step."""
+    """A mapping: pools of (model, option), the number of devices in each pool, and the seconds per
+    step."""
 
     pools: tuple[tuple[tuple[str, Option], ...], ...]
     devices: tuple[int, ...]
@@ -54,7 +55,7 @@ class Problem:
     """Inputs of the search.
 
     Attributes:
-        sizes: allowed numbers of devices per pool, ascending.
+        sizes: allowed numbers of devices per pool, in ascending order.
         memory: bytes per device.
         overlaps: True if generation and training on disjoint devices run at the same time.
     """
@@ -105,8 +106,8 @@ def search(
 def _choices(
     problem: Problem, pool: Sequence[str], size: int
 ) -> list[tuple[Seconds, tuple[tuple[str, Option], ...]]]:
-    """Return the combinations of layouts for a pool's models that fit in memory together, without
-    those slower in every stage."""
+    """Return the combinations of layouts for a pool's models that fit in memory together, excluding
+    those that are slower in every stage."""
     found: list[tuple[float, float, Seconds, tuple[tuple[str, Option], ...]]] = [
         (0.0, 0.0, (0.0,) * 4, ())
     ]
@@ -133,8 +134,8 @@ def _added(one: Seconds, other: Seconds) -> Seconds:
 
 
 def _undominated(found: list[Any], key: Callable[[Any], tuple[float, ...]]) -> list[Any]:
-    """Return the Pareto-optimal elements (smallest keys), sorted by key. Of equal keys, one is
-    kept."""
+    """Return the Pareto-optimal elements (smallest keys), sorted by key. If several elements have
+    equal keys, one is kept."""
     if not found:
         return []
     ordered = sorted(((key(one), one) for one in found), key=lambda pair: pair[0])

@@ -45,7 +45,7 @@ _LAYOUT = (
 
 @dataclass
 class Search:
-    """The options of a job's models on any number of devices.
+    """The options for running a job's models on any number of devices.
 
     Attributes:
         memory: bytes per device.
@@ -62,8 +62,8 @@ class Search:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Allowed numbers of devices per pool: fractions of a node, then whole nodes in numbers
-        that layouts can divide."""
+        """Allowed numbers of devices per pool: fractions of a node, then numbers of whole nodes
+        that layouts can divide evenly."""
         total = self.job.machines.devices
         node = self.job.machines.devices_per_node
         parts = [size for size in (1, 2, 4) if size < node]
@@ -92,7 +92,7 @@ class Search:
         return options
 
     def _engine_options(self, size: int) -> Iterator[Option]:
-        """Yield engine options for all numbers of ranks, without engines larger than needed for a
+        """Yield engine options for all numbers of ranks, excluding engines larger than needed for a
         generation time close to the minimum."""
         found = list(self._all_engines(size))
         shortest = min((option.seconds[0] for option in found), default=0.0)
@@ -329,7 +329,7 @@ def _layout(name: str, cut: Cut) -> dict[str, Any]:
 
 
 def _simplified(config: RunConfig, change: dict[str, Any]) -> dict[str, Any]:
-    """Colocate roles that have the actor's pool and layout in its processes."""
+    """Colocate roles with the actor's pool and layout in the actor's processes."""
     for name in ("critic", "reference", "reward_model"):
         same = all(
             change.get(f"{name}.parallel.{key}") == change.get(f"actor.parallel.{key}")

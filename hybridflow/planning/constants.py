@@ -1,8 +1,9 @@
-"""The efficiencies of the time and memory model: one set for all models, devices and layouts.
+"""The efficiency constants of the time and memory model: one set for all models, devices and
+layouts.
 
 They are fitted jointly to the published points of `hybridflow.planning.published_points`.
-docs/planning.md lists the prediction for each point, good and bad. The planner has no other fitted
-numbers.
+docs/planning.md lists the prediction for every point, accurate or not. The planner has no other
+fitted numbers.
 """
 
 from __future__ import annotations

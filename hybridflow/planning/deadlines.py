@@ -27,13 +27,14 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class StartAllowance:
-    """Seconds added to `cluster.start_timeout_s` and `rollout.start_timeout_s`.
+    """Seconds added to `cluster.start_timeout_s` (first two) and `rollout.start_timeout_s` (last
+    two).
 
     Attributes:
-        processes: to start the processes of all roles.
-        reading: for a node to read its share of all roles' weights.
-        engine_ranks: to start an engine's ranks.
-        engine_bytes: for an engine rank to allocate and fill its weights.
+        processes: for starting the processes of all roles.
+        reading: for reading a node's share of all roles' weights.
+        engine_ranks: for starting an engine's ranks.
+        engine_bytes: for allocating and filling an engine rank's weights.
     """
 
     processes: float
@@ -43,7 +44,7 @@ class StartAllowance:
 
     @classmethod
     def of(cls, config: RunConfig, hf_config: Mapping[str, Any]) -> StartAllowance:
-        """Compute the allowance of a run whose policy has this Hugging Face config."""
+        """Compute the allowance for a run whose policy has this Hugging Face config."""
         tensors = family_of({"vocab_size": 1, **hf_config}).tensors()
         whole = sum(map(prod, tensors.values())) * _BYTES[config.model.dtype]
         roles = derived.roles_in_use(config)
@@ -65,7 +66,7 @@ class StartAllowance:
         )
 
     def applied(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the effective deadlines."""
+        """Return a copy of the configuration with the effective deadlines."""
         cluster = config.cluster
         rollout = config.rollout
         ranks = cluster.start_timeout_s + self.processes + self.reading

@@ -81,7 +81,7 @@ class Machines:
 
     @property
     def is_gpu(self) -> bool:
-        """True if processes have contexts on the devices."""
+        """True if the devices are GPUs, on which every process has a context."""
         return self.device.domain > 1
 
 
@@ -106,7 +106,7 @@ def known_device(name: str, own: Mapping[str, Device] | None = None) -> Device:
 def read_cluster(
     file: Path | None, nodes: int, devices_per_node: int, device: str = "H100"
 ) -> Machines:
-    """Read the cluster from a YAML file, or without a file build one from the recipe's `nodes` and
+    """Read the cluster from a YAML file or, without a file, build one from the recipe's `nodes` and
     `device`.
 
     Raises:

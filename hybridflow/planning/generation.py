@@ -33,8 +33,8 @@ class Lengths:
 
     @cached_property
     def quantiles(self) -> tuple[float, ...]:
-        """Length at the midpoint of each of `_QUANTILES` equal shares of the responses,
-        ascending."""
+        """Lengths at the midpoints of `_QUANTILES` equal shares of the responses, in ascending
+        order."""
         normal = NormalDist()
         shape = []
         for i in range(_QUANTILES):
@@ -86,7 +86,8 @@ class Engine:
 
     @cached_property
     def numbers(self) -> Numbers:
-        """Number of weights on the largest rank, from the layout that a weight sync fills."""
+        """Number of weights on the largest rank, derived from the layout that a weight sync
+        fills."""
         most = Numbers()
         share = self.decoder.num_layers // self.shape.pipeline
         for stage in {0, self.shape.pipeline - 1}:
@@ -126,12 +127,12 @@ class Engine:
         return self.kv_room * self.kv_token / self.shape.data_attention
 
     def graphs(self) -> float:
-        """Return the bytes of CUDA graphs and activations, in addition to weights and cache."""
+        """Return the size in bytes of CUDA graphs and activations, excluding weights and cache."""
         return 0.02 * self.device.memory_gb * 1e9
 
     def step_seconds(self, running: float, context: float) -> float:
-        """Return the seconds of a decoding step with `running` requests of `context` tokens
-        each."""
+        """Return the duration in seconds of a decoding step with `running` requests of `context`
+        tokens each."""
         c = self.constants
         device = self.device
         shape = self.shape

@@ -63,7 +63,7 @@ class Job:
 
     Attributes:
         engines: number of engines.
-        engine_pool: section whose devices they use.
+        engine_pool: section whose devices the engines use.
         sleeps: True if engines release memory while the policy trains.
     """
 
@@ -106,12 +106,12 @@ class Job:
 
     @property
     def shares(self) -> bool:
-        """True if engines and policy take turns on the same devices."""
+        """True if engines and policy alternate on the same devices."""
         return self.engine_pool == "actor"
 
     @property
     def pools(self) -> dict[str, int]:
-        """Number of devices of each pool, by owning section."""
+        """Number of devices in each pool, keyed by owning section."""
         pools = {self.engine_pool: self.engine_devices}
         for role in self.roles:
             pools[role.pool] = max(pools.get(role.pool, 0), role.training.cut.ranks)
@@ -119,7 +119,7 @@ class Job:
 
     @property
     def devices(self) -> int:
-        """Total number of devices of the job."""
+        """Total number of devices in the job."""
         return sum(self.pools.values())
 
 
@@ -133,8 +133,8 @@ def job_of(
     """Build the job of a checked configuration.
 
     Args:
-        hf: the policy's Hugging Face config, for configurations that leave it open (a vocabulary
-            size taken from the tokenizer).
+        hf: the policy's Hugging Face config, for configurations that do not determine it (the
+            vocabulary size may come from the tokenizer).
         frozen: the policy has no optimizer (`roles.NAME.frozen`).
 
     Raises:
@@ -190,7 +190,7 @@ def _sends_slices(config: RunConfig, machines: Machines) -> bool:
 
 
 def _placement_problem(config: RunConfig, machines: Machines) -> str | None:
-    """Return why the run cannot be placed on the cluster, or None."""
+    """Return the reason why the run cannot be placed on the cluster, or None."""
     if not machines.is_gpu:
         return None  # a local cluster has no limit on processes
     try:
@@ -248,7 +248,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any, trains: 
 
 
 def cut_of(parallel: ParallelConfig, ranks: int) -> Cut:
-    """Return a section's parallel sizes over `ranks` processes."""
+    """Return a section's parallel sizes for `ranks` processes."""
     return Cut.of(
         parallel,
         ranks,

@@ -27,9 +27,9 @@ class Phase:
     """A phase of a step.
 
     Attributes:
-        memory: {part: bytes} on the device with the most.
+        memory: {part: bytes} on the device that uses the most memory.
         pool: `trainer` or `engines`, the owner of that device; `trainer` if they share devices.
-        devices, stage: as in `schedule.Timed`.
+        devices, stage: same as in `schedule.Timed`.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Plan:
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
-        """The reasons why it does not fit, one line each."""
+        """The reasons why the job does not fit, one line each."""
         found = []
         for phase in self.phases:
             if phase.peak > self.limit:
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Sample tokens per second and device."""
+        """Sample tokens per second per device."""
         return self.job.samples * self.job.mean_tokens / self.seconds / self.job.devices
 
     def figures(self) -> dict[str, Any]:
@@ -281,15 +281,15 @@ def _side(job: Job) -> str:
 def sync_seconds(
     nbytes: float, device: Device, sends_slices: bool, constants: Constants = FITTED
 ) -> float:
-    """Return the seconds of a weight sync of `nbytes`. The rates were published for a network of
-    50 GB/s per device."""
+    """Return the duration in seconds of a weight sync of `nbytes`. The rates were published for a
+    network of 50 GB/s per device."""
     rate = constants.sync_p2p_gbs if sends_slices else constants.sync_gbs
     return constants.sync_s + nbytes / (rate * min(device.network_gbs / 50, 1.0) * 1e9)
 
 
 def _other(job: Job) -> Iterator[Phase]:
-    """Yield transfers between device and host, and checkpoints amortised over the steps between
-    them."""
+    """Yield the phases for transfers between device and host, and for checkpoints, amortised over
+    the steps between them."""
     device = job.machines.device
     moved = defaultdict[str, float](float)
     state = defaultdict[str, float](float)
@@ -311,7 +311,7 @@ def _other(job: Job) -> Iterator[Phase]:
 def _held(
     job: Job, pool: str, computing: RolePlan | None = None, *parts: str, stage: int | None = None
 ) -> dict[str, float]:
-    """Return {part: bytes} that training processes hold on a pool's fullest device while the role
+    """Return {part: bytes} for training processes on a pool's fullest device while the role
     `computing` uses its `parts`. Offloaded parts are excluded."""
     found: dict[str, float] = {}
     for role in job.roles:
@@ -340,12 +340,13 @@ def _engine_memory(job: Job, with_cache: bool) -> dict[str, float]:
 
 
 def _engine_while_training(job: Job, pool: str) -> dict[str, float]:
-    """Return {part: bytes} that engines keep on a pool's devices while a role computes there."""
+    """Return {part: bytes} for engines on a pool's devices while a role computes there."""
     return {} if pool != job.engine_pool or job.sleeps else _engine_memory(job, with_cache=True)
 
 
 def _process(job: Job, pool: str) -> dict[str, float]:
-    """Return the bytes of process contexts and communication buffers on a device of a pool."""
+    """Return the size in bytes of process contexts and communication buffers on one of a pool's
+    devices."""
     roles = [role for role in job.roles if role.pool == pool and not role.is_guest]
     communicating = roles or [job.actor]  # a pool of engines alone also has communication buffers
     return {
@@ -359,7 +360,8 @@ def _process(job: Job, pool: str) -> dict[str, float]:
 
 
 def _host_bytes(job: Job) -> float:
-    """Return the bytes per node of offloaded state and of the copy made for a checkpoint."""
+    """Return the size in bytes, per node, of offloaded state and of the copy made for a
+    checkpoint."""
     total = 0.0
     for name, parts in resident(job).items():
         role = job.role(name)

@@ -1,7 +1,7 @@
 """The published runs to which the planner's constants were fitted.
 
 All figures are third-party; `source` cites their origin. The planner computes weights and optimizer
-state exactly, and models everything else.
+state exactly, and estimates everything else.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Point:
         step_s: seconds per optimizer update.
         static_gb, total_gb: 10^9 bytes allocated on pipeline stage `stage` (None: the fullest
             stage).
-        weights_gradients_gb, optimizer_gb, activations_gb: parts of a memory anatomy.
+        weights_gradients_gb, optimizer_gb, activations_gb: 10^9 bytes per part, if the source
+            breaks memory down.
     """
 
     name: str
@@ -242,13 +243,13 @@ POINTS: tuple[Point, ...] = (
 
 @dataclass(frozen=True)
 class RlPoint:
-    """A published reinforcement-learning step whose engines and trainer take turns on the same
+    """A published reinforcement-learning step whose engines and trainer alternate on the same
     devices.
 
     Attributes:
         prompt, response: mean tokens. If the source gives only their sum, the prompt is our
             assumption.
-        seconds: durations of the step and its phases, by the planner's names.
+        seconds: durations of the step and its phases, keyed by the planner's names.
     """
 
     name: str

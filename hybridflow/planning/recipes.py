@@ -41,7 +41,7 @@ the last pipeline stage have fewer layers than the others (`actor.parallel.first
 
 
 def names() -> list[str]:
-    """Return the names of the recipes for GPU clusters, sorted."""
+    """Return the sorted names of the recipes for GPU clusters."""
     shipped: list[str] = []
     for recipe in list_recipes([shipped_config_dir()]):
         if recipe.name.endswith("x8"):

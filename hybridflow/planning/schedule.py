@@ -1,5 +1,5 @@
-"""The schedule of a step's phases: device pools work concurrently, the phases of a pool run one
-after another.
+"""The schedule of a step's phases: device pools work concurrently, while the phases of one pool run
+one after another.
 
 A run uses the same schedule (`trainer.run`, `trainer.devices`). The passes before advantages start
 once all responses are complete, and end before any update. The next generation waits for the
@@ -23,7 +23,7 @@ _STEPS = 4  # a steady state is reached with the second step
 
 
 class Timed(NamedTuple):
-    """A phase.
+    """A phase of a step.
 
     Attributes:
         devices: section whose device pool it uses.
@@ -40,7 +40,7 @@ def step_seconds(pools: Sequence[Seconds], overlaps: bool, rest: float = 0.0) ->
 
     Args:
         overlaps: if True, generation runs concurrently with training (on older samples) in pools
-            that do not work in both.
+            that do not take part in both.
         rest: seconds between the updates and the next generation.
     """
     generation = max(pool[0] for pool in pools)
@@ -64,7 +64,7 @@ def begins(phases: Sequence[Timed], engines: str) -> list[float]:
     generation.
 
     Args:
-        phases: phases of one stage are in the order in which they are requested.
+        phases: phases of the same stage must be in the order in which they are requested.
         engines: the engines' pool.
     """
     if not all(math.isfinite(phase.seconds) for phase in phases):

@@ -1,7 +1,7 @@
-"""Parameter counts per rank and cost per token of each layer, from the parameter maps that a run
-uses.
+"""Each layer's parameter counts per rank and cost per token, computed from the parameter maps that
+a run uses.
 
-Identical layers are computed once, so a model of 10^12 parameters takes milliseconds.
+Identical layers are computed once, so a model with 10^12 parameters takes milliseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXPERTS = ".mlp.experts."  # marks routed experts, as in `mcore.model.mark_exper
 
 @dataclass(frozen=True)
 class Numbers:
-    """Parameter counts of a rank: routed experts, and the rest (dense)."""
+    """Parameter counts of a rank: routed experts, and everything else (dense)."""
 
     dense: int = 0
     expert: int = 0
@@ -58,8 +58,8 @@ def decoder_of(hf: Mapping[str, Any], mtp: bool = False) -> Decoder:
 def chunk_layers(decoder: Decoder, at: Coordinates) -> range:
     """Return the layers of the virtual stage at `at`, as Megatron assigns them.
 
-    If the layers do not divide evenly and no stage's number is given, return the nearest even
-    share. The trainer rejects such layouts, but other systems allow them.
+    If the layers do not divide evenly and no stage's count is given, return the nearest even share.
+    The trainer rejects such layouts, but other systems allow them.
     """
     if not at.is_even:
         return at.layers(decoder.num_layers)
@@ -125,8 +125,8 @@ def _cut(at: Coordinates) -> Coordinates:
 
 @functools.cache
 def block_numbers(block: Block, cut: Coordinates) -> Numbers:
-    """Count a block's parameters on the first rank of a cut. Cuts are even, so every rank has as
-    many."""
+    """Count a block's parameters on the first rank of a cut. Cuts are even, so every rank has the
+    same number."""
     return _numbers(block.local("", "", cut))
 
 

@@ -86,7 +86,7 @@ def _phases(plan: Plan) -> list[str]:
 
 
 def _pools(job: Job) -> list[str]:
-    """Return a line with the device pools, empty if all roles share one pool."""
+    """Return a line that lists the device pools, or an empty string if all roles share one pool."""
     members: dict[str, list[str]] = {}
     for role in job.roles:
         members.setdefault(role.pool, []).append(role.name.replace("_", " "))

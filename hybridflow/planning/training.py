@@ -46,8 +46,8 @@ class Precision:
     def of(cls, dtype: str, optim: OptimConfig | None = None) -> Precision:
         """Return the trainer's precision for `model.dtype`.
 
-        Gradients are float32, and the optimizer state is as in `optim` (None: float32). Float32
-        weights need no main copy.
+        Gradients are float32, and the optimizer state uses the precisions in `optim` (None:
+        float32). Float32 weights need no main copy.
         """
         if dtype == "float32":
             return cls(weight=4, gradient=4, main=0, activation=4, linear_input=4)
@@ -73,19 +73,19 @@ class Cut(ParallelShape):
 
     @property
     def shards(self) -> int:
-        """Number of ranks over which the optimizer state of dense parameters is sharded."""
+        """Number of ranks across which the optimizer state of dense parameters is sharded."""
         return self.data * self.context if self.distributed_optimizer else 1
 
     @property
     def expert_shards(self) -> int:
-        """Number of ranks over which the optimizer state of an expert is sharded."""
+        """Number of ranks across which the optimizer state of an expert is sharded."""
         parts = self.expert * self.expert_tensor * self.pipeline
         return max(self.ranks // parts, 1) if self.distributed_optimizer else 1
 
 
 @dataclass(frozen=True)
 class Practice:
-    """Training options of a system, apart from its layout.
+    """A training system's options other than its layout.
 
     Attributes:
         recompute: `full`, or modules: core_attn, mlp, mla_up_proj, moe_act, layernorm, moe,
@@ -95,8 +95,9 @@ class Practice:
             with the last micro-batch's backward pass, and the gathering of updated weights with
             the first one's forward pass.
         logits_chunk: number of tokens whose logits are materialised at a time; None for all.
-        keeps_expert_outputs: True without memory-efficient permutation.
-        even_routing: forced even routing, as in benchmarks.
+        keeps_expert_outputs: whether expert outputs are saved (True without memory-efficient
+            permutation).
+        even_routing: whether routing is forced to be even, as in benchmarks.
     """
 
     recompute: frozenset[str] = frozenset()
@@ -112,7 +113,7 @@ class Practice:
 
 @dataclass(frozen=True)
 class Training:
-    """A model on a cut of devices."""
+    """A model trained with a given sharding."""
 
     decoder: Decoder
     cut: Cut
@@ -145,11 +146,11 @@ class Training:
         return tuple(found)
 
     def weights(self, stage: int) -> float:
-        """Return the bytes of weights."""
+        """Return the size of the weights in bytes."""
         return self.numbers[stage].total * self.precision.weight / self._shards
 
     def gradients(self, stage: int) -> float:
-        """Return the bytes of the gradient buffer."""
+        """Return the size of the gradient buffer in bytes."""
         return self.numbers[stage].total * self.precision.gradient / self._shards
 
     @property
@@ -157,11 +158,11 @@ class Training:
         return self.cut.ranks if self.cut.fully_sharded else 1
 
     def static(self, stage: int) -> float:
-        """Return the bytes of weights, gradients and optimizer state."""
+        """Return the total size in bytes of weights, gradients and optimizer state."""
         return self.weights(stage) + self.gradients(stage) + self.optimizer(stage)
 
     def optimizer(self, stage: int) -> float:
-        """Return the bytes of main weights and moments, sharded over ranks."""
+        """Return the size in bytes of main weights and moments, which are sharded across ranks."""
         numbers = self.numbers[stage]
         each = self.precision.main + self.precision.moments
         return each * (numbers.dense / self.cut.shards + numbers.expert / self.cut.expert_shards)
@@ -218,8 +219,8 @@ class Training:
         return chunks / v
 
     def logits(self, stage: int, micro_tokens: float) -> float:
-        """Return the bytes of the last stage's logits: a float32 copy, one in the activation dtype,
-        and the float32 gradient."""
+        """Return the size in bytes of the last stage's logits: a float32 copy, a copy in the
+        activation dtype, and the float32 gradient."""
         if stage != self.cut.pipeline - 1 or self.scalar_head:
             return 0.0
         rows = micro_tokens / self.cut.context
@@ -255,7 +256,7 @@ class Training:
         return again + self.logits(stage, micro_tokens)
 
     def groups(self) -> float:
-        """Return the bytes of communication buffers for the kinds of parallelism in use."""
+        """Return the size in bytes of communication buffers for the kinds of parallelism in use."""
         cut = self.cut
         kinds = (cut.tensor, cut.pipeline, cut.context, cut.expert, cut.data)
         return sum(size > 1 for size in kinds) * self.constants.group_gb * 1e9
@@ -328,9 +329,9 @@ class Training:
     def _product_seconds(
         self, found: Iterable[Product], tokens: float, topk: int, experts: int = 0
     ) -> float:
-        """Return the seconds of a rank's forward matrix products.
+        """Return the duration in seconds of a rank's forward matrix products.
 
-        Tensor parallelism splits the longer side. Experts divide the tokens among them.
+        Tensor parallelism splits the longer side. Tokens are divided among the experts.
         """
         c = self.constants
         device = self.device
@@ -367,7 +368,8 @@ class Training:
         return total
 
     def _tensor_seconds(self, layer: LayerShape, tokens: float) -> float:
-        """Return the seconds of one gather and one scatter of hidden states over tensor ranks.
+        """Return the duration in seconds of one gather and one scatter of hidden states across
+        tensor ranks.
 
         A dense layer has two such pairs; an MoE layer has one, plus one if it has shared experts.
         """
@@ -380,7 +382,7 @@ class Training:
         return pairs * nbytes / self.link(size) * exposed
 
     def _expert_seconds(self, layer: LayerShape, micro_tokens: float) -> float:
-        """Return the seconds of one dispatch or combine of a rank's tokens."""
+        """Return the duration in seconds of one dispatch or combine of a rank's tokens."""
         cut = self.cut
         device = self.device
         if cut.expert == 1 or not layer.experts:
@@ -411,10 +413,11 @@ class Training:
         return together * self._busiest * exposed
 
     def link(self, ranks: int, stride: int = 1) -> float:
-        """Return the bytes per second and rank of a collective over `ranks` ranks that are `stride`
-        apart.
+        """Return the bandwidth in bytes per second per rank of a collective over `ranks` ranks that
+        are `stride` apart.
 
-        A ring leaves a fast domain once, through the network devices of all its members there.
+        A ring leaves each fast domain once, using the network devices of all its members in that
+        domain.
         """
         c = self.constants
         device = self.device
@@ -429,8 +432,8 @@ class Training:
     def pass_seconds(
         self, micro_tokens: float, micro_batches: float, length: float, backward: bool = True
     ) -> float:
-        """Return the seconds of a forward (and backward) pass over `micro_batches` micro-batches
-        per data-parallel rank, including the pipeline bubble."""
+        """Return the duration in seconds of a forward (and backward) pass over `micro_batches`
+        micro-batches per data-parallel rank, including the pipeline bubble."""
         p = self.cut.pipeline
         v = self.cut.virtual_pipeline
         asked = range(p) if self.cut.layers_per_stage else {0, p // 2, p - 1}
@@ -449,8 +452,8 @@ class Training:
         return (micro_batches + (p - 1) / v) * (each + handover)
 
     def update_seconds(self, micro_tokens: float, micro_batches: float, length: float) -> float:
-        """Return the seconds of one optimizer update: forward and backward passes, gradient
-        reduction, weight gathering and the optimizer step."""
+        """Return the duration in seconds of one optimizer update: forward and backward passes,
+        gradient reduction, weight gathering and the optimizer step."""
         most = max(range(self.cut.pipeline), key=lambda stage: self.numbers[stage].total)
         stepped = 2 * self.optimizer(most) / (self.device.memory_gbs * 1e9 * self.constants.memory)
         passed = self.pass_seconds(micro_tokens, micro_batches, length)
@@ -482,8 +485,8 @@ class Training:
         return waits
 
     def flops(self, tokens: float, length: float) -> float:
-        """Return the operations of the whole model's forward and backward pass over `tokens` tokens
-        (causal attention, no recomputation)."""
+        """Return the number of operations in the whole model's forward and backward pass over
+        `tokens` tokens (causal attention, no recomputation)."""
         each = sum(
             sum(one.flops for one in (*layer.attention, *layer.mlp)) + layer.core * length / 2
             for layer in layer_shapes(self.decoder)

@@ -1,4 +1,5 @@
-"""Dry run of a configuration's weight sync: planned, proven and simulated without any device."""
+"""Dry run of a configuration's weight sync, which is planned, proven and simulated without any
+device."""
 
 from __future__ import annotations
 
@@ -55,11 +56,11 @@ def dry_run(
     staging_bytes: int,
     link_gbps: float,
 ) -> report.DryRun:
-    """Call `report.dry_run` with a configuration's terms.
+    """Call `report.dry_run` with values from a configuration.
 
     Args:
-        dtypes: dtype of the trainer's weights, and of the engines' weights or None if it is the
-            same. "fp8" is block-wise.
+        dtypes: (dtype of the trainer's weights, dtype of the engines' weights or None if it is the
+            same). "fp8" is block-wise.
     """
     engine_dtype = FP8 if dtypes[1] == "fp8" else dtypes[1]
     return report.dry_run(
