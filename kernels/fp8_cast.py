@@ -305,8 +305,8 @@ if TRITON:
     ):
         """Compute one block's scale, and write the scale and the values.
 
-        The block is read once. If it takes several strips of STRIP rows, they are read again from
-        the cache for the values.
+        The block is read once. If it spans several strips of STRIP rows, they are reread from the
+        cache to compute the values.
         """
         program = tl.program_id(0).to(tl.int64)
         matrix = program // (count_r * count_c)

@@ -91,7 +91,7 @@ def _copy(folder: Path, hf: Mapping[str, Any], backend: Backend) -> Iterator[Fin
         f"log-probs of a small copy ({found.parameters:,} parameters) differ from "
         f"{found.reference}'s"
     )
-    wrong = not found.log_probs < BOUND  # a NaN is wrong
+    wrong = not found.log_probs < BOUND  # True also for NaN
     remedy = "do not train this model; report it with this config.json" if wrong else ""
     yield Finding(
         topic,
@@ -99,7 +99,7 @@ def _copy(folder: Path, hf: Mapping[str, Any], backend: Backend) -> Iterator[Fin
         f"{what} by {found.log_probs:.1e} (bound {BOUND:.0e})",
         remedy,
     )
-    lost = found.exported != 0.0  # a NaN too
+    lost = found.exported != 0.0  # True also for NaN
     what = "transformers loads the copy's export" + (
         f", but results differ by {found.exported:.1e}" if lost else ", bitwise identical"
     )

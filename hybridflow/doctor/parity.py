@@ -132,7 +132,7 @@ def main(folder: Path, source: Path, backend: Backend) -> None:
 
 
 def sequences(vocabulary: int) -> torch.Tensor:
-    """Draw token ids [rows, tokens] int64."""
+    """Draw random token ids [rows, tokens] int64."""
     import torch
 
     return torch.randint(

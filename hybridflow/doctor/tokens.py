@@ -1,5 +1,5 @@
-"""Checks of a folder's tokenizer and chat template on a conversation, and of the model's vocabulary
-size."""
+"""Checks of a folder's tokenizer and chat template, using a sample conversation, and of the model's
+vocabulary size."""
 
 from __future__ import annotations
 

@@ -67,8 +67,9 @@ class ShardedState:
         return [*self.tensors, self.random]
 
     def hf(self) -> Iterator[HfSlice]:
-        """Yield the location of each Hugging Face tensor: the model's tensors are the Hugging Face
-        tensors."""
+        """Yield the location of each Hugging Face tensor. The model's tensors already have Hugging
+        Face names and shapes.
+        """
         for one in self._model:
             yield HfSlice(one.key, one.global_offset, one.local_shape, one.key, one.global_offset)
 
@@ -106,8 +107,8 @@ def load(policy: Sharded, folder: Path) -> None:
     The random state is restored only if the number of ranks is the same.
 
     Raises:
-        CheckpointError: the folder is missing, incomplete, not a checkpoint, from another backend,
-            or from another model. Nothing has been loaded in that case.
+        CheckpointError: the folder is missing, is incomplete, is not a checkpoint, or belongs to
+            another backend or model. Nothing has been loaded in that case.
     """
     exchange = shared_exchange()
     manifest = checked_manifest(policy, folder, exchange, _BACKEND)

@@ -1,4 +1,4 @@
-"""Make Megatron importable on the available device. Must be imported before any `megatron` module.
+"""Makes Megatron importable on the available device. Must be imported before any `megatron` module.
 
 It changes nothing on CUDA. Without CUDA, `cpu_compat` replaces the CUDA state functions that
 Megatron-Core calls unconditionally.

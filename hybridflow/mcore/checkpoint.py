@@ -1,5 +1,5 @@
-"""Save and load model, adapters, reference, optimizer, schedule and random state of a Megatron
-policy."""
+"""Saves and loads the model, adapters, reference, optimizer, schedule and random state of a
+Megatron policy."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def load(policy: Policy, folder: Path) -> None:
     update.
 
     Raises:
-        CheckpointError: the folder is missing, incomplete, not a checkpoint, or from another model.
-            Nothing has been loaded in that case.
+        CheckpointError: the folder is missing, is incomplete, is not a checkpoint, or belongs to
+            another model. Nothing has been loaded in that case.
     """
     exchange = shared_exchange()
     manifest = checked_manifest(policy, folder, exchange, _BACKEND)

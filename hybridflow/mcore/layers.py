@@ -40,7 +40,7 @@ def block_spec(family: Family, config: TransformerConfig, at: Coordinates) -> An
     spec = layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=True, vp_stage=stage
     )
-    decoder = getattr(family, "backbone", family)  # of a scalar head
+    decoder = getattr(family, "backbone", family)  # unwraps a scalar head
     if isinstance(decoder, Decoder):
         layers = at.layers(decoder.num_layers)
         spec.layer_specs = [
@@ -134,7 +134,7 @@ class WideNorm(nn.Module):
     gradients of `q_layernorm` and `k_layernorm` across these ranks (finalize_model_grads.py).
     """
 
-    heads = ""  # the field of Megatron's config with the number of heads
+    heads = ""  # the field of Megatron's config that contains the number of heads
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, **_: Any) -> None:
         """`hidden_size` is the size of a single head."""
@@ -147,7 +147,7 @@ class WideNorm(nn.Module):
         """Normalise x [s, b, this rank's heads, head size]."""
         size = parallel_state.get_tensor_model_parallel_world_size()
         flat = x.flatten(-2).float()
-        # with fewer key heads than ranks, several ranks have the same head
+        # with fewer key heads than ranks, several ranks share a head
         copies = flat.shape[-1] * size // self.width
         first = parallel_state.get_tensor_model_parallel_rank() // copies * flat.shape[-1]
         squares = flat.square().sum(-1, keepdim=True)

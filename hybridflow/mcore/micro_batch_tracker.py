@@ -1,4 +1,4 @@
-"""Identify the micro-batch that a router is processing.
+"""Identifies the micro-batch that a router is processing.
 
 Megatron does not pass it to routers, and computes some micro-batches twice.
 

@@ -1,4 +1,4 @@
-"""Build a Megatron GPTModel for a family and load its weights."""
+"""Builds a Megatron GPTModel for a family and loads its weights."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def transformer_config(
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     # Megatron 0.16 allows the first only with sigmoid scores, where `routing` computes it with
     # softmax scores too, and the second only without expert tensor parallelism, where
-    # `fused_experts` has biases of its own
+    # `fused_experts` has separate biases
     unchecked = {
         name: settings.pop(name, False)
         for name in ("moe_router_enable_expert_bias", "add_bias_linear")
@@ -186,9 +186,9 @@ def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> 
         bool(config.get(name)) for name in ("multi_latent_attention", "num_moe_experts")
     )
     is_swiglu = bool(config.get("gated_linear_unit")) and not config.keys() & OTHER_ACTIVATIONS
-    # TE's kernel for packed samples, and `torch_functions.rotate` in its place, ignore the factor
-    # of cosines and sines (rope_utils.py:295), and for latent attention the kernel supports only
-    # YaRN (transformer_config.py:2068); Megatron 0.16 does not tell it of adjacent pairs
+    # TE's kernel for packed samples, and `torch_functions.rotate` in its place, ignore the
+    # attention factor (rope_utils.py:295), and for latent attention the kernel supports only YaRN
+    # (transformer_config.py:2068); Megatron 0.16 does not tell the kernel to rotate adjacent pairs
     # (rope_utils.py:302)
     is_interleaved = bool(config.get("rotary_interleaved"))
     fuses_rope = not is_latent and not is_interleaved and family.rotary.attention_factor == 1.0
@@ -215,7 +215,7 @@ def build_model(
 ) -> list[GPTModel]:
     """Build this rank's stage with uninitialised weights: one model, or one per virtual stage.
 
-    The arguments are those of `transformer_config`.
+    The arguments are the same as for `transformer_config`.
     """
     rotary.install()
     routing.install()
@@ -273,7 +273,7 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
             vp_stage=stage,
             **family.gpt_model_kwargs(),
         )
-    decoder: Any = getattr(family, "backbone", family)  # of a scalar head
+    decoder: Any = getattr(family, "backbone", family)  # unwraps a scalar head
     if (local := getattr(decoder, "local_rotary", None)) is not None:
         rotary.use_kinds(model, config, family.rotary, local, decoder.windows)
     elif family.rotary.kind != "default":

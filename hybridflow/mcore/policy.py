@@ -168,7 +168,7 @@ class Policy(HoldsReference):
 
         Raises:
             NonFiniteError: a loss or gradient is NaN or infinite and the policy is configured to
-                stop. Raised on all ranks; no weight was changed.
+                stop. Raised on all ranks, before any weight has changed.
         """
         micro_batches = self._micro_batches(batch, max_tokens, columns)
         scoring = self._scoring(temperature, with_entropy)

@@ -115,7 +115,7 @@ def use_kinds(
         def hook(attention: Any, inputs: Any, named: dict[str, Any]) -> Any:
             stacked = named["rotary_pos_emb"]
             parts = getattr(stacked, "parts", None)
-            if parts is None:  # one object for all layers: `rotate` keeps the cosines by it
+            if parts is None:  # shared by all layers: `rotate` caches cosines by identity
                 parts = stacked.parts = stacked.unbind(0)
             return inputs, {**named, "rotary_pos_emb": parts[number]}
 

@@ -152,7 +152,7 @@ class RouterReplay:
         return Jagged.from_rows(rows, np.int16)
 
     def count(self, **masks: torch.Tensor) -> None:
-        """Add the number of True entries of each mask to the count of that name."""
+        """Add the number of True entries in each mask to the count of that name."""
         for name, mask in masks.items():
             self._tally[name] += mask.sum()  # type: ignore[assignment]
 
@@ -163,7 +163,7 @@ class RouterReplay:
         because an error is raised otherwise. Tokens whose live selection was different are counted
         as differing in passes without gradient, and as drifted in training passes, where earlier
         updates have changed the weights. `routers` is the number of this rank's routers. Ranks that
-        repeat another rank's tokens return zeros.
+        process the same tokens as another rank return zeros.
         """
         once = self.config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
         taken = {name: count * once for name, count in self._taken.items()}
@@ -261,7 +261,8 @@ class RouterReplay:
     def _gathered(self, micro: MicroBatch) -> np.ndarray:
         """Return the routes [t, layers, k] of all stages and token shards.
 
-        They are summed: each (token, layer) is on one rank and zero on the others.
+        They are summed over ranks: each (token, layer) entry is present on one rank and zero on the
+        others.
         """
         shape = (
             int(_segment_bounds(micro)[-1]),

@@ -272,7 +272,7 @@ def _cut(
     low = max(held[0], start)
     high = min(held[1], end)
     position = low - held[0]
-    # the distributed optimizer has each element on one data-parallel rank, so replicas among the
+    # the distributed optimizer stores each element on one data-parallel rank, so replicas among the
     # weights are not replicas here
     replica = (*shard.replica_id[:-1], 0) if owned_once else shard.replica_id
     for offset, size in boxes(shard.local_shape, low - start, high - start):

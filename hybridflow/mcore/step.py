@@ -141,8 +141,8 @@ def response_log_probs(
     """Compute the [n] log-probs and entropies of all response tokens of the micro-batch.
 
     The results are available on every tensor and context rank of the last stage. Also returns the
-    micro-batch; if it has teacher tokens, the policy's log-probs of them are added. `hidden` [1,
-    t', h] is the output of the last chunk.
+    micro-batch; if it has teacher tokens, the policy's log-probs for these tokens are added to it.
+    `hidden` [1, t', h] is the output of the last chunk.
     """
     rows, weight, group = _predicting(chunks, hidden, micro)
     log_probs, entropy = log_probs_and_entropy(

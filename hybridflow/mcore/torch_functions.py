@@ -213,8 +213,8 @@ class GroupedProduct(torch.autograd.Function):
     """Grouped matrix product in one kernel: each consecutive run of rows is multiplied by a
     separate weight.
 
-    The kernel requires the weights in one tensor. They are stacked again in the backward pass, so
-    that no copy of a layer's experts is kept in between.
+    The kernel requires the weights in one tensor. They are restacked in the backward pass, so that
+    no copy of a layer's experts is kept in between.
     """
 
     @staticmethod

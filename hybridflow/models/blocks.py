@@ -31,7 +31,7 @@ class Block(Protocol):
         """Return HF names and shapes below the layer's prefix `source` ("model.layers.3.")."""
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return the tensors of the rank at `at`. `target` is Megatron's prefix
+        """Return the tensors of the rank with coordinates `at`. `target` is Megatron's prefix
         ("decoder.layers.0.")."""
 
     def divisions(self, at: Coordinates) -> list[Division]:
@@ -54,7 +54,7 @@ class Norms:
         return {f"{source}{name}.weight": (hidden,) for name in (self.before, self.after) if name}
 
     def local(self, before: str, after: str, source: str, hidden: int) -> list[LocalTensor]:
-        """Return the norms under Megatron's names `before` and `after`."""
+        """Return the norms, named `before` and `after` in Megatron."""
         pairs = ((before, self.before), (after, self.after))
         return [
             whole(target, f"{source}{name}.weight", (hidden,)) for target, name in pairs if name

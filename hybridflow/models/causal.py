@@ -27,7 +27,7 @@ def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
             "or rollout.engine"
         )
     config = CONFIG_MAPPING[model_type].from_dict(dict(family.hf))
-    # attention sinks have no SDPA
+    # SDPA does not support attention sinks
     has_sdpa = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
     kind = "sdpa" if has_sdpa else "eager"
     with torch.device("meta"):
@@ -40,7 +40,7 @@ def allocate(causal: Any, device: torch.device) -> None:
     # rotary frequencies are not part of a checkpoint and were not computed on the meta device
     causal.model.rotary_emb = type(causal.model.rotary_emb)(causal.config).to(device)
     embedding = causal.model.embed_tokens
-    if hasattr(embedding, "scalar_embed_scale"):  # neither is Gemma's factor of embeddings
+    if hasattr(embedding, "scalar_embed_scale"):  # nor Gemma's embedding scale
         embedding.embed_scale.fill_(embedding.scalar_embed_scale)
     if causal.config.tie_word_embeddings:  # to_empty unties the weights
         causal.lm_head.weight = causal.model.embed_tokens.weight

@@ -33,13 +33,13 @@ class Decoder:
         ModelError: config.json lacks a field, or has a value that the family does not support.
 
     Attributes:
-        fields: how each field of config.json is handled; `values` are the used ones.
+        fields: how each field of config.json is handled; `values` contains the used ones.
         positions, theta, partial: transformers' defaults for max_position_embeddings, rope_theta
         and partial_rotary_factor; None: the family always rotates whole heads.
-        latent_norm_eps: eps of the norms of latent attention, if it differs from rms_norm_eps.
+        latent_norm_eps: eps of latent attention's norms, if it differs from rms_norm_eps.
         qkv_bias, qk_norm: whether queries, keys and values have biases, and whether query and key
             heads have norms.
-        windows: how many tokens each layer attends to, 0 for all; empty: no layer has a window.
+        windows: number of tokens each layer attends to (0 for all); empty if no layer has a window.
         embedding_scale: factor by which token embeddings are multiplied.
         adjacent_pairs: whether rotary embedding pairs adjacent elements of a head, instead of
             pairing the two halves of the rotated part.

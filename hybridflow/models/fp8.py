@@ -159,5 +159,5 @@ def _refuse_others(said: Mapping[str, Any], accepted: Mapping[str, str], what: s
     for key, value in accepted.items():
         if said.get(key) not in (None, value):
             raise ModelError(
-                f"quantization_config.{key}={said[key]!r} {what}; block-wise fp8 has {value!r}"
+                f"quantization_config.{key}={said[key]!r} {what}; block-wise fp8 requires {value!r}"
             )

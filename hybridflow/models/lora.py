@@ -1,10 +1,11 @@
 """Low-rank adapters as data: the adapted linears, and the sharding of their two factors.
 
-An adapted linear computes with W + scale * B A, scale = alpha / rank, A [rank, in], B [out, rank]
-(arXiv 2106.09685). The factors of a Megatron linear are sharded like the linear: B's rows like the
-weight's rows, A's columns like its columns. Both therefore follow from the family's map of the
-weight, without separate index arithmetic: each local row of a fused projection (queries, keys and
-values interleaved by group, gate stacked on up) maps to the Hugging Face tensor that it belongs to.
+An adapted linear uses the weight W + scale * B A, where scale = alpha / rank, A [rank, in], B [out,
+rank] (arXiv 2106.09685). The factors of a Megatron linear are sharded like the linear: B's rows
+like the weight's rows, A's columns like its columns. Both therefore follow from the family's map of
+the weight, without separate index arithmetic: each local row of a fused projection (queries, keys
+and values interleaved by group, gate stacked on up) maps to the Hugging Face tensor that it belongs
+to.
 
 Names are PEFT's: `model.layers.0.self_attn.q_proj.lora_A.weight`. HF linears that Megatron fuses
 share one A. It is stored under the name of the first linear; the names of the others are `aliases`.

@@ -172,7 +172,7 @@ def _allocate(
         if chosen:
             bound = step_seconds([seconds for _, seconds, _ in chosen], problem.overlaps)
             if best is not None and bound >= best.seconds:
-                return best  # further pools can only make it slower
+                return best  # additional pools can only make it slower
             if number == len(pools):
                 sizes = tuple(size for size, _, _ in chosen)
                 taken = tuple(pool for _, _, pool in chosen)

@@ -137,8 +137,8 @@ class Search:
             )
 
     def _engines_of(self, ranks: int, size: int) -> int:
-        """Return how many engines of `ranks` ranks fit on `size` devices. An engine is within one
-        node or spans whole nodes."""
+        """Return the number of engines with `ranks` ranks each that fit on `size` devices. An
+        engine is within one node or spans whole nodes."""
         node = self.job.machines.devices_per_node
         if ranks > node:
             return 0 if ranks % node else size // ranks
@@ -319,7 +319,7 @@ def settings(config: RunConfig, mapped: Mapped, machines: Machines) -> dict[str,
                     f"{name}.pool": pool_of,
                 }
                 if name == "reference" and derived.is_colocated(config, name):
-                    # in the policy's processes it used these
+                    # in the policy's processes it used the actor's setting
                     change[f"{name}.offload.weights"] = config.actor.offload.weights
     return _simplified(config, change)
 

@@ -168,7 +168,8 @@ class Training:
         return each * (numbers.dense / self.cut.shards + numbers.expert / self.cut.expert_shards)
 
     def tokens(self, micro_tokens: float) -> float:
-        """Return a micro-batch's tokens on one rank outside tensor-parallel regions."""
+        """Return the number of a micro-batch's tokens on one rank outside tensor-parallel
+        regions."""
         return micro_tokens / self.cut.context / (self.cut.tensor if self.cut.sequence else 1)
 
     def layer_activations(
@@ -209,7 +210,7 @@ class Training:
         return 1.0 if even else self.constants.imbalance
 
     def in_flight(self, stage: int, micro_batches: int) -> float:
-        """Return how many micro-batches' activations a stage holds at its peak (1F1B, or
+        """Return the number of micro-batches whose activations a stage holds at its peak (1F1B, or
         interleaved). A virtual stage counts as a fraction."""
         p = self.cut.pipeline
         v = self.cut.virtual_pipeline

@@ -211,7 +211,7 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of one side.
+    """Layout of one side (trainer or engines).
 
     Attributes:
         classes: the distinct rank layouts.

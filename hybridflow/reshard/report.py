@@ -78,7 +78,7 @@ def parse_shape(text: str) -> dict[str, Any]:
     is `count`.
 
     Raises:
-        ConfigError: a word is not NAME=NUMBER, or layers=NUMBER+NUMBER.
+        ConfigError: a term is neither NAME=NUMBER nor layers=NUMBER+NUMBER.
     """
     count, found, rest = text.partition("x")
     values: dict[str, Any] = {"count": int(count)} if found and count.isdigit() else {}

@@ -143,8 +143,8 @@ def send_stream(
     Slices are cast to the engine's dtypes while packing.
 
     Args:
-        messages: `Messages.outgoing(rank)`. Pass the same object in every sync, otherwise views are
-            prepared again.
+        messages: `Messages.outgoing(rank)`. Pass the same object in every sync, otherwise the
+            views are rebuilt.
         buffers: the rank's parameters, keyed by their names in the plan's layout. They must not
             change during the transfer.
 
@@ -230,8 +230,8 @@ def receive_stream(
     """Receive an engine rank's messages and compare their checksums with the sender's.
 
     Args:
-        messages: `Messages.incoming(rank)`. Pass the same object in every sync, otherwise views are
-            prepared again.
+        messages: `Messages.incoming(rank)`. Pass the same object in every sync, otherwise the
+            views are rebuilt.
         staged: if True, keep everything until `Received.commit`. If False, write each message on
             arrival and verify at the end.
         buffers: the rank's parameters, keyed by their names in the plan's layout. The caller has

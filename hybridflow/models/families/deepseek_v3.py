@@ -1,6 +1,6 @@
 """DeepSeek-V3 and models with the same architecture (Moonlight).
 
-Latent attention, sigmoid router with expert bias, shared experts.
+They have latent attention, a sigmoid router with expert bias, and shared experts.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class DeepseekV3(SigmoidDecoder):
             "rope_type": "rope",
         }
         if rotary.kind != "default":
-            # With rope_type yarn Megatron takes the factor of the cosines from the rotary module,
-            # here `mcore.rotary`. The other two settings determine the factor on the logits
+            # With rope_type yarn, Megatron reads the attention factor from the rotary module, here
+            # `mcore.rotary`. The other two settings determine the factor on the logits
             # (multi_latent_attention.py:125).
             config |= {
                 "rope_type": "yarn",

@@ -1,6 +1,7 @@
 """GLM-4.5 (mixture of experts).
 
-Grouped-query attention with biases, partial rotary embedding, DeepSeek's router and shared experts.
+It has grouped-query attention with biases, partial rotary embedding, and DeepSeek's router and
+shared experts.
 """
 
 from __future__ import annotations

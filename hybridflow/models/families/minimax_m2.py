@@ -59,7 +59,7 @@ class MiniMaxM2(Decoder):
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
-        if self.values["rotary_dim"] is not None:  # the published name of the rotated share
+        if self.values["rotary_dim"] is not None:  # the published name of the rotated fraction
             share = self.values["rotary_dim"] / self.head_dim
             self.rotary = Rotary.of(
                 {"partial_rotary_factor": share, **hf},

@@ -39,7 +39,7 @@ class Olmo3(Olmo2):
             self.hf,
             self.head_dim,
             theta=self.theta,
-            # transformers takes rope_theta of the top level for full layers only
+            # transformers applies the top-level rope_theta only to full-attention layers
             local_theta=self.theta,
             positions=self.positions,
         )

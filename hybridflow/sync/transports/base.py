@@ -30,7 +30,7 @@ class Endpoint:
     ranks.
 
     Attributes:
-        transport: name of an entry of `TRANSPORTS`.
+        transport: name of an entry in `TRANSPORTS`.
         session: unique within the job; a new one after every failure.
         host, port: address of the store (`rendezvous`) through which both sides connect.
         senders: trainer ranks, in ascending order.
