@@ -1,7 +1,7 @@
 """An eight-byte checksum that reads memory once: the sum modulo 2^64 of mix(word XOR key of its
 position).
 
-Words have eight bytes; the remaining bytes form a last word, padded with zeros. For a given
+Words are eight bytes long; the remaining bytes form a last word, padded with zeros. For a given
 position, mix is a bijection, so a single changed word always changes the sum. Several changes
 cancel out with probability 2^-64. The sum does not depend on the order of summation. The checksum
 protects against faults, not against attackers.
@@ -109,8 +109,8 @@ if TRITON:
 
     @triton.jit
     def kernel_tail(body, begin, end):  # type: ignore[no-untyped-def]
-        """Return the word formed by the fewer than eight bytes of `body` from `begin` to `end`,
-        padded with zeros."""
+        """Return the word formed from the fewer than eight bytes of `body` between `begin` and
+        `end`, padded with zeros."""
         byte = tl.arange(0, 8)
         some = tl.load(body + begin + byte, mask=begin + byte < end, other=0)
         return tl.sum(some.to(tl.int64) << (8 * byte))

@@ -129,7 +129,7 @@ def partial_sums(
 
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide in place. A temperature of one changes no bit, so the pass over the logits is
+    """Divide in place. A temperature of one would change nothing, so the pass over the logits is
     skipped."""
     return logits if temperature == 1.0 else logits.div_(temperature)
 

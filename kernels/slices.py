@@ -261,8 +261,8 @@ class _Group:
 def _table(
     rows: list[list[int]], counts: list[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return table rows and the row of each program, on the device. `counts` is the number of
-    programs per row."""
+    """Return the table's rows and the table row of each program, both on the device. `counts` is
+    the number of programs per row."""
     of = torch.repeat_interleave(torch.tensor(counts)).int()
     return torch.tensor(rows, dtype=torch.int64, device=device), of.to(device)
 

@@ -116,8 +116,8 @@ class Platform:
         return _cuda().get_device_capability(0) if self.kind == "cuda" else (0, 0)
 
     def memory_bytes(self) -> int:
-        """Return the bytes in use by this process: allocated by torch on cuda, resident set size on
-        cpu."""
+        """Return the number of bytes in use by this process: allocated by torch on cuda, resident
+        set size on cpu."""
         if self.kind == "cuda":
             return _cuda().memory_allocated()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -143,8 +143,8 @@ class Platform:
             Path("/proc/self/clear_refs").write_text("5")
 
     def reserved_memory_bytes(self) -> int:
-        """Return the peak bytes reserved by torch's allocator on cuda; the same as the peak on
-        cpu."""
+        """Return the peak number of bytes reserved by torch's allocator on cuda; same as
+        `peak_memory_bytes` on cpu."""
         return _cuda().max_memory_reserved() if self.kind == "cuda" else self.peak_memory_bytes()
 
     def total_memory_bytes(self) -> int:

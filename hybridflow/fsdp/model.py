@@ -64,7 +64,7 @@ class ScoringModel(nn.Module):
 def build_model(
     family: Family, dtype: torch.dtype, source: WeightSource, device: torch.device
 ) -> ScoringModel:
-    """Build this rank's shards and load them from `source`. No rank ever holds the whole model.
+    """Build this rank's shards and load them from `source`. No rank ever holds the full model.
     Collective.
 
     Args:

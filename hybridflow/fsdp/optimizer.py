@@ -84,7 +84,7 @@ class Optimizer:
         return learning_rate(self.config, max(1, self.updates))
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return this rank's shards of the gradients."""
+        """Return this rank's gradient shards."""
         grads: list[torch.Tensor] = []
         for shard in self.shards.values():
             if isinstance(shard.grad, DTensor):
@@ -103,7 +103,7 @@ class Optimizer:
         return states
 
     def resume(self, updates: int) -> None:
-        """Continue counting from this number of updates."""
+        """Resume the count of updates from this number."""
         self.updates = updates
         for state in self.inner.state.values():
             # separate tensors: AdamW increments them in place

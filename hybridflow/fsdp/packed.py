@@ -30,9 +30,9 @@ class MicroBatch:
         samples: rows of the batch [s], in packed order.
         tokens, positions: [1, t]; positions restart at each sample.
         segments: [t] index of each token's sample within the micro-batch.
-        predict_rows: [n] the row whose output predicts a response token.
-        targets: [n] those tokens.
-        lengths: [s] number of the n tokens in each sample.
+        predict_rows: [n] rows whose outputs predict the response tokens.
+        targets: [n] the response tokens that they predict.
+        lengths: [s] number of targets in each sample.
         columns: per-response-token columns [n, ...] (old_log_probs, advantages, ...).
         support: sampling support of each of the n targets, if the batch has it.
     """

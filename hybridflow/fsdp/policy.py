@@ -185,7 +185,7 @@ class FsdpPolicy(HoldsReference):
         return merged
 
     def set_optimizer(self, config: OptimConfig) -> None:
-        """Create a fresh optimizer (moments zero) over the current weights."""
+        """Create a fresh optimizer for the current weights, with zero moments."""
         self.optimizer = Optimizer(self.shards(), config)
 
     def _scoring(self, temperature: float, with_entropy: bool) -> Scoring:

@@ -18,8 +18,8 @@ from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
 
 
 class MegatronPolicy(Policy):
-    """`Policy` plus mesh position, memory parts, layout, checkpoints and export. Every method is a
-    collective."""
+    """Extends `Policy` with mesh position, memory parts, layout, checkpoints and export. Every
+    method is a collective."""
 
     def mesh_position(self) -> tuple[int, int, bool]:
         """Return (data-parallel rank, data-parallel size, True if this rank reports its group's

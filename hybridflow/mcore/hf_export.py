@@ -21,7 +21,7 @@ def export(
     *,
     source: Path | None = None,
 ) -> list[str]:
-    """Write the policy's weights, with adapters merged, using `export_held`. Collective."""
+    """Write the policy's weights using `export_held`, with adapters merged in. Collective."""
     held = Held(
         policy.family,
         policy.dtype,

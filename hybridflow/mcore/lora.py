@@ -126,7 +126,7 @@ class Adapters:
                 stage = coordinates().pp_rank
                 targets = ", ".join(self.facts()["targets"])
                 raise ModelError(
-                    f"actor.lora.targets: pipeline stage {stage} has no layer with any of "
+                    f"actor.lora.targets: no layer in pipeline stage {stage} has any of "
                     f"{targets}; add another target"
                 )
             if model.pre_process:

@@ -64,9 +64,9 @@ def recompute_settings(recompute: str, modules: Sequence[str]) -> dict[str, Any]
 def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
     """Return the settings for exchanging activations between pipeline stages.
 
-    With an interleaved schedule over two stages, a rank's previous and next neighbour are the same
-    rank. Batched operations have no tags (p2p_communication.py:27-46), so "to the previous" would
-    match "from the previous" and the gradients would be silently wrong.
+    With an interleaved schedule over two stages, a rank's previous and next neighbours are the same
+    rank. Batched operations have no tags (p2p_communication.py:27-46), so a send to the previous
+    stage would match a receive from the previous stage, and the gradients would be silently wrong.
     """
     return (
         {"overlap_p2p_comm": True, "batch_p2p_comm": False}

@@ -38,7 +38,7 @@ class Watch(nonfinite.Watch):
 
     def report(self, chunks: Sequence[Any]) -> str:
         """Return `report_of` for the reduced gradients in the buffers of `chunks`. Collective over
-        the world."""
+        all ranks."""
         return self.report_of(
             buffer.grad_data
             for chunk in chunks

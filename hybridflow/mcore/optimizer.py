@@ -181,8 +181,8 @@ def set_adam_step(optimizer: Any, step: int) -> None:
     """Continue counting from `step`.
 
     Every parameter gets a separate tensor. distrib_optimizer.py:785 shares one tensor between all
-    states, and torch's AdamW then increments it once per parameter. The results are silently wrong
-    (by 5e-4 after a resume).
+    states, and torch's AdamW then increments it once per parameter. The results would be silently
+    wrong (by 5e-4 after a resume).
     """
     for inner in inner_optimizers(optimizer):
         if _counts_in_state(inner.optimizer):

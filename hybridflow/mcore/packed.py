@@ -69,11 +69,11 @@ class MicroBatch:
         packed: bounds of the whole segments (over all context ranks) for Megatron; the padding tail
             is a separate segment. `packed.bounds` is a copy on the CPU; `packed.real` [t'] is False
             at padding tokens of this rank (`expert_load`).
-        predict_rows: [n'] this rank's rows whose output predicts a response token.
-        targets: [n'] those tokens.
-        places: [n'] their indices among the n response tokens; None without context parallelism
-            (all, in order).
-        lengths: [s] number of the n tokens in each sample.
+        predict_rows: [n'] this rank's rows whose outputs predict the response tokens.
+        targets: [n'] the response tokens that they predict.
+        places: [n'] indices of the targets among the n response tokens; None without context
+            parallelism (all, in order).
+        lengths: [s] number of response tokens (out of n) in each sample.
         num_targets: n, known on the host; summing `lengths` would force a device sync.
         columns: per-response-token columns [n, ...] (old_log_probs, advantages, ...).
         support: sampling support of each of the n' targets, if the batch has it.

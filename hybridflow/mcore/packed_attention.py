@@ -78,7 +78,7 @@ class _Padded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, classes: SegmentClasses) -> torch.Tensor:
-        """[t, ...] -> [rows of all classes, ...]."""
+        """Map [t, ...] to [rows of all classes, ...]."""
         ctx.places = classes.places
         return packed.index_select(0, classes.rows)
 
@@ -93,7 +93,7 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, classes: SegmentClasses) -> torch.Tensor:
-        """[rows of all classes, ...] -> [t, ...]."""
+        """Map [rows of all classes, ...] to [t, ...]."""
         ctx.classes = classes
         return padded.index_select(0, classes.places)
 
@@ -186,7 +186,7 @@ class PackedAttention(MegatronModule):
         Transformer Engine. sbhd: [s, b, ...] -> [s, b, heads*v].
 
         v may differ from d (latent attention). Megatron 0.19 first pads the values to d and slices
-        the result, for which it expects three dimensions with sbhd (multi_latent_attention.py:106).
+        the result, which with sbhd must have three dimensions (multi_latent_attention.py:106).
         """
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             if self.config.context_parallel_size > 1:

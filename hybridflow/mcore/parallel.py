@@ -18,8 +18,8 @@ _shape = ParallelShape(1)  # the world's shape
 
 
 def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:
-    """Join the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and create
-    Megatron's groups.
+    """Join the world described by the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and
+    create Megatron's groups.
 
     `timeout_s` bounds every collective: if a rank dies, the others fail instead of hanging.
     """
@@ -103,5 +103,5 @@ def tensor_share(tokens: Any) -> Any:
 
 
 def is_last_stage() -> bool:
-    """Return True if this rank has the output layer."""
+    """Return True if this rank's stage contains the output layer."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)

@@ -186,7 +186,7 @@ class Policy(HoldsReference):
     ) -> tuple[Sums, dict[str, float]]:
         """Run one optimizer update on the gradients that `accumulate` leaves in the buffers.
 
-        Returns and raises the same as `train_mini_batch`.
+        The return value and errors are the same as for `train_mini_batch`.
         """
         if self.optimizer is None:
             raise RuntimeError("update called before set_optimizer")
@@ -212,7 +212,7 @@ class Policy(HoldsReference):
         return biases
 
     def set_optimizer(self, config: OptimConfig) -> None:
-        """Create a fresh optimizer (moments zero) over the current weights."""
+        """Create a fresh optimizer for the current weights, with zero moments."""
         if not self.trains:
             raise RuntimeError("set_optimizer called on a model that is not trained")
         self.optimizer = Optimizer(self.chunks, config, self.config, self.dtype)
@@ -292,7 +292,8 @@ class Policy(HoldsReference):
         return self.adapters.merged_bytes if self.adapters else 0
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the live parameters that training may change; with adapters, only the adapters.
+        """Return the live parameters that training may change: the adapters if there are any,
+        otherwise all parameters.
 
         Names are the same as in `parameters`.
         """

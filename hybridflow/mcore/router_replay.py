@@ -1,10 +1,11 @@
 """Router replay: during training, a mixture of experts uses the experts selected by an earlier pass
 over the same tokens.
 
-A router that computes with slightly different numerics (another kernel, bfloat16) selects other
-experts for some tokens, and the log-probability of such a token jumps. Replay takes the *selection*
-from the earlier pass, either the engine's (R3) or the trainer's own old-log-prob pass (R2). The
-probabilities of the selected experts still come from the live logits, with their gradient.
+A router that computes with slightly different numerics (another kernel, bfloat16) selects different
+experts for some tokens, and the log-probability of such a token jumps. Replay reuses the
+*selection* of the earlier pass, either the engine's (R3) or the trainer's own old-log-prob pass
+(R2). The probabilities of the selected experts still come from the live logits, with their
+gradient.
 
 Integration with Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py:219) is an object
 whose `get_replay_topk` returns the selection (moe/moe_utils.py:705). Megatron's own class holds one
@@ -65,7 +66,7 @@ class MicroRoutes:
 
 
 class RouterReplay:
-    """Replays, records or compares the routes of all routers of this rank. Inactive outside of
+    """Replays, records or compares the routes of all routers on this rank. Inactive outside of
     `during`."""
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:

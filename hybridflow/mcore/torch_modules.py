@@ -90,7 +90,7 @@ class DuplicatedLinear(nn.Module):
 
     Used for latent attention's down projections. Under sequence parallelism each rank applies it to
     its share of the sequence, so its gradient must be summed over the tensor-parallel ranks. The
-    `sequence_parallel` mark requests that.
+    `sequence_parallel` mark requests this.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class TorchSpecProvider(BackendSpecProvider):
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
-        """Return the linear split by output rows that includes the preceding norm."""
+        """Return the linear split by output rows, with the preceding norm included."""
         return NormColumnParallelLinear
 
     def layer_norm(
@@ -312,7 +312,7 @@ def install() -> None:
 
 
 class ExpertCounts:
-    """Number of rows of each local expert, int64 [experts] on the device."""
+    """Number of rows for each local expert, int64 [experts] on the device."""
 
     def __init__(self, counts: torch.Tensor) -> None:
         self.counts = counts

@@ -1,5 +1,5 @@
-"""The transformers implementation of a family, used by the FSDP backend and the `hf` engine instead
-of Megatron's."""
+"""The transformers implementation of a family, which the FSDP backend and the `hf` engine use
+instead of Megatron's."""
 
 from __future__ import annotations
 

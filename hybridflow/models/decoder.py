@@ -169,7 +169,7 @@ class Decoder:
     def aliases(self) -> dict[str, str]:
         """Return the HF tensors that duplicate others, as {name: name of the original}.
 
-        MTP heads repeat the embedding and the output head.
+        MTP heads duplicate the embedding and the output head.
         """
         aliases = {}
         for head in range(self.num_mtp):

@@ -193,8 +193,8 @@ class ParallelShape:
     def place(
         self, tp_rank: int = 0, pp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0
     ) -> Coordinates:
-        """Return the coordinates of the rank at these positions; with virtual stages, those of its
-        first one."""
+        """Return the coordinates of the rank at these positions; with virtual stages, the
+        coordinates of its first stage."""
         return Coordinates(
             tp_rank=tp_rank,
             tp_size=self.tensor,

@@ -194,8 +194,8 @@ def merge(
     """Compute weight [o, i] + scale * b [o, r] @ a [r, i] in fp32, rounded once.
 
     The result is written to `out` or a new tensor of the weight's dtype. Works in strips to limit
-    the fp32 temporary. Merging the same region under another sharding may differ in the last bit of
-    fp32.
+    the fp32 temporary. Results for the same region may differ in the last fp32 bit if the sharding
+    differs.
     """
     out = torch.empty_like(weight) if out is None else out
     wide = a.float()

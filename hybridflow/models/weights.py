@@ -1,4 +1,4 @@
-"""Sources of checkpoint values: a folder of safetensors, or a seeded initialisation."""
+"""Sources of model weights: a folder of safetensors, or a seeded initialisation."""
 
 from __future__ import annotations
 

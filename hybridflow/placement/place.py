@@ -50,7 +50,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Placement:
-    """The location of every process of a run."""
+    """The location of every process in a run."""
 
     cluster: ClusterShape
     processes: tuple[Process, ...]
@@ -67,7 +67,7 @@ class Placement:
         return self._by_role[role]
 
     def describe(self) -> str:
-        """Format the map as text, one line per role and node."""
+        """Format the placement as text, one line per role and node."""
         lines = [f"Placement on {self.cluster.describe()}"]
         wide = max(map(len, self._by_role))
         here: defaultdict[int, dict[str, list[Process]]] = defaultdict(dict)

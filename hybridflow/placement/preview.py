@@ -1,4 +1,4 @@
-"""Placement of a run without an actual cluster."""
+"""Preview of a run's placement without an actual cluster."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class EngineChoice:
 
 
 def cuts(training: Training, size: int) -> Iterator[Cut]:
-    """Yield the legal layouts of a role on `size` devices."""
+    """Yield the valid layouts of a role on `size` devices."""
     experts = max(layer.experts for layer in layer_shapes(training.decoder))
     for tensor in _TENSOR:
         for pipeline in _PIPELINE:
@@ -247,7 +247,7 @@ def end_stages(layers: int, pipeline: int) -> tuple[int, int]:
 def auto(
     config: RunConfig, machines: Machines, assumed: Any, hf: Any, overlaps: bool
 ) -> tuple[dict[str, Any], Mapped]:
-    """Find the mapping with the shortest step. Returns (its settings, the mapping).
+    """Find the mapping with the shortest step. Returns (settings for the mapping, the mapping).
 
     Args:
         overlaps: True if generation on separate devices may run at the same time as training.

@@ -37,7 +37,7 @@ class Assumed:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """A model in training processes.
+    """A model that runs in training processes.
 
     Attributes:
         micro_tokens: tokens per micro-batch, over all context ranks.
@@ -144,7 +144,7 @@ def job_of(
     sizes = dict(derived.hf_config(config.model) if hf is None else hf)
     if "vocab_size" not in sizes:
         raise ConfigError(
-            "model.hf_config.vocab_size is not set (a run takes it from the tokenizer); set "
+            "model.hf_config.vocab_size is not set (a run reads it from the tokenizer); set "
             "model.hf_config.vocab_size=N to plan this recipe"
         )
     roles = _roles(config, machines, sizes, frozen)

@@ -103,7 +103,7 @@ class Plan:
         longest = job.prompt_tokens + job.lengths.longest
         if job.engine.kv_room < longest:
             found.append(
-                f"an engine's KV cache holds {job.engine.kv_room:.0f} tokens next to "
+                f"an engine's KV cache fits {job.engine.kv_room:.0f} tokens in addition to "
                 f"{job.engine.weights / 1e9:.1f} GB of weights per device, but the longest sample "
                 f"has {longest:.0f}"
             )

@@ -31,8 +31,8 @@ ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per element. `main` is the optimizer's copy of a weight, `moments` is both Adam moments
-    together."""
+    """Bytes per element. `main` is the optimizer's copy of a weight; `moments` covers both Adam
+    moments."""
 
     weight: float = 2
     gradient: float = 4
@@ -175,8 +175,8 @@ class Training:
     def layer_activations(
         self, layer: LayerShape, micro_tokens: float, everything: bool = False
     ) -> float:
-        """Return the bytes that a layer saves for its backward pass. With `everything`, ignore
-        recomputation."""
+        """Return the number of bytes that a layer saves for its backward pass. With `everything`,
+        ignore recomputation."""
         recompute = frozenset() if everything else self.practice.recompute
         cut = self.cut
         size = self.precision.activation
@@ -230,8 +230,8 @@ class Training:
         return rows * self.decoder.vocab_size / self.cut.tensor * (8 + self.precision.activation)
 
     def activations(self, stage: int, micro_tokens: float, micro_batches: int) -> float:
-        """Return the peak bytes of activations: micro-batches in flight, logits, and the layer
-        being recomputed."""
+        """Return the peak size in bytes of activations: micro-batches in flight, logits, and the
+        layer being recomputed."""
         layers = self.layers[stage]
         each = [(self.layer_activations(layer, micro_tokens), count) for layer, count in layers]
         whole = [
@@ -249,7 +249,8 @@ class Training:
         )
 
     def forward_activations(self, stage: int, micro_tokens: float) -> float:
-        """Return the peak bytes of a pass without gradients: one layer and a chunk of logits."""
+        """Return the peak size in bytes of activations in a pass without gradients: one layer and a
+        chunk of logits."""
         layers = self.layers[stage]
         again = max(
             (self.layer_activations(layer, micro_tokens, True) for layer, _ in layers), default=0.0
@@ -265,8 +266,8 @@ class Training:
     # ---- time, in seconds
 
     def stage_seconds(self, stage: int, micro_tokens: float, length: float) -> tuple[float, float]:
-        """Return (forward, backward) seconds on a stage for a micro-batch of sequences of this
-        length."""
+        """Return the (forward, backward) durations in seconds on a stage for a micro-batch of
+        sequences of this length."""
         forward = backward = 0.0
         for layer, count in self.layers[stage]:
             f, b = self._layer_seconds(layer, micro_tokens, length)

@@ -242,7 +242,8 @@ def _table(rows: Table, need: Table) -> Deliveries:
 
 
 def _phases(table: Deliveries, target: Layout) -> Array:
-    """Return each engine rank's first bucket, spread evenly over the buckets.
+    """Return each engine rank's first bucket, chosen so that they are spread evenly over all
+    buckets.
 
     If all ranks started with layer 0, they would queue at the first pipeline stage.
     """
@@ -266,7 +267,7 @@ def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tupl
     bad = sorted((have - {*CASTS}) | (need - {*CASTS, FP8}))
     if bad:
         raise WeightSyncError(
-            f"no conversion between {', '.join(bad)} and the other side's dtypes; supported are "
+            f"no conversion between {', '.join(bad)} and the other side's dtypes; supported: "
             f"casts among {', '.join(CASTS)} and from these to block-wise {FP8}"
         )
     problem = next(_fp8_faults(catalog, target), None)

@@ -272,7 +272,7 @@ def _first_pieces(layout: Layout) -> Array:
 
 
 def _is_fp8(layout: Layout) -> Array:
-    """Return a mask of the pieces of all classes, including padding, that belong to an fp8
+    """Return a mask over the pieces of all classes, including padding: True for pieces of an fp8
     buffer."""
     flags = []
     for rank in layout.classes:

@@ -118,8 +118,8 @@ class SlicePlan:
         }
 
     def digest(self) -> str:
-        """Return the sha256 of all columns. It is platform-independent. Both ends compare it before
-        a transfer."""
+        """Return the platform-independent sha256 of all columns. Both ends compare it before a
+        transfer."""
         digest = hashlib.sha256(
             json.dumps([VERSION, self.bucket_bytes, self.catalog.names, self.conversions]).encode()
         )
@@ -155,7 +155,7 @@ def piece_columns(layout: Layout) -> dict[str, Array]:
 
 
 def buffer_item_bytes(layout: Layout, table: Mapping[str, Array]) -> Array:
-    """Return the element size in bytes of the buffer of each row of `piece_columns`.
+    """Return, for each row of `piece_columns`, the element size in bytes of its buffer.
 
     Raises:
         WeightSyncError: a dtype is not in `ITEM_BYTES`.

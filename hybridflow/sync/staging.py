@@ -341,7 +341,7 @@ class _Staging:
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of the slabs."""
+        """Total size of the slabs in bytes."""
         return sum(slab.untyped_storage().nbytes() for slab in self.slabs)
 
 

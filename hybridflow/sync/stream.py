@@ -366,7 +366,8 @@ def _checksums(sync: _RankSync, channel: ReceiveChannel, peer: int) -> torch.Ten
 
 
 def _compare(sync: _RankSync, peer: int, sent: torch.Tensor) -> None:
-    """Raise WeightSyncError if a checksum differs, naming the peer's first such message."""
+    """Raise WeightSyncError if a checksum differs. The error names the first affected message from
+    the peer."""
     wrong = first_difference(sync.digests(peer), sent)
     if wrong is not None:
         message = [message for message in sync.messages if message.peer == peer][wrong]

@@ -1,4 +1,4 @@
-"""Llama 3: grouped-query attention, SwiGLU."""
+"""Llama 3: grouped-query attention and SwiGLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: grouped-query attention with a norm on each query and key head, SwiGLU."""
+"""Qwen3: grouped-query attention with a norm on each query and key head, and SwiGLU."""
 
 from __future__ import annotations
 

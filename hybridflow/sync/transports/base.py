@@ -154,7 +154,7 @@ class LendingReceiveChannel(ReceiveChannel, Protocol):
 
     @property
     def slots(self) -> int:
-        """Number of messages per peer that can be borrowed at a time."""
+        """Number of messages per peer that can be borrowed at the same time."""
 
     def rewind(self) -> None:
         """Restart at the first slot, as the sender does."""

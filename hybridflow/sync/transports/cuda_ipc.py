@@ -1,4 +1,5 @@
-"""Messages through GPU memory shared by two processes on a node, and over NCCL between nodes.
+"""Message transport through GPU memory shared by two processes on a node, and over NCCL between
+nodes.
 
 Uses the protocol of `sync.lending`, like shared memory on CPUs. A slot is memory on the sender's
 GPU, exported once per session when its first message is sent. The receiver copies from it into its
@@ -106,7 +107,7 @@ class DeviceMemory:
         self._events: dict[int, Any] = {}
 
     def file_bytes(self, endpoint: Endpoint) -> int:
-        """Return the bytes needed for the handles of the slots' memory."""
+        """Return the number of bytes needed for the handles of the slots' memory."""
         return endpoint.slots * _NOTE_BYTES
 
     def offer(self, member: Member, peer: int) -> Any:

@@ -1,5 +1,5 @@
-"""Point-to-point messages over a separate process group per session: gloo for CPU buffers, NCCL for
-GPU buffers.
+"""Message transport over a separate process group per session: gloo for CPU buffers, NCCL for GPU
+buffers.
 
 The group is created directly from the session's store. It neither reads nor modifies
 `torch.distributed`'s global state, so it coexists with Megatron's or SGLang's groups in a process.

@@ -1,5 +1,5 @@
-"""Messages through memory mapped by both sender and receiver, for CPU buffers of engines on the
-trainer's host.
+"""Message transport through memory mapped by both sender and receiver, for CPU buffers of engines
+on the trainer's host.
 
 Uses the protocol of `sync.lending`. A pair's slots are in its file.
 """
@@ -23,7 +23,7 @@ class HostMemory:
     """Slots in the pair's file. Pages that are never written are not backed by memory."""
 
     def file_bytes(self, endpoint: Endpoint) -> int:
-        """Return the total bytes of all slots."""
+        """Return the total size of all slots in bytes."""
         return endpoint.slots * slot_bytes(endpoint)
 
     def offer(self, member: Member, peer: int) -> None:

@@ -1,5 +1,5 @@
-"""Messages over one TCP connection per pair of ranks, for CPU buffers and any placement, without
-extra threads or copies.
+"""Message transport over one TCP connection per pair of ranks, for CPU buffers and any placement,
+without extra threads or copies.
 
 `send` returns once the kernel has buffered the bytes, so the payload may be reused. The receiver
 acknowledges the first of every `slots` messages and the last of a sync, so that the sender detects
