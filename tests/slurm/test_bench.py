@@ -75,17 +75,21 @@ def test_a_suite_runs_as_a_job_and_names_and_drains_the_slow_node(
         ], output
         assert re.search(rf"node n2 stands out: (local )?{what}", output) and state == "FAILED"
         assert "node n2 stands out" in (path / job / "report.html").read_text()
-        assert "drained n2" in output and "drained n1" not in output and "drained n3" not in output
+        # on a busy machine another one may stand out too: what is named is drained
+        named = set(re.findall(r"(?m)^node (\S+) stands out: ", output))
+        assert set(re.findall(r"(?m)^drained (\S+)$", output)) == named
         state, why = reason(slurm, "n2")
         assert "DRAIN" in state and why.startswith("hybridflow: ") and " worse than " in why
-        assert ["DRAIN" in reason(slurm, node)[0] for node in ("n1", "n3")] == [False, False]
+        assert {n for n in ("n1", "n2", "n3") if "DRAIN" in reason(slurm, n)[0]} == named
         found = json.loads((path / job / "nodes" / "n2.json").read_text())
         assert found["fingerprint"]["placement"]["nodes"] == ["n1", "n2", "n3"]
         assert {"links/to neighbour 1", "links/to neighbour 2"} <= {
             metric["name"] for metric in found["metrics"]
         }
     finally:
-        slurm.ask("scontrol", "update", "NodeName=n1,n2,n3", "State=RESUME")
+        for node in ("n1", "n2", "n3"):
+            if "DRAIN" in reason(slurm, node)[0]:
+                slurm.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
 
 @pytest.mark.parametrize("fault", ["an uncorrectable error", "throttled by heat"])
