@@ -30,6 +30,7 @@ from hybridflow.config import (
 )
 from hybridflow.config.keys import out_of_range, value_at
 from hybridflow.config.locate import config_dirs, list_recipes, model_groups
+from hybridflow.config.role_table import CRITICS
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.errors import ConfigError
 
@@ -82,7 +83,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
         found.extend(one(config))
     sizes, unreadable = _read_sizes(config)
     found += [*roles.problems(config, job, files), *roles.pool_problems(config, job)]
-    for section in ("actor", "sft", "critic", "reward_training"):
+    for section in ("actor", "sft", *CRITICS.values(), "reward_training"):
         found += _optim(f"{section}.optim", getattr(config, section).optim, config.model.dtype)
     found += [*check_files.problems(config, job), *_model_folder(config)] if files else []
     found += _other_sizes(config, sizes)

@@ -11,7 +11,7 @@ from typing import Any
 from hybridflow.config import hub
 from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.model_config import read_model_config, wrong_fields
-from hybridflow.config.role_table import ROLES
+from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.config.schema import (
     CriticConfig,
     ModelConfig,
@@ -293,9 +293,9 @@ def has_own_reference(config: RunConfig) -> bool:
     return needs_reference(config) and not is_colocated(config, "reference")
 
 
-def has_critic(config: RunConfig) -> bool:
-    """Return True if advantages use the values of a critic."""
-    return ROLES["critic"].is_used(config)
+def critics(config: RunConfig) -> tuple[str, ...]:
+    """Return the critics of a run, in start order."""
+    return tuple(name for name in CRITICS.values() if ROLES[name].is_used(config))
 
 
 def flow_name(config: RunConfig) -> str:
@@ -402,26 +402,23 @@ def role_data_parallel_size(config: RunConfig, role: str) -> int:
     return role_world_size(config, role) // model_parallel_size(role_layout(config, role))
 
 
-def critic_mini_batch_size(config: RunConfig) -> int:
-    """Return the prompts per optimizer update of the critic."""
-    return config.critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
+def role_mini_batch_size(config: RunConfig, role: str) -> int:
+    """Return the prompts per optimizer update of the actor or of a critic."""
+    return getattr(config, role).ppo_mini_batch_size or config.actor.ppo_mini_batch_size
 
 
 def role_samples_per_mini_batch(config: RunConfig, role: str) -> int:
-    """Return the responses per optimizer update of the actor or the critic, over all data-parallel
+    """Return the responses per optimizer update of the actor or of a critic, over all data-parallel
     ranks of the role."""
-    prompts = (
-        critic_mini_batch_size(config) if role == "critic" else config.actor.ppo_mini_batch_size
-    )
-    return prompts * config.rollout.n
+    return role_mini_batch_size(config, role) * config.rollout.n
 
 
 def role_updates_per_step(config: RunConfig, role: str) -> int:
     """Return the optimizer updates of a trained role per step."""
     if role == "reward_model":
         return 1
-    mini_batch = role_samples_per_mini_batch(config, role) // config.rollout.n
-    return config.data.train_batch_size // mini_batch * int(getattr(config, role).ppo_epochs)
+    updates = config.data.train_batch_size // role_mini_batch_size(config, role)
+    return updates * int(getattr(config, role).ppo_epochs)
 
 
 def policy_view(config: RunConfig, name: str) -> RunConfig:
@@ -437,10 +434,7 @@ def policy_view(config: RunConfig, name: str) -> RunConfig:
         actor=own.actor,
         rollout=own.rollout,
         roles={},
-        critic=CriticConfig(),
-        reference=ReferenceConfig(),
-        teacher=TeacherConfig(),
-        reward_model=RewardModelConfig(),
+        **{name: type(getattr(config, name))() for name in ROLES if name != "actor"},
         sft=SftConfig(),
         algorithm=replace(config.algorithm, flow=None, flow_options={}),
         cluster=replace(config.cluster, nodes=1, procs_per_node=own.procs or world_size(config)),

@@ -75,7 +75,7 @@ class Origins:
 def explain(config: RunConfig, origins: Origins) -> str:
     """Return the text of `--explain`."""
     given = _given(config, origins)
-    parts = (_rollout, _algorithm, _actor, _reference, _teacher, _critic, _sync, _sft)
+    parts = (_rollout, _algorithm, _actor, _reference, _teacher, _critics, _sync, _sft)
     lines = [*given, *(line for part in parts for line in ("", *part(config)))]
     for name in config.roles:
         view = derived.policy_view(config, name)
@@ -351,7 +351,7 @@ def _sync(config: RunConfig) -> list[str]:
     ]
 
 
-def _critic(config: RunConfig) -> list[str]:
+def _critics(config: RunConfig) -> list[str]:
     model = "Reward model: none (reward_model.path is null)"
     if derived.has_reward_model(config):
         model = (
@@ -359,32 +359,35 @@ def _critic(config: RunConfig) -> list[str]:
             f"reward.weight {config.reward.weight:g} x score + reward_model.weight "
             f"{config.reward_model.weight:g} x its score"
         )
-    if not derived.has_critic(config):
-        return [
-            f"Critic: none (algorithm.adv_estimator={config.algorithm.adv_estimator} uses none)",
-            model,
-        ]
-    mini = derived.critic_mini_batch_size(config)
-    updates = derived.role_updates_per_step(config, "critic")
+    critics = derived.critics(config)
+    if not critics:
+        estimator = config.algorithm.adv_estimator
+        return [f"Critic: none (algorithm.adv_estimator={estimator} uses none)", model]
+    return [*(line for name in critics for line in _critic(config, name)), model]
+
+
+def _critic(config: RunConfig, role: str) -> list[str]:
+    mini = derived.role_mini_batch_size(config, role)
+    updates = derived.role_updates_per_step(config, role)
+    epochs = getattr(config, role).ppo_epochs
     n = config.rollout.n
-    dp = derived.role_data_parallel_size(config, "critic")
+    dp = derived.role_data_parallel_size(config, role)
     return [
-        f"Critic: {_place(config, 'critic')}",
+        f"{role.replace('_', ' ').capitalize()}: {_place(config, role)}",
         (
-            f"  mini-batch         = critic.ppo_mini_batch_size x rollout.n = {mini} x {n} = "
+            f"  mini-batch         = {role}.ppo_mini_batch_size x rollout.n = {mini} x {n} = "
             f"{mini * n} samples per optimizer update"
         ),
         (
-            "  updates            = data.train_batch_size / critic.ppo_mini_batch_size x "
-            f"critic.ppo_epochs = {config.data.train_batch_size} / {mini} x "
-            f"{config.critic.ppo_epochs} = {updates} per step; the first trainer.critic_warmup = "
-            f"{config.trainer.critic_warmup} steps train only the critic"
+            f"  updates            = data.train_batch_size / {role}.ppo_mini_batch_size x "
+            f"{role}.ppo_epochs = {config.data.train_batch_size} / {mini} x {epochs} = {updates} "
+            f"per step; the first trainer.critic_warmup = {config.trainer.critic_warmup} steps "
+            "do not train the policy"
         ),
         (
             f"  a rank's share     = {mini * n} samples / {dp} copies = {_up(mini * n, dp)} "
             "samples per update"
         ),
-        model,
     ]
 
 

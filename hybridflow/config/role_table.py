@@ -24,6 +24,9 @@ class ModelRole:
         planned_as: name of its pass in a plan.
         head: over the vocabulary, one value per token, or one score per sequence.
         trains: whether its weights are updated.
+        comes_with: for messages, the settings that start it.
+        predicts: of a critic, the column of the samples whose sum its values predict. prefix: of
+            its own columns, PREFIXvalues and PREFIXreturns, and of PREFIXadvantages.
     """
 
     is_used: Callable[[RunConfig], bool]
@@ -32,6 +35,9 @@ class ModelRole:
     planned_as: str
     head: Head = "vocabulary"
     trains: bool = False
+    comes_with: str = ""
+    predicts: str = ""
+    prefix: str = ""
 
 
 def _needs_reference(config: RunConfig) -> bool:
@@ -52,6 +58,8 @@ ROLES: dict[str, ModelRole] = {
         planned_as="values",
         head="value",
         trains=True,
+        comes_with="algorithm.adv_estimator=gae",
+        predicts="scores",
     ),
     "reward_model": ModelRole(
         is_used=lambda config: config.reward_model.path is not None,
@@ -68,3 +76,6 @@ ROLES: dict[str, ModelRole] = {
         planned_as="teacher",
     ),
 }
+
+# {column of the samples: the critic that predicts its sum}
+CRITICS = {role.predicts: name for name, role in ROLES.items() if role.head == "value"}

@@ -31,9 +31,10 @@ def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
         for name in derived.models_in_use(config):
             if name != "actor":
                 found += _role(config, name, files)
-        if derived.has_critic(config):
-            found += _critic_batches(config)
-        elif config.trainer.critic_warmup:
+        critics = derived.critics(config)
+        for name in critics:
+            found += _critic_batches(config, name)
+        if config.trainer.critic_warmup and not critics:
             found.append(
                 f"trainer.critic_warmup={config.trainer.critic_warmup} requires a critic; set "
                 "algorithm.adv_estimator=gae or critic_warmup=0"
@@ -58,7 +59,7 @@ def _steering(config: RunConfig) -> Iterator[str]:
             "it above 0, or set kl_target=null"
         )
     steps = derived.total_steps(config, None)
-    if steps is not None and trainer.critic_warmup >= steps and derived.has_critic(config):
+    if steps is not None and trainer.critic_warmup >= steps and derived.critics(config):
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} leaves no step of "
             f"trainer.total_steps={steps} to train the policy; reduce it"
@@ -226,19 +227,19 @@ def _tokens(folder: str | None) -> dict[str, int]:
         return {}
 
 
-def _critic_batches(config: RunConfig) -> Iterator[str]:
+def _critic_batches(config: RunConfig, role: str) -> Iterator[str]:
     batch = config.data.train_batch_size
-    mini = derived.critic_mini_batch_size(config)
+    mini = derived.role_mini_batch_size(config, role)
     if batch % mini:
         yield (
-            f"data.train_batch_size={batch} is not a multiple of critic.ppo_mini_batch_size={mini} "
+            f"data.train_batch_size={batch} is not a multiple of {role}.ppo_mini_batch_size={mini} "
             "(both count prompts)"
         )
-    dp = derived.role_data_parallel_size(config, "critic")
-    samples = derived.role_samples_per_mini_batch(config, "critic")
+    dp = derived.role_data_parallel_size(config, role)
+    samples = derived.role_samples_per_mini_batch(config, role)
     if dp and samples % dp:
         yield (
-            f"critic.ppo_mini_batch_size={mini} x rollout.n={config.rollout.n} = {samples} samples "
+            f"{role}.ppo_mini_batch_size={mini} x rollout.n={config.rollout.n} = {samples} samples "
             f"cannot be divided evenly over {dp} ranks"
         )
 

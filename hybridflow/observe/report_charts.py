@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from hybridflow.config.role_table import CRITICS
 from hybridflow.observe.charts import Chart, Point, Series
 from hybridflow.observe.run_folder import RunFolder
 
@@ -92,17 +93,20 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
                 one("Learning rate", "actor/lr", "", include=zero),
             ],
         ),
-        (
-            "Critic",
-            [
-                one(
-                    "Variance of returns explained by values",
-                    "critic/vf_explained_var",
-                    "share",
-                    include=(0.0, 1.0),
-                ),
-                one("Value loss", "critic/vf_loss", "half a squared error", include=zero),
-            ],
+        *(
+            (
+                name.replace("_", " ").capitalize(),
+                [
+                    one(
+                        "Variance of returns explained by values",
+                        f"{name}/vf_explained_var",
+                        "share",
+                        include=(0.0, 1.0),
+                    ),
+                    one("Value loss", f"{name}/vf_loss", "half a squared error", include=zero),
+                ],
+            )
+            for name in CRITICS.values()
         ),
         ("Reward model", _reward_model(run)),
         ("Flow", _recorded(run)),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.batch import Column, DataProto, Jagged, read_parquet, write_parquet
+from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.errors import SchemaError
 
 # type of each column's values (`Jagged`: rows of integer pairs), and their meaning
@@ -72,10 +73,12 @@ TOKEN_COLUMNS: dict[str, str] = {
     "support_ids": "these tokens, one response token after another",
     "old_log_probs": "log-probability in the trainer, before the step's updates",
     "ref_log_probs": "log-probability under the reference's weights",
-    "values": "the critic's value at each response token",
     "advantages": "advantage of each response token",
-    "returns": "return of each response token",
 }
+for _name in CRITICS.values():
+    _prefix = ROLES[_name].prefix
+    _of = f"of the {_name.replace('_', ' ')} at each response token"
+    TOKEN_COLUMNS |= {f"{_prefix}values": f"value {_of}", f"{_prefix}returns": f"return {_of}"}
 MADE_WITH = "made_with"  # key in the file's meta
 _STEP_FILE = re.compile(r"step_([0-9]{1,15})\.parquet")
 

@@ -65,7 +65,7 @@ def _changes(config: RunConfig) -> Iterator[Change]:
     the layout or add devices."""
     actor = config.actor
     rollout = config.rollout
-    sections = ["actor", *(["critic"] if derived.has_critic(config) else [])]
+    sections = ["actor", *derived.critics(config)]
     for section in sections:
         offload = getattr(config, section).offload
         missing = {}

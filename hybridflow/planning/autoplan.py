@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from hybridflow.config import derived
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.planning.advice import refused, with_values
@@ -330,7 +331,9 @@ def _layout(name: str, cut: Cut) -> dict[str, Any]:
 
 def _simplified(config: RunConfig, change: dict[str, Any]) -> dict[str, Any]:
     """Colocate roles with the actor's pool and layout in the actor's processes."""
-    for name in ("critic", "reference", "reward_model"):
+    for name in ROLES:
+        if name in ("actor", "teacher"):
+            continue
         same = all(
             change.get(f"{name}.parallel.{key}") == change.get(f"actor.parallel.{key}")
             for key in _LAYOUT

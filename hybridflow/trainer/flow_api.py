@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from hybridflow.batch import DataProto
+from hybridflow.config.role_table import CRITICS
 from hybridflow.errors import FlowError
 from hybridflow.flows.base import ROLES
 from hybridflow.rollout.sampling_control import without_rows
@@ -139,10 +140,11 @@ class FlowApi:
         return without_rows(given, chosen)
 
     def later(self, update: Awaitable[None]) -> None:
-        """Let an update of the critic continue beyond the step."""
-        if not isinstance(update, Updating) or update.name != "critic.update(batch)":
+        """Let an update of a critic continue beyond the step."""
+        critics = [f"{name}.update(batch)" for name in CRITICS.values()]
+        if not isinstance(update, Updating) or update.name not in critics:
             raise FlowError(
-                "later(...): expected an update of the critic: run.critic.update(batch)"
+                f"later(...): expected an update of a critic: run.{' or run.'.join(critics)}"
             )
         update.take()
 

@@ -136,7 +136,7 @@ def _other(given: object) -> str:
     if isinstance(given, Updating):
         return (
             f"{given.name} adds no column; write `await run.{given.name}` on a separate line (an "
-            "update of the critic may be passed to run.later)"
+            "update of a critic may be passed to run.later)"
         )
     if isinstance(given, Pending):
         return f"{given.name} is not one; write `await run.{given.name}` on a separate line"

@@ -148,10 +148,10 @@ def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
     wanted = {"policy.update(batch)": (r"\.update\b", none)}
     for role in derived.roles_in_use(config):
         why = f"this run has a {role.replace('_', ' ')}; call it, or leave its settings out"
-        if role == "critic":
-            wanted["critic.values(batch)"] = (r"\.values\b", why)
-            wanted["critic.update(batch)"] = (
-                r"critic\.update\b",
+        if ROLES[role].head == "value":
+            wanted[f"{role}.values(batch)"] = (rf"\b{role}\.values\b", why)
+            wanted[f"{role}.update(batch)"] = (
+                rf"\b{role}\.update\b",
                 f"it would learn nothing, and {why}",
             )
         elif role != "actor":

@@ -12,10 +12,11 @@ from typing import Any
 
 from hybridflow.batch import DataProto
 from hybridflow.config.registry import describe_error, line_of
+from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.errors import HybridFlowError, SchemaError
 from hybridflow.trainer.flow_api import FlowApi, Steps
 from hybridflow.trainer.flow_calls import Call, Pending, Updating
-from hybridflow.trainer.flow_roles import CALLS, TrainedPolicy
+from hybridflow.trainer.flow_roles import CALLS, Critic, TrainedPolicy
 
 _NAMES: Mapping[type, str] = {
     FlowApi: "run",
@@ -35,6 +36,20 @@ _BY_TEXT = {
     "method": _NAMES[types.MethodType],
 }
 _IMMUTABLE = "a batch is immutable; write batch = batch.with_columns(scores=...)"
+
+
+def _of_critics() -> dict[str, str]:
+    """{column of a critic: what writes it}."""
+    found = {}
+    for of, name in CRITICS.items():
+        entry = ROLES[name]
+        given = "batch" if of == "scores" else f"batch, of={of!r}"
+        in_a_run = f", in a run with {entry.comes_with}"
+        found[f"{entry.prefix}values"] = f"run.{name}.values(batch){in_a_run}"
+        found[f"{entry.prefix}returns"] = f"run.advantages({given}){in_a_run}"
+    return found
+
+
 # columns that a flow reads too early, and what writes them
 _WRITERS = {
     "old_log_probs": "run.policy.log_probs(batch), where nothing can wait for the first update",
@@ -42,12 +57,11 @@ _WRITERS = {
     "ref_log_probs": "run.reference.log_probs(batch), in a run with a KL term",
     "rm_scores": "run.reward_model.scores(batch), in a run with reward_model.path",
     "teacher_log_probs": "run.teacher.log_probs(batch), in a run with teacher.path",
-    "values": "run.critic.values(batch), in a run with algorithm.adv_estimator=gae",
-    "returns": "run.advantages(batch), in a run with algorithm.adv_estimator=gae",
     "advantages": "run.advantages(batch)",
     "rewards": "run.advantages(batch)",
     "greedy_scores": "run.samples(greedy=True)",
     "prompt": "run.samples(), with data.keep_prompts=true",
+    **_of_critics(),
 }
 _REMEDIES = (
     (ValueError, "read-only", "columns of a batch are, so write batch.with_columns(scores=...)"),
@@ -110,7 +124,7 @@ def _of_attribute(error: AttributeError) -> str | None:
         return _IMMUTABLE
     if name is None or kind not in _NAMES:
         return None
-    what = _NAMES[kind]
+    what = f"run.{error.obj.name}" if isinstance(error.obj, Critic) else _NAMES[kind]
     if isinstance(error.obj, Pending):
         return f"{what} has no {name!r}; write `await run.{error.obj.name}`"
     if isinstance(error.obj, types.CoroutineType | types.MethodType):

@@ -4,12 +4,12 @@ awaited for its columns."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
-from hybridflow.config.role_table import ROLES
+from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import FlowError
 from hybridflow.rollout.answering import Prompt
@@ -23,6 +23,7 @@ from hybridflow.workers.policy import PolicyWorker
 
 T = TypeVar("T")
 PAIRS = ("prompt_ids", "chosen_ids", "rejected_ids")
+_OF_CRITICS = ("values", "returns")
 
 
 class OpenStep(Noting, Protocol):
@@ -87,8 +88,13 @@ class _Role:
         tasks = []
         if self.role is not None:
             computing = self.role.compute(role_pass(self.name, self.run.config), batch)
-            tasks.append(self.run.begin(self.name, ROLES[self.name].phase, computing))
+            results = self._results(computing)
+            tasks.append(self.run.begin(self.name, ROLES[self.name].phase, results))
         return Call(self.run, f"{call}(batch)", batch, tasks)
+
+    async def _results(self, computing: Awaitable[DataProto]) -> DataProto:
+        """Return the columns of a forward pass, as the flow names them."""
+        return await computing
 
 
 class RecordingStep(OpenStep, Protocol):
@@ -104,7 +110,7 @@ class _Frozen(_Role):
         """Raise FlowError: this role cannot be trained."""
         raise FlowError(
             f"{self.name}.update(batch): the {self.name.replace('_', ' ')} does not train; "
-            "run.policy and run.critic have updates"
+            f"run.policy and run.{' and run.'.join(CRITICS.values())} have updates"
         )
 
 
@@ -162,32 +168,40 @@ class RewardModel(_Role):
 
 
 class Critic(_Role):
-    """`flows.base.Critic`."""
+    """`flows.base.Critic`. The ranks know the columns of all critics as values and returns."""
 
     def values(self, batch: DataProto) -> Call:
         """Add values."""
         return self._compute("values", batch)
 
+    async def _results(self, computing: Awaitable[DataProto]) -> DataProto:
+        found = await computing
+        return found.rename({"values": f"{ROLES[self.name].prefix}values"})
+
     def update(self, batch: DataProto) -> Updating:
         """Run all of the step's updates."""
+        run = self.run
+        name = f"{self.name}.update(batch)"
+        entry = ROLES[self.name]
         if self.role is None:
             raise FlowError(
-                "critic.update(batch): this run has no critic; set algorithm.adv_estimator=gae, "
+                f"{name}: this run has no {self.name.replace('_', ' ')}; set {entry.comes_with}, "
                 "which adds one"
             )
-        run = self.run
-        name = "critic.update(batch)"
-        trained = run.training_on(checked_batch(batch, "critic.update"), name)
-        batch = run.with_own_columns(batch, ["returns"])
+        trained = run.training_on(checked_batch(batch, f"{self.name}.update"), name)
+        batch = run.with_own_columns(batch, [f"{entry.prefix}returns"])
+        if entry.prefix:
+            batch = batch.drop([one for one in _OF_CRITICS if one in batch])
+            batch = batch.rename({f"{entry.prefix}{one}": one for one in _OF_CRITICS})
         learning = self.role.update(ModelWorker.update_critic, batch, run.seed)
-        trained.critic = run.begin("critic", "update_critic", learning)
-        learned = trained.critic
+        learned = run.begin(self.name, f"update_{self.name}", learning)
+        trained.critics[self.name] = learned
         return Updating(run, name, lambda: run.devices.finish(learned))
 
 
 # {role other than the policy: its interface for flows}
 CALLS: dict[str, type[_Role]] = {
-    "critic": Critic,
+    **dict.fromkeys(CRITICS.values(), Critic),
     "reference": Reference,
     "reward_model": RewardModel,
     "teacher": Teacher,

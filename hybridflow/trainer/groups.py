@@ -328,7 +328,7 @@ def check_steps(config: RunConfig) -> None:
             *itertools.chain(*passes),
             *([GREEDY] if "greedy_scores" in advantages_step(config).reads else []),
             advantages_step(config),
-            *([ModelWorker.update_critic] if "critic" in names else []),
+            *([ModelWorker.update_critic] if derived.critics(config) else []),
             # reported by the first update for later ones
             *([] if scored else [PolicyWorker.take_update_log_probs]),
             update_step(config),
@@ -343,7 +343,7 @@ def role_pass(role: str, config: RunConfig) -> Callable[..., Any]:
         return teacher_method(config.actor.distillation)
     if role == "reference" and not derived.has_own_reference(config):
         return PolicyWorker.compute_ref_log_probs
-    return PASSES[role]
+    return PASSES[ROLES[role].head]
 
 
 def log_prob_method(config: RunConfig) -> Callable[..., Any]:

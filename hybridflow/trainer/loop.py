@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from hybridflow.config import derived
 from hybridflow.config.registry import is_user_entry
-from hybridflow.config.schema import RunConfig
+from hybridflow.config.schema import CriticConfig, RunConfig
 from hybridflow.errors import (
     CheckpointError,
     FlowError,
@@ -99,7 +99,7 @@ class RLTrainer:
         self.policy = cast(Policy, roles["actor"])
         self.learners = {one.name: one for one in learners}
         self.others = {name: role for name, role in roles.items() if name != "actor"}
-        self.critic = self.others.get("critic")
+        self.critics = {name: self.others[name] for name in derived.critics(config)}
         self.reference = self.others.get("reference")
         self.advantages = Advantages(config)
         self.devices = Devices(
@@ -121,7 +121,7 @@ class RLTrainer:
     async def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""
         trainer = self.config.trainer
-        name = self.config.algorithm.flow or ("PPO" if self.critic else "GRPO")
+        name = self.config.algorithm.flow or ("PPO" if self.critics else "GRPO")
         title = name.rpartition(":")[2]
         with self.session.progress(self.last, title, self.step) as progress:
             if self.step == 0 and self.config.sft.steps:
@@ -234,7 +234,7 @@ class RLTrainer:
 
     async def start_from_present_weights(self) -> None:
         """Start the phase with fresh optimizers. The current weights become those of the reference,
-        and of the critic unless it has its own."""
+        and of the critics that have no model of their own."""
         if derived.needs_reference(self.config) and not self.reference:
             await self.policy.call(PolicyWorker.freeze_reference)
         await self.policy.call(PolicyWorker.set_optimizer, self.config.actor.optim)
@@ -248,15 +248,16 @@ class RLTrainer:
             await self.others["reward_model"].call(ModelWorker.set_optimizer, optim)
         roles = [
             (self.reference, self.config.reference.path),
-            (self.critic, self.config.critic.path),
+            *((role, getattr(self.config, name).path) for name, role in self.critics.items()),
         ]
         if any(role and path is None for role, path in roles):
             await self.policy.call(PolicyWorker.export, self.start_folder)
         await self.fill_reference()
-        if self.critic:
-            if self.config.critic.path is None:
-                await self.critic.call(ModelWorker.fill, self.start_folder)
-            await self.critic.call(ModelWorker.set_optimizer, self.config.critic.optim)
+        for name, critic in self.critics.items():
+            section: CriticConfig = getattr(self.config, name)
+            if section.path is None:
+                await critic.call(ModelWorker.fill, self.start_folder)
+            await critic.call(ModelWorker.set_optimizer, section.optim)
 
     async def fill_reference(self) -> None:
         """Load the policy's weights from the start of the phase into a reference in separate

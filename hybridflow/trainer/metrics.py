@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from hybridflow.batch import DataProto
+from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.trainer.mismatch import mismatch_metrics
 from hybridflow.trainer.model_scores import agreement
@@ -68,12 +70,23 @@ def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str
         metrics["actor/ref_kl"] = float(kl_sums(scored).sum() / max(_num_sampled(scored), 1))
     if "teacher_top_log_probs" in batch:
         metrics["teacher/top_mass"] = _top_mass(batch)
-    if "values" in batch:
-        metrics |= _token_spread("critic/values", batch, "values") | _token_spread(
-            "critic/returns", batch, "returns"
-        )
-        metrics["critic/vf_explained_var"] = _explained_variance(batch)
+    for name in CRITICS.values():
+        metrics |= _values_metrics(name, batch)
     return metrics
+
+
+def _values_metrics(critic: str, batch: DataProto) -> dict[str, float]:
+    """Return a critic's values and the returns that it learns; empty if the batch has none."""
+    prefix = ROLES[critic].prefix
+    values = f"{prefix}values"
+    returns = f"{prefix}returns"
+    if values not in batch:
+        return {}
+    return {
+        **_token_spread(f"{critic}/values", batch, values),
+        **_token_spread(f"{critic}/returns", batch, returns),
+        f"{critic}/vf_explained_var": _explained_variance(batch, values, returns),
+    }
 
 
 def answer_metrics(batch: DataProto) -> dict[str, float]:
@@ -137,16 +150,16 @@ def _top_mass(batch: DataProto) -> float:
     return total / max(count, 1)
 
 
-def _explained_variance(batch: DataProto) -> float:
+def _explained_variance(batch: DataProto, values: str, returns: str) -> float:
     """Return the share of the returns' variance explained by the values before the step's updates:
     1 - var(returns - values) / var(returns)."""
     sums = np.zeros(4)
     count = 0
-    for piece in batch.pieces((RESPONSE_MASK, "values", "returns")):
-        returns = sampled(piece, "returns").astype(np.float64)
-        rest = returns - sampled(piece, "values")
-        sums += [rest.sum(), (rest**2).sum(), returns.sum(), (returns**2).sum()]
-        count += len(returns)
+    for piece in batch.pieces((RESPONSE_MASK, values, returns)):
+        wanted = sampled(piece, returns).astype(np.float64)
+        rest = wanted - sampled(piece, values)
+        sums += [rest.sum(), (rest**2).sum(), wanted.sum(), (wanted**2).sum()]
+        count += len(wanted)
     if count < 2:
         return float("nan")
     left, whole = ((sums[i + 1] - sums[i] ** 2 / count) / (count - 1) for i in (0, 2))
@@ -170,9 +183,11 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     return metrics
 
 
-def critic_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return means over the critic's updates of a step; empty without a critic."""
-    return _update_means(updates, "critic", "critic/vf_loss") if updates else {}
+def critic_metrics(name: str, updates: Sequence[Update]) -> dict[str, float]:
+    """Return means over a critic's updates of a step. The loss names its metrics `critic/...` for
+    every critic."""
+    metrics = _update_means(updates, name, f"{name}/vf_loss")
+    return {re.sub("^critic/", f"{name}/", key): value for key, value in metrics.items()}
 
 
 def _update_means(updates: Sequence[Update], role: str, loss: str) -> dict[str, float]:

@@ -42,7 +42,7 @@ class Trained:
     Attributes:
         scored: the rows of `batch` with old_log_probs: all rows, or only the first mini-batch if no
             pass computed them.
-        updates: updates by role, of finished roles. critic: the critic's updates, which may still
+        updates: updates by role, of finished roles. critics: the critics' updates, which may still
             be running.
         metrics: metrics that the next step would overwrite.
         own: metrics recorded by the flow, which are also displayed.
@@ -52,7 +52,7 @@ class Trained:
     batch: DataProto
     scored: DataProto
     updates: dict[str, Sequence[Update]]
-    critic: asyncio.Task[Sequence[Update]] | None = None
+    critics: dict[str, asyncio.Task[Sequence[Update]]] = field(default_factory=dict)
     synced: SyncReport | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     own: dict[str, float] = field(default_factory=dict)
@@ -138,11 +138,9 @@ class Records:
         scored = trained.scored
         synced = trained.synced
         seconds = self.session.timeline.metrics(trained.step)
-        metrics = (
-            batch_metrics(batch, scored)
-            | update_metrics(updates.get("actor", ()))
-            | critic_metrics(updates.get("critic", ()))
-        )
+        metrics = batch_metrics(batch, scored) | update_metrics(updates.get("actor", ()))
+        for name in trained.critics:
+            metrics |= critic_metrics(name, updates[name])
         metrics = (
             over_roles([metrics, *[await role.memory() for role in self.others.values()]])
             | trained.metrics

@@ -108,7 +108,7 @@ class FlowRun:
         self._scores: np.ndarray | None = None  # [B] of the open step, as sampled
         self._added: dict[str, object] = {}  # columns of the last `add_advantages`
         self._trained: Trained | None = None  # the open step, once its first update was called
-        # the previous step, whose critic may still be updating
+        # the previous step, whose critics may still be updating
         self._unrecorded: Trained | None = None
         self._memory = AsyncExitStack()  # exits `Phases.training`
         self.holds_memory = False  # True from the policy's first pass in a step to the sync
@@ -332,7 +332,7 @@ class FlowRun:
         """Check that a number of rows other than the step's can be divided into mini-batches."""
         if self._scores is None or len(batch) == len(self._scores):
             return
-        role = "actor" if update.startswith("policy") else "critic"
+        role = "actor" if update == _UPDATE else update.partition(".")[0]
         rows = derived.role_samples_per_mini_batch(self.config, role)
         text = (
             f"{update}: got {len(batch)} of {len(self._scores)} rows, but each update requires "
@@ -453,7 +453,7 @@ class FlowRun:
         if trained is not None:
             await self.record()
             self._unrecorded = trained
-            if trained.critic is None or trained.critic.done():
+            if all(update.done() for update in trained.critics.values()):
                 await self.record()
         elif batch is not None:
             self.trainer.records.rollouts(self.step, batch, self.progress, own)
@@ -518,7 +518,7 @@ class FlowRun:
             self.progress.message(f"the flow ended the run after step {self.step} of {self.last}")
 
     async def record(self) -> None:
-        """Record the last trained step if it is not recorded yet, after waiting for its critic.
+        """Record the last trained step if it is not recorded yet, after waiting for its critics.
 
         Raises:
             HybridFlowError: a gradient was not finite, and the configuration stops the run in this
@@ -527,8 +527,8 @@ class FlowRun:
         trained = self._unrecorded
         if trained is None:
             return
-        if trained.critic is not None:
-            trained.updates["critic"] = await self.devices.result(trained.critic)
+        for name, update in trained.critics.items():
+            trained.updates[name] = await self.devices.result(update)
         self._unrecorded = None
         await self.trainer.records.trained(trained, self.progress)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.batch import SUPPORT, DataProto
 from hybridflow.config import derived
-from hybridflow.config.role_table import ROLES
+from hybridflow.config.role_table import ROLES, Head
 from hybridflow.config.schema import DistillationConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, WorkerContext, register
@@ -150,11 +150,11 @@ class ModelWorker(RoleWorker):
         return [{"sums": sums, "info": info}]
 
 
-# the forward pass of each role; a teacher's is `teacher_method`
-PASSES: dict[str, Callable[..., DataProto | None]] = {
-    "critic": ModelWorker.compute_values,
-    "reference": ModelWorker.compute_ref_log_probs,
-    "reward_model": ModelWorker.compute_scores,
+# the forward pass of a role by its head; a teacher's is `teacher_method`
+PASSES: dict[Head, Callable[..., DataProto | None]] = {
+    "vocabulary": ModelWorker.compute_ref_log_probs,
+    "value": ModelWorker.compute_values,
+    "score": ModelWorker.compute_scores,
 }
 
 

@@ -254,7 +254,7 @@ def test_the_columns_of_every_step_are_there(monkeypatch: pytest.MonkeyPatch) ->
 
     config = load_config("e2e", [*PPO, "reward_model.path=rm"])
     check_steps(config)
-    monkeypatch.setitem(groups.PASSES, "critic", groups.ModelWorker.compute_scores)
+    monkeypatch.setitem(groups.PASSES, "value", groups.ModelWorker.compute_scores)
     with pytest.raises(SchemaError, match="advantages reads column 'values'"):
         check_steps(config)
 

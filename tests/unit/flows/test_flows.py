@@ -333,7 +333,7 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
         (BEGIN + "    await run.all()", "all(...) requires at least one role call", 2),
         (
             GRPO.replace("await run.policy.update(batch)", "run.later(run.policy.update(batch))"),
-            "later(...): expected an update of the critic",
+            "later(...): expected an update of a critic",
             4,
         ),
         (

@@ -99,18 +99,18 @@ def test_an_estimator_of_a_file_gives_the_advantages_of_a_run(
     [batch] = seen
     expected = np.repeat(batch["scores"] * 0.75, batch.lengths("response_ids"))
     np.testing.assert_array_equal(batch.jagged("advantages").values, expected)
-    assert not derived.has_critic(config)
+    assert not derived.critics(config)
 
 
 def test_what_an_estimator_needs_follows_from_its_declaration(entries: Path) -> None:
     config = load_config("e2e", [f"algorithm.adv_estimator={entries}:with_critic"])
     check(config)
     check_steps(config)
-    assert derived.has_critic(config) and "Critic: in the actor's processes" in explain(
+    assert derived.critics(config) == ("critic",) and "Critic: in the actor's processes" in explain(
         config, _NOWHERE
     )
     without = load_config("e2e", [f"algorithm.adv_estimator={entries}:foresight"])
-    assert not derived.has_critic(without)
+    assert not derived.critics(without)
     with pytest.raises(
         SchemaError, match=r"advantages reads column 'future_scores', .* no step writes it"
     ):
