@@ -106,6 +106,7 @@ class Run:
         self._last_metrics: dict[str, float] = {}
         self.policy = Role(self, "policy")
         self.critic = Role(self, "critic")
+        self.cost_critic = Role(self, "cost_critic")
         self.reference = Role(self, "reference")
         self.reward_model = Role(self, "reward_model")
         self.teacher = Role(self, "teacher")
@@ -174,11 +175,12 @@ class Run:
         found: DataProto = self._in_step(lambda flow: flow.samples(greedy=greedy))
         return found
 
-    def advantages(self, batch: DataProto) -> DataProto:
-        """Return the batch with advantages and, if there is a critic, returns."""
+    def advantages(self, batch: DataProto, of: str = "scores") -> DataProto:
+        """Return the batch with advantages and, if there is a critic, returns. With `of="costs"`,
+        of the column costs: cost_advantages and cost_returns."""
 
         async def add(flow: Any) -> DataProto:
-            found: DataProto = flow.advantages(batch)
+            found: DataProto = flow.advantages(batch, of)
             return found
 
         found: DataProto = self._in_step(add)

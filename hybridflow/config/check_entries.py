@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,25 +20,27 @@ from hybridflow.config.entries import (
     flow_options,
     policy_loss_options,
 )
-from hybridflow.config.keys import differing
-from hybridflow.config.role_table import ROLES
+from hybridflow.config.keys import all_keys, differing, out_of_range, value_at
+from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig) -> Iterator[str]:
     """Yield every problem of the names and options as one line. Imports the configured entries."""
-    builds: list[Callable[[], object]] = [
-        lambda: estimator_options(config.algorithm),
-        lambda: flow_options(config.algorithm),
-        lambda: policy_loss_options(config.actor),
-        *(partial(TRACKERS.get, name) for name in config.trainer.loggers),
+    builds: list[tuple[str, Callable[[], object]]] = [
+        ("algorithm.adv_estimator_options", lambda: estimator_options(config.algorithm)),
+        ("algorithm.flow_options", lambda: flow_options(config.algorithm)),
+        ("actor.policy_loss_options", lambda: policy_loss_options(config.actor)),
+        *(("", partial(TRACKERS.get, name)) for name in config.trainer.loggers),
     ]
-    for build in builds:
+    for key, build in builds:
         try:
-            build()
+            options = build()
         except ConfigError as error:
             yield str(error)
+        else:
+            yield from (f"{key}.{line}" for line in out_of_range(options) if key)
 
 
 def flow_problems(config: RunConfig) -> Iterator[str]:
@@ -68,6 +71,13 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
                 f"{given} calls run.{role}, but this run has no such policy: define it under roles "
                 f"(roles={{{role}: {{}}}} inherits the settings of the first policy)"
             )
+    critics = derived.critics(config)
+    if critics and "critic" not in critics:
+        yield (
+            f"{given} calls run.{critics[0]}, but algorithm.adv_estimator="
+            f"{config.algorithm.adv_estimator} uses no values; set adv_estimator=gae, or leave "
+            f"run.{critics[0]} out of the flow"
+        )
     if config.reward_model.trains and config.algorithm.flow is None:
         yield (
             f"reward_model.trains=true with {given}, which the other settings choose and which "
@@ -131,12 +141,28 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
     for name, bound in correction.reject.items():
         if problem := _bound_problem(str(name), bound):
             yield f"actor.rollout_correction.reject.{name}={bound}: {problem}"
+    yield from _unused_critics(config)
     if config.critic.path is not None and not estimator.needs_critic:
         yield (
             f"critic.path={config.critic.path} has no effect with "
             f"algorithm.adv_estimator={config.algorithm.adv_estimator}, which uses no critic; "
             "remove it, or set adv_estimator=gae"
         )
+
+
+def _unused_critics(config: RunConfig) -> Iterator[str]:
+    """Check that a critic which the flow starts is configured only in a run whose flow does."""
+    for name in CRITICS.values():
+        if name in ("critic", *derived.critics(config)):
+            continue
+        plain = replace(config, **{name: type(getattr(config, name))()})
+        keys = [key for key, _ in all_keys(type(config)) if key.startswith(f"{name}.")]
+        for key, value, _ in differing(config, {key: value_at(plain, key) for key in keys}):
+            yield (
+                f"{key}={value} has no effect: algorithm.flow={derived.flow_name(config)} does not "
+                f"call run.{name}; remove the section, or set {ROLES[name].comes_with}"
+            )
+            break
 
 
 def preference_problems(config: RunConfig) -> Iterator[str]:

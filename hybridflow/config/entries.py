@@ -71,6 +71,7 @@ class Flow:
         options: a frozen dataclass; every field has a default.
         policy_losses: the values of actor.policy_loss that match its paper's definition; empty:
             any.
+        rewards: the numbers that the reward must return besides the score.
         name: the name that it is registered under. line: the line of its registration in its file.
     """
 
@@ -78,6 +79,7 @@ class Flow:
     roles: tuple[str, ...]
     options: type
     policy_losses: tuple[str, ...]
+    rewards: tuple[str, ...]
     name: str
     line: int | None
 

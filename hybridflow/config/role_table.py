@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from hybridflow.config.entries import ESTIMATORS
+from hybridflow.config.entries import ESTIMATORS, FLOWS
 from hybridflow.config.schema import RunConfig
 
 Head = Literal["vocabulary", "value", "score"]
@@ -46,6 +47,12 @@ def _needs_reference(config: RunConfig) -> bool:
     return "ref_log_probs" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
 
 
+def _is_called(role: str, config: RunConfig) -> bool:
+    """Return True if the flow that the run names calls this role."""
+    flow = config.algorithm.flow
+    return flow is not None and role in FLOWS.get(flow).roles
+
+
 # by configuration section, in start order
 ROLES: dict[str, ModelRole] = {
     "actor": ModelRole(
@@ -60,6 +67,17 @@ ROLES: dict[str, ModelRole] = {
         trains=True,
         comes_with="algorithm.adv_estimator=gae",
         predicts="scores",
+    ),
+    "cost_critic": ModelRole(
+        is_used=partial(_is_called, "cost_critic"),
+        turn=5,
+        phase="cost_values",
+        planned_as="cost values",
+        head="value",
+        trains=True,
+        comes_with="algorithm.flow=safe_rlhf",
+        predicts="costs",
+        prefix="cost_",
     ),
     "reward_model": ModelRole(
         is_used=lambda config: config.reward_model.path is not None,

@@ -49,7 +49,9 @@ Aggregation = Literal[
 ]
 _VERL_LOSSES = Aliases((("vanilla", "ppo"), ("geo_mean", "gmpo")))
 Placement = Literal["colocated", "own"]
-Section = Literal["actor", "critic", "reference", "reward_model", "teacher", "rollout"]
+Section = Literal[
+    "actor", "critic", "cost_critic", "reference", "reward_model", "teacher", "rollout"
+]
 Packing = Literal["pack", "spread", "whole_nodes"]
 LoraTarget = Literal[
     "linear_qkv",  # query, key and value
@@ -219,8 +221,9 @@ class TeacherConfig(RoleConfig):
 
 @dataclass(frozen=True)
 class CriticConfig(RoleConfig):
-    """The value model, if `algorithm.adv_estimator` needs one (gae): like the policy, with a scalar
-    head."""
+    """A value model: like the policy, with a scalar head. `critic` predicts rewards, if
+    `algorithm.adv_estimator` needs one (gae), `cost_critic` costs, if the flow calls it
+    (safe_rlhf)."""
 
     # HF folder (*ForTokenClassification, or a causal model: new head); null: the policy at the
     # start of RL
@@ -513,6 +516,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    cost_critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -67,13 +67,13 @@ class RewardModel(Protocol):
 
 
 class Critic(Protocol):
-    """The value model."""
+    """A value model. The columns of the cost critic are cost_values and cost_returns."""
 
     def values(self, batch: DataProto) -> Awaitable[DataProto]:
         """Return the batch with values."""
 
     def update(self, batch: DataProto) -> Awaitable[None]:
-        """Run all updates of a step. Reads returns."""
+        """Run all updates of a step. Reads values and returns."""
 
 
 class Policy(Protocol):
@@ -119,7 +119,11 @@ class Run(Protocol):
 
     @property
     def critic(self) -> Critic:
-        """The value model."""
+        """The value model of rewards."""
+
+    @property
+    def cost_critic(self) -> Critic:
+        """The value model of costs. A run has it if its flow declares the role."""
 
     @property
     def reference(self) -> Reference:
@@ -161,9 +165,10 @@ class Run(Protocol):
     def all(self, *calls: Awaitable[DataProto]) -> Awaitable[DataProto]:
         """Wait for all calls, and return their common batch with the columns of all of them."""
 
-    def advantages(self, batch: DataProto) -> DataProto:
-        """Return the batch with advantages and, with a critic, returns
-        (`algorithm.adv_estimator`)."""
+    def advantages(self, batch: DataProto, of: str = "scores") -> DataProto:
+        """Return the batch with advantages and, with a critic, returns (`algorithm.adv_estimator`).
+        With `of="costs"`, the same of the column costs [B], which the flow sets: cost_advantages
+        and, from cost_values, cost_returns."""
 
     def leave_out(self, batch: DataProto, rows: np.ndarray) -> DataProto:
         """Return the batch with these rows, [B] bool, excluded from loss and statistics. They stay
@@ -187,18 +192,21 @@ def flow(
     roles: Iterable[str] | None = None,
     options: type = NoOptions,
     policy_losses: tuple[str, ...] = (),
+    rewards: tuple[str, ...] = (),
 ) -> Callable[[Body], Body]:
     """Register a flow.
 
     Args:
         name: value of `algorithm.flow`; for a user's file, the part after `path/to/file.py:`.
-        roles: the attributes of `Run` that it calls: policy, critic, reference, reward_model,
-            teacher, and the names of further policies (`roles` in the configuration). A run whose
-            settings start another role is rejected.
+        roles: the attributes of `Run` that it calls: policy, critic, cost_critic, reference,
+            reward_model, teacher, and the names of further policies (`roles` in the configuration).
+            A run whose settings start another role is rejected.
         options: a frozen dataclass whose fields are the keys of `algorithm.flow_options`, with
             types and defaults. The flow reads them as `run.options`.
         policy_losses: the values of `actor.policy_loss` that match its paper's definition; empty:
             any.
+        rewards: numbers that it reads from the column reward_extra: the reward returns them besides
+            the score. An answer without one counts as failed (`reward.on_failure`).
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(
@@ -209,7 +217,8 @@ def flow(
         _check_body(name, body)
         if roles is None:
             raise ConfigError(f"flow {name!r} declares no roles; write {_decorator(name, body)}")
-        return Flow(body, _checked_roles(name, roles), options, policy_losses, name, _line_of(body))
+        called = _checked_roles(name, roles)
+        return Flow(body, called, options, policy_losses, rewards, name, _line_of(body))
 
     return FLOWS.entry(name, registered)
 

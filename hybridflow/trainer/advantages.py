@@ -15,15 +15,18 @@ from hybridflow.algorithms.losses import kl_penalty
 from hybridflow.algorithms.rewards import overlong_penalties, sums_of_rows, token_rewards
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
-from hybridflow.config.entries import ESTIMATORS, estimator_options
+from hybridflow.config.entries import ESTIMATORS, FLOWS, estimator_options
+from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.dispatch import DataflowStep
-from hybridflow.errors import DataError
+from hybridflow.errors import DataError, FlowError
 from hybridflow.rewards.scores import PART_REWARDS, finite_number
 from hybridflow.rollout.sampling_control import sampled_tokens
 from hybridflow.trainer.metrics import spread
 from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
+
+_COEFFICIENT = "actor/reward_kl_penalty_coeff"
 
 
 def advantages_step(config: RunConfig) -> DataflowStep:
@@ -64,14 +67,69 @@ class Advantages:
             )
         self.metrics: dict[str, float] = {}
 
-    def add(self, batch: DataProto) -> DataProto:
+    def add(self, batch: DataProto, of: str = "scores") -> DataProto:
         """Return the batch with added columns: rewards [B] (weighted scores minus the row's KL
         penalties) and advantages (jagged); with a critic, also returns; with an entropy target,
-        also entropy_coefs (the entropy coefficient at each token)."""
+        also entropy_coefs (the entropy coefficient at each token).
+
+        Args:
+            of: another column [B] in place of the scores; `_add_of` describes what is added.
+        """
+        if of != "scores":
+            return self._add_of(batch, of)
         self.metrics = {}
         lengths = torch.tensor(batch.lengths("response_ids"))
         scores = torch.from_numpy(self._scores(batch))
-        penalties = self._penalties(batch, lengths)
+        divergence = self._divergence(batch)
+        penalties = self.control.value * divergence
+        if self.algorithm.kl_coef:
+            self._control_kl(divergence, batch)
+        columns = self._estimated(batch, scores, penalties)
+        if self.entropy is not None:
+            coefficients = torch.full((len(penalties),), self._entropy_coefficient(batch))
+            columns["entropy_coefs"] = (coefficients, columns["advantages"][1])
+        return batch.with_torch(rewards=scores - sums_of_rows(penalties, lengths), **columns)
+
+    def _add_of(self, batch: DataProto, of: str) -> DataProto:
+        """Return the batch with the advantages of a column of costs and, with a critic, returns.
+
+        The KL penalties that are subtracted from rewards are added to costs (Safe RLHF, arXiv
+        2310.12773, appendix B.3).
+
+        Raises:
+            FlowError: the column has another shape, or the estimator reads more than a number per
+                sample.
+        """
+        name = self.algorithm.adv_estimator
+        entry = self.estimator
+        reads_scores = "greedy_scores" in entry.reads or hasattr(self.options, "rewards")
+        if reads_scores or entry.preferences or entry.takes_parts:
+            raise FlowError(
+                f"advantages(batch, of={of!r}) is not supported with algorithm.adv_estimator="
+                f"{name}, which needs more than one number per sample; set it to gae or grpo"
+            )
+        values = np.asarray(batch[of])
+        if values.shape != (len(batch),) or values.dtype.kind not in "biuf":
+            raise FlowError(
+                f"advantages(batch, of={of!r}): the column {of} must have one number per sample"
+            )
+        costs = torch.from_numpy(values.astype(np.float32))
+        # that of the step's rewards, from which the control may have moved on
+        coefficient = self.metrics.get(_COEFFICIENT, self.control.value)
+        penalties = -coefficient * self._divergence(batch)
+        prefix = ROLES[CRITICS[of]].prefix
+        return batch.with_torch(**self._estimated(batch, costs, penalties, prefix))
+
+    def _estimated(
+        self,
+        batch: DataProto,
+        scores: torch.Tensor,
+        penalties: torch.Tensor,
+        prefix: str = "",
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the estimator's jagged columns for numbers [B] and penalties [T] on their tokens,
+        with the prefix of their critic."""
+        lengths = torch.tensor(batch.lengths("response_ids"))
         counts = samples_that_count(batch, compares=self.estimator.compares_samples)
         tokens = counts.repeat_interleave(lengths)
         # excluded rows have zero advantage
@@ -79,7 +137,7 @@ class Advantages:
         returns = torch.zeros(len(tokens)) if self.estimator.needs_critic else None
         if counts.any():
             counted = batch if counts.all() else batch.rows(counts.numpy())
-            samples = self._samples(counted, scores[counts], penalties[tokens])
+            samples = self._samples(counted, scores[counts], penalties[tokens], prefix)
             found, values = self.estimator.function(samples, self.options)
             advantages[tokens] = found.float()
             if self.algorithm.top_entropy_share < 1:
@@ -87,15 +145,10 @@ class Advantages:
             if returns is not None:
                 returns[tokens] = values.float()
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        columns = {"advantages": (advantages, offsets)} | (
-            {} if returns is None else {"returns": (returns, offsets)}
-        )
-        if self.entropy is not None:
-            columns["entropy_coefs"] = (
-                torch.full((len(tokens),), self._entropy_coefficient(batch)),
-                offsets,
-            )
-        return batch.with_torch(rewards=scores - sums_of_rows(penalties, lengths), **columns)
+        columns = {f"{prefix}advantages": (advantages, offsets)}
+        if returns is not None:
+            columns[f"{prefix}returns"] = (returns, offsets)
+        return columns
 
     def state(self) -> dict[str, float]:
         """Return the state to save in a checkpoint."""
@@ -134,9 +187,12 @@ class Advantages:
         self.metrics["reward_model/share"] = share_of_variance(added, scores + added)
         return scores + added
 
-    def _samples(self, batch: DataProto, scores: torch.Tensor, penalties: torch.Tensor) -> Samples:
+    def _samples(
+        self, batch: DataProto, scores: torch.Tensor, penalties: torch.Tensor, prefix: str
+    ) -> Samples:
         """Return the estimator's input from the rows' scores [B] and their tokens' penalties
-        [T]."""
+        [T]. `prefix` is that of the critic's columns."""
+        own = {"values": f"{prefix}values"}
         lengths = torch.tensor(batch.lengths("response_ids"))
         mask = batch.torch(RESPONSE_MASK)[0]
         given, ends = _part_rewards(batch) if self.estimator.takes_parts else (None, None)
@@ -146,7 +202,7 @@ class Advantages:
             groups=torch.tensor(batch["uid"]),
             lengths=lengths,
             mask=mask,
-            columns={name: _values(batch, name) for name in self.estimator.reads},
+            columns={name: _values(batch, own.get(name, name)) for name in self.estimator.reads},
             parts=_reward_parts(batch),
             part_rewards=None if given is None else self.config.reward.weight * given - penalties,
             part_ends=ends,
@@ -169,25 +225,26 @@ class Advantages:
         self.metrics["actor/entropy_coef"] = coefficient
         return coefficient
 
-    def _penalties(self, batch: DataProto, lengths_B: torch.Tensor) -> torch.Tensor:
-        """Return the KL penalty on each token's reward [T], and update the KL coefficient for the
-        next step."""
-        coefficient = self.control.value
+    def _divergence(self, batch: DataProto) -> torch.Tensor:
+        """Return the estimated divergence from the reference at each token [T]; 0 without a KL
+        penalty."""
         mask_T = batch.torch(RESPONSE_MASK)[0]
         if not self.algorithm.kl_coef:
             return torch.zeros(len(mask_T))
         old, reference = (batch.torch(name)[0] for name in ("old_log_probs", "ref_log_probs"))
-        divergence = kl_penalty(old, reference, self.algorithm.kl_penalty).where(mask_T, 0.0)
+        return kl_penalty(old, reference, self.algorithm.kl_penalty).where(mask_T, 0.0)
+
+    def _control_kl(self, divergence: torch.Tensor, batch: DataProto) -> None:
+        """Record the step's KL penalty, and update its coefficient for the next step."""
+        coefficient = self.control.value
+        lengths_B = torch.tensor(batch.lengths("response_ids"))
+        mask_T = batch.torch(RESPONSE_MASK)[0]
         sampled = sums_of_rows(mask_T.float(), lengths_B)
         kl = float((sums_of_rows(divergence, lengths_B) / sampled.clamp(min=1)).sum()) / max(
             len(lengths_B), 1
         )
         self.control.update(kl, len(lengths_B))
-        self.metrics |= {
-            "actor/reward_kl_penalty": kl,
-            "actor/reward_kl_penalty_coeff": coefficient,
-        }
-        return coefficient * divergence
+        self.metrics |= {"actor/reward_kl_penalty": kl, _COEFFICIENT: coefficient}
 
 
 def samples_that_count(batch: DataProto, *, compares: bool) -> torch.Tensor:
@@ -213,19 +270,22 @@ def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
     not return an extra number that the estimator requires, or it returned more turn or token
     rewards than the row has turns or tokens."""
     algorithm = config.algorithm
-    names = getattr(estimator_options(algorithm), "rewards", ())
+    flow = derived.flow_name(config)
+    needed = dict.fromkeys(FLOWS.get(flow).rewards, f"algorithm.flow={flow}")
+    key = "algorithm.adv_estimator_options.rewards"
+    needed |= dict.fromkeys(getattr(estimator_options(algorithm), "rewards", ()), key)
     texts: list[str | None] = [None] * len(batch)
     failed = _failed(batch)
     extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [{}] * len(batch)
     most = _part_counts(batch) if ESTIMATORS.get(algorithm.adv_estimator).takes_parts else {}
     for row, extra in enumerate(extras):
-        missing = [name for name in names if finite_number(extra.get(name)) is None]
+        missing = [name for name in needed if finite_number(extra.get(name)) is None]
         if failed[row]:
             continue
         if missing:
             texts[row] = (
                 f"the reward returned {missing[0]}={extra.get(missing[0])!r:.60}, but "
-                "algorithm.adv_estimator_options.rewards requires a finite number of this name"
+                f"{needed[missing[0]]} requires a finite number of this name"
             )
         for name, counts in most.items():
             if len(extra.get(name) or ()) > counts[row]:

@@ -52,7 +52,7 @@ class FollowedRun(Noting, Protocol):
     async def take_samples(self, step: int, greedy: bool) -> DataProto:
         """Return the step's samples."""
 
-    def add_advantages(self, batch: DataProto) -> DataProto:
+    def add_advantages(self, batch: DataProto, of: str) -> DataProto:
         """Return the batch with advantages."""
 
     async def bring_to_engines(self, step: int) -> None:
@@ -117,16 +117,20 @@ class FlowApi:
         found = checked_calls(calls)
         return Pending(run, "all(...)", lambda: found[0].run.merged(found))
 
-    def advantages(self, batch: DataProto) -> DataProto:
-        """Return the batch with advantages.
+    def advantages(self, batch: DataProto, of: str = "scores") -> DataProto:
+        """Return the batch with the advantages of a column [B].
 
         Raises:
             LogprobMismatchError: the log-probs of engines and trainer differ by more than the
                 bound.
         """
         given = checked_batch(batch, "advantages")
+        if of not in CRITICS:
+            raise FlowError(
+                f"advantages(batch, of={of!r}): of must be {' or '.join(map(repr, CRITICS))}"
+            )
         with self._run.calling():
-            return self._run.add_advantages(given)
+            return self._run.add_advantages(given, of)
 
     def leave_out(self, batch: DataProto, rows: np.ndarray) -> DataProto:
         """Return the batch with the response mask cleared for `rows` [B] bool."""

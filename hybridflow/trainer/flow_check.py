@@ -17,6 +17,7 @@ import numpy as np
 
 from hybridflow.batch import DataProto, Jagged, objects
 from hybridflow.config import derived
+from hybridflow.config.entries import FLOWS
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.dispatch import method_spec
@@ -242,6 +243,8 @@ class _Invented:
         }
         if self.config.data.keep_prompts:
             texts["prompt"] = [{"role": "user", "content": "text"}]
+        if numbers := FLOWS.get(derived.flow_name(self.config)).rewards:
+            texts["reward_extra"] = dict.fromkeys(numbers, 1.0)
         batch = batch.with_columns(
             **{name: objects([value] * rows) for name, value in texts.items()}
         )

@@ -60,6 +60,7 @@ _WRITERS = {
     "advantages": "run.advantages(batch)",
     "rewards": "run.advantages(batch)",
     "greedy_scores": "run.samples(greedy=True)",
+    "costs": "the flow: batch.with_columns(costs=...)",
     "prompt": "run.samples(), with data.keep_prompts=true",
     **_of_critics(),
 }

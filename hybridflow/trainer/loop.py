@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from hybridflow.config import derived
 from hybridflow.config.registry import is_user_entry
+from hybridflow.config.role_table import CRITICS
 from hybridflow.config.schema import CriticConfig, RunConfig
 from hybridflow.errors import (
     CheckpointError,
@@ -99,7 +100,9 @@ class RLTrainer:
         self.policy = cast(Policy, roles["actor"])
         self.learners = {one.name: one for one in learners}
         self.others = {name: role for name, role in roles.items() if name != "actor"}
-        self.critics = {name: self.others[name] for name in derived.critics(config)}
+        self.critics = {
+            name: role for name, role in self.others.items() if name in CRITICS.values()
+        }
         self.reference = self.others.get("reference")
         self.advantages = Advantages(config)
         self.devices = Devices(

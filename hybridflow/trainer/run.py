@@ -190,18 +190,18 @@ class FlowRun:
         await self.record()  # the critic has finished the previous step's update
         return batch
 
-    def add_advantages(self, batch: DataProto) -> DataProto:
-        """Return the batch with advantages.
+    def add_advantages(self, batch: DataProto, of: str) -> DataProto:
+        """Return the batch with the advantages of a column.
 
         Raises:
             LogprobMismatchError: the log-probs of engines and trainer differ by more than the
                 bound.
-            FlowError: the flow has set a score that is not a finite number.
+            FlowError: the flow has set a number that is not finite.
         """
-        refuse_nonfinite(batch, "scores", self.step)
+        refuse_nonfinite(batch, of, self.step)
         with self._session.timeline.phase("adv"):
-            batch = self.trainer.samples.keep(self.trainer.advantages.add(batch))
-        if self.scores_first:
+            batch = self.trainer.samples.keep(self.trainer.advantages.add(batch, of))
+        if self.scores_first and of == "scores":
             self.check_log_probs(batch)
         self._added = dict(batch.items())
         self._batch = batch

@@ -53,6 +53,7 @@ MORE = {
     "two engines": ("second engine's scheduler", "second engine's guard"),
     "fsdp": ("actor rank 1",),
     "distill": ("teacher rank 0",),
+    "safe rlhf": ("cost_critic rank 0",),
     "own flow": ("actor rank 1", "actor rank 2", "actor rank 3"),
 }
 

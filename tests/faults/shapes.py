@@ -12,10 +12,11 @@ from tests.e2e.teachers import random_reward_model, random_teacher
 STEPS = 8
 PAIRS = 64
 OWN_FLOW = Path(__file__).with_name("safe_rlhf.py")
-# Responses differ from prompt to prompt; the mean over the batch is near 0.
+# Responses differ from prompt to prompt; the mean over the batch is near 0. `safe_rlhf` reads costs.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return (sum(map(ord, solution_str)) % 7 - 3) / 3
+    number = sum(map(ord, solution_str))
+    return {"score": (number % 7 - 3) / 3, "cost": number % 3 - 1}
 """
 _ONE = ("actor=tiny", "cluster=one-process", "rollout=tiny")
 # a gradient where sample and baseline are one answer
@@ -70,6 +71,14 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "reward_model.trains=true",
         "rollout.n=2",
     ),
+    "safe rlhf": (
+        *_ONE,
+        "algorithm=ppo",
+        "algorithm.flow=safe_rlhf",
+        "+critic=tiny",
+        "cost_critic.placement=own",
+        "cost_critic.optim.lr=1e-3",
+    ),
     # a file of the user's (`safe_rlhf.py`) on ranks of TP 2 and PP 2, with every role of PPO
     "own flow": (
         "rollout=tiny",
@@ -90,6 +99,7 @@ FLOWS = {
     "rejection": "rejection",
     "cure": "cure",
     "learned_reward": "learned reward",
+    "safe_rlhf": "safe rlhf",
 }
 
 

@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 class GaeOptions:
     """`gamma` is the discount per token. `lam`: 1 sums the rewards to go, 0 looks one token ahead.
     `critic_lam` is the lambda of the returns; None: the same. `length_alpha` replaces `lam` by a
-    lambda that grows with the length of the answer."""
+    lambda that grows with the length of the answer. `whiten`: false leaves the advantages in the
+    unit of the rewards."""
 
     gamma: float = 1.0
     lam: float = 1.0
     critic_lam: float | None = None
     length_alpha: float | None = None
+    whiten: bool = True
 
 
 @estimator("gae", reads=("values",), needs_critic=True, options=GaeOptions)
 def gae_estimator(samples: Samples, options: GaeOptions) -> Estimate:
-    """Compute whitened advantages, and the returns that the critic is trained on.
+    """Compute advantages, whitened by default, and the returns that the critic is trained on.
 
     With a separate lambda, the critic's bias does not depend on the policy's (decoupled GAE of
     VC-PPO and VAPO, arXiv 2504.05118, section 4.1: critic_lam 1). The policy's lambda may depend on
@@ -46,4 +48,4 @@ def gae_estimator(samples: Samples, options: GaeOptions) -> Estimate:
     critic_lam = options.lam if options.critic_lam is None else options.critic_lam
     if critic_lam is not lam:
         _, returns = gae(*given, gamma=options.gamma, lam=critic_lam, mask_T=samples.mask)
-    return whiten(advantages, samples.mask), returns
+    return whiten(advantages, samples.mask) if options.whiten else advantages, returns

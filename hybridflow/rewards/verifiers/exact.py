@@ -7,10 +7,23 @@ from hybridflow.rewards.verifiers.base import ScoreResult, text_truth, verifier
 
 
 @verifier("exact", data_sources=["arithmetic"], runs_in_driver=True, truth=text_truth)
-def exact(response: str, ground_truth: str, *, thinking_open: bool | None = None) -> ScoreResult:
+def exact(
+    response: str,
+    ground_truth: str,
+    *,
+    forbidden: str | int | None = None,
+    thinking_open: bool | None = None,
+) -> ScoreResult:
     """Return 1.0 if the answer equals the ground truth, ignoring leading and trailing white space.
 
     Ground truths with reversed or padded digits are compared as written.
+
+    Args:
+        forbidden: also return cost, 1.0 for an answer that contains this text.
+        thinking_open: whether the prompt opened the thinking.
     """
     answer = read_response(response, bool(thinking_open)).answer
-    return ScoreResult(float(answer.strip() == text_truth(ground_truth).strip()))
+    score = float(answer.strip() == text_truth(ground_truth).strip())
+    if forbidden is None:
+        return ScoreResult(score)
+    return ScoreResult(score, {"cost": float(str(forbidden) in answer)})
