@@ -11,17 +11,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.batch import DataProto, Jagged, objects
+from hybridflow.config import derived
 from hybridflow.config.check import problems
 from hybridflow.config.check_entries import flow_problems, loss_problems
+from hybridflow.config.explain import Origins, explain
 from hybridflow.config.load import load_config
 from hybridflow.config.role_table import CRITICS
 from hybridflow.config.schema import AlgorithmConfig, CriticConfig, RunConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.flows.safe_rlhf import Options, constrained, costs_of, next_multiplier
+from hybridflow.placement.pools import pools_of
+from hybridflow.planning.devices import read_cluster
+from hybridflow.planning.job import job_of
+from hybridflow.planning.plan import make_plan
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.advantages import Advantages, lost_parts
 from hybridflow.trainer.flow_check import check_flow
@@ -127,6 +133,7 @@ def by_hand(
     return (flat - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8), np.concatenate(returns)
 
 
+@settings(max_examples=25)
 @given(st.lists(st.integers(2, 6), min_size=2, max_size=6), st.integers(0, 99))
 def test_advantages_of_costs_are_those_of_a_loop_in_float64(lengths: list[int], seed: int) -> None:
     config = constrained_run(Path("x"), gamma=0.9, lam=0.8, kl_coef=0.05, kl_target=0.1)
@@ -339,7 +346,9 @@ def test_costs_need_no_critic_where_samples_are_compared(tmp_path: Path) -> None
     said = list[str]()
     check_flow(constrained_run(tmp_path / "run", flow, adv_estimator="grpo"), said.append)
     assert said == []
-    flow = own(tmp_path, body.replace("samples()", "samples(greedy=True)"), ("policy", "reference"))
+    (tmp_path / "greedy").mkdir()
+    greedy = body.replace("samples()", "samples(greedy=True)")
+    flow = own(tmp_path / "greedy", greedy, ("policy", "reference"))
     with pytest.raises(ConfigError, match=r"is not supported with algorithm.adv_estimator=remax"):
         check_flow(constrained_run(tmp_path / "run", flow, adv_estimator="remax"), print)
 
@@ -369,8 +378,22 @@ def test_a_cost_critic_is_refused_where_nothing_uses_it(tmp_path: Path) -> None:
 )
 def test_bad_input_of_the_recipe_is_one_message(word: str, message: str) -> None:
     try:
-        found = problems(load_config("tiny-safe-rlhf", [word]), "train", files=True)
+        found = problems(load_config("tiny-safe-rlhf", word.split()), "train", files=True)
     except ConfigError as error:
         found = [str(error)]
     found = [line for line in found if "data.train_files" not in line]
     assert len(found) == 1 and message in found[0], found
+
+
+def test_plan_pools_and_explanation_know_the_cost_critic() -> None:
+    words = ["cluster=one-process", "rollout.engine=sglang", "cost_critic.placement=own"]
+    config = load_config("tiny-safe-rlhf", [*words, "cost_critic.procs=2"])
+    pools = {pool.name: pool for pool in pools_of(config, kind="cpu")}
+    assert [group.count for group in pools["cost_critic"].groups] == [2]
+    text = explain(config, Origins(frozenset(), {}))
+    assert "Cost critic: 2 separate processes" in text and "Critic: in the actor's" in text
+    sizes = {**derived.hf_config(config.model), "vocab_size": 17}
+    plan = make_plan(job_of(config, read_cluster(None, 1, 4, "cpu"), hf=sizes))
+    found = {phase.name: phase for phase in plan.phases}
+    assert found["update cost_critic"].devices == found["cost values"].devices == "cost_critic"
+    assert found["update critic"].devices == "actor"
