@@ -142,16 +142,18 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
         if problem := _bound_problem(str(name), bound):
             yield f"actor.rollout_correction.reject.{name}={bound}: {problem}"
     yield from _unused_critics(config)
-    if config.critic.path is not None and not estimator.needs_critic:
-        yield (
-            f"critic.path={config.critic.path} has no effect with "
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, which uses no critic; "
-            "remove it, or set adv_estimator=gae"
-        )
 
 
 def _unused_critics(config: RunConfig) -> Iterator[str]:
-    """Check that a critic which the flow starts is configured only in a run whose flow does."""
+    """Check that a critic has a model only if the estimator uses one, and that a critic which the
+    flow starts is configured only if it does."""
+    estimator = config.algorithm.adv_estimator
+    if config.critic.path is not None and not ESTIMATORS.get(estimator).needs_critic:
+        yield (
+            f"critic.path={config.critic.path} has no effect with "
+            f"algorithm.adv_estimator={estimator}, which uses no critic; remove it, or set "
+            "adv_estimator=gae"
+        )
     for name in CRITICS.values():
         if name in ("critic", *derived.critics(config)):
             continue

@@ -100,9 +100,6 @@ class RLTrainer:
         self.policy = cast(Policy, roles["actor"])
         self.learners = {one.name: one for one in learners}
         self.others = {name: role for name, role in roles.items() if name != "actor"}
-        self.critics = {
-            name: role for name, role in self.others.items() if name in CRITICS.values()
-        }
         self.reference = self.others.get("reference")
         self.advantages = Advantages(config)
         self.devices = Devices(
@@ -120,6 +117,11 @@ class RLTrainer:
         # set by a program that stops between steps (`trainer.stopping`), or runs steps itself
         self.stop: Callable[[], Awaitable[None]] | None = None
         self.body: Body | None = None
+
+    @property
+    def critics(self) -> dict[str, Role]:
+        """The run's value models, by role."""
+        return {name: role for name, role in self.others.items() if name in CRITICS.values()}
 
     async def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""

@@ -28,12 +28,13 @@ from hybridflow.placement.pools import pools_of
 from hybridflow.planning.devices import read_cluster
 from hybridflow.planning.job import job_of
 from hybridflow.planning.plan import make_plan
+from hybridflow.rewards.verifiers.exact import exact
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.advantages import Advantages, lost_parts
 from hybridflow.trainer.flow_check import check_flow
 from hybridflow.trainer.protocols import Update
 from tests.unit.flows.bodies import fitted, own
-from tests.unit.trainer.test_ppo import Critic, PpoWorld
+from tests.unit.trainer.critics import Critic, PpoWorld
 from tests.unit.trainer.worlds import Scores, config_of, records, trainer_of
 
 FLOW = "safe_rlhf"
@@ -397,3 +398,13 @@ def test_plan_pools_and_explanation_know_the_cost_critic() -> None:
     found = {phase.name: phase for phase in plan.phases}
     assert found["update cost_critic"].devices == found["cost values"].devices == "cost_critic"
     assert found["update critic"].devices == "actor"
+
+
+@pytest.mark.parametrize("forbidden", ["7", 7])
+def test_the_recipes_cost_is_the_forbidden_digit(forbidden: str | int) -> None:
+    found = [
+        exact(text, "074", forbidden=forbidden) for text in ("074", "<think>7</think>074", "4", "")
+    ]
+    assert [result.score for result in found] == [1, 1, 0, 0]
+    assert [result.extra for result in found] == [{"cost": cost} for cost in (1, 1, 0, 0)]
+    assert exact("074", "074").extra == {}

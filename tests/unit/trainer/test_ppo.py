@@ -18,8 +18,6 @@ from hybridflow.algorithms.whitening import whiten
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import (
     AlgorithmConfig,
-    CriticConfig,
-    OptimConfig,
     ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
@@ -36,9 +34,9 @@ from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
-from hybridflow.workers.model_role import ModelWorker
 from hybridflow_kernels.scans import gae
-from tests.unit.trainer.worlds import Immediate, World, config_of, records, trainer_of
+from tests.unit.trainer.critics import Critic, FakeRole, PpoWorld
+from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
 NAMES = (
     "vf_loss",
@@ -53,83 +51,12 @@ NAMES = (
 )
 
 
-class FakeRole(Immediate):
-    """No offload is configured, so that `sleep` is none."""
-
-    async def memory(self) -> dict[str, float]:
-        return {
-            "perf/max_memory_allocated_gb": 3.0,
-            f"perf/offloaded_gb/{type(self).__name__}": 0.5,
-        }
-
-
-class Critic(FakeRole):
-    """Notes its calls in the world's list; its value of a token is the token's number in the
-    row."""
-
-    def __init__(self, world: World, applied: bool = True) -> None:
-        self.world = world
-        self.applied = applied
-        self.seen: list[DataProto] = []
-        self.writes = True
-
-    def fill(self, folder: Path) -> None:
-        self.world.calls.append(f"start critic from {folder.name}")
-
-    def set_optimizer(self, optim: OptimConfig) -> None:
-        assert optim == CriticConfig().optim
-
-    def compute_values(self, batch: DataProto) -> DataProto:
-        self.world.calls.append("values")
-        responses = batch.jagged("response_ids")
-        return DataProto.from_columns(
-            {"values": Jagged(responses.values.astype(np.float32) / 10, responses.offsets)}
-        )
-
-    async def update(
-        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
-    ) -> Sequence[Update]:
-        assert method is ModelWorker.update_critic and seed is not None
-        self.world.calls.append("update_critic")
-        self.seen.append(batch)
-        return [
-            Update(
-                {"loss": 0.25, "critic/vf_clipfrac": 0.0, "critic/vpred_mean": 0.1},
-                2.0,
-                1e-4,
-                self.applied,
-            )
-        ]
-
-    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
-        self.world.calls.append("save critic")
-        folder.mkdir()
-        if self.writes:
-            (folder / "manifest.json").write_text("{}")
-            say_saved(folder)
-
-    async def is_saved(self) -> bool:
-        return True
-
-    def load(self, folder: Path, optim: OptimConfig) -> None:
-        assert folder.is_dir() and folder.name == "critic"
-        self.world.calls.append("load critic")
-
-    def export(self, folder: Path) -> None:
-        self.world.calls.append("export critic")
-
-
 class Model(FakeRole):
     """Scores by row number."""
 
     async def compute_scores(self, batch: DataProto) -> DataProto:
         await asyncio.sleep(0)  # a round in which others go on
         return DataProto.from_columns({"rm_scores": np.arange(len(batch), dtype=np.float32)})
-
-
-class PpoWorld(World):
-    def export(self, folder: Path) -> None:
-        self.calls.append("export")
 
 
 class Teacher(FakeRole):
