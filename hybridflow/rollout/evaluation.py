@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,15 @@ import numpy as np
 
 from hybridflow.agents.loops.base import LOOPS
 from hybridflow.batch import DataProto, objects
+from hybridflow.config import derived
+from hybridflow.config.entries import FLOWS
 from hybridflow.config.schema import RewardConfig, RunConfig
 from hybridflow.config.val_sets import VAL_SET, tag, val_sets
 from hybridflow.data.custom import Prompts, open_prompts
 from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dispatch import DataflowStep
+from hybridflow.errors import ConfigError
 from hybridflow.rewards.manager import RewardManager, Submitted
 from hybridflow.rewards.reading import opens_thinking
 from hybridflow.rewards.scores import finite_number
@@ -196,6 +200,33 @@ def check_truths(
         # custom datasets
         places = getattr(dataset, "places", [f"row {row}" for row in range(len(dataset))])
         rewards.check_truths(rows["data_source"].tolist(), rows["ground_truth"].tolist(), places)
+
+
+def check_numbers(
+    rewards: RewardManager, config: RunConfig, dataset: Prompts | PreferenceDataset
+) -> None:
+    """Score one answer, the ground truth of the first row, for a flow that reads numbers which the
+    reward returns besides the score. An answer whose scoring fails shows nothing.
+
+    Raises:
+        ConfigError: the reward does not return one of them.
+    """
+    flow = derived.flow_name(config)
+    needed = FLOWS.get(flow).rewards
+    if not needed or not sources_to_score(config, dataset):
+        return
+    row = dataset.batch(np.arange(1))
+    [truth] = row["ground_truth"]
+    call = rewards.submit(row["data_source"].tolist(), [str(truth)], [truth], row["extra_info"])
+    [[result]] = asyncio.run(rewards.collect([call]))
+    missing = [name for name in needed if finite_number(result.extra.get(name)) is None]
+    if missing and result.failure is None:
+        returned = ", ".join(["score", *result.extra])
+        raise ConfigError(
+            f"algorithm.flow={flow} reads the number {missing[0]!r} that the reward returns in "
+            f"addition to the score, but for the ground truth of the first row it returned only {returned}; "
+            f'return {{"score": 1.0, "{missing[0]}": 0.0}} from the function or verifier'
+        )
 
 
 def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:

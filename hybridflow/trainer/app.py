@@ -40,6 +40,7 @@ from hybridflow.rollout.dumps import Dumps, identity
 from hybridflow.rollout.evaluation import (
     Scorer,
     Validator,
+    check_numbers,
     check_truths,
     open_val_sets,
     sources_to_score,
@@ -215,6 +216,7 @@ def _check(
     """Check the user's data and code before anything starts."""
     rewards.check_data_sources(sources_to_score(job.config, dataset, *held_out.values()))
     check_truths(rewards, job.config, dataset, *held_out.values())
+    check_numbers(rewards, job.config, dataset)
     check_steps(job.config)
     check_trained_roles(job.config, job.checkpoint)
     check_flow(job.config, job.progress.message)

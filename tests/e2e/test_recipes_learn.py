@@ -35,6 +35,7 @@ ONE_PROCESS = {
     "tiny-remax": 0.55,
     "tiny-code-grpo": 0.75,
 }
+COSTLY = 0.6  # likewise, of tiny-safe-rlhf
 
 
 def finish(
@@ -151,6 +152,22 @@ def test_a_recipe_for_one_process_learns(tmp_path: Path, recipe: str, seed: int)
     assert reached[-1] >= ONE_PROCESS[recipe], reached
     # of what was wrong after the warm start
     assert 1 - reached[-1] <= 0.75 * (1 - reached[0]), reached
+
+
+def test_safe_rlhf_keeps_the_cost_near_its_limit_and_learns(tmp_path: Path) -> None:
+    finish(tmp_path, "train", "tiny-safe-rlhf")
+    steps = [
+        record
+        for record in read_jsonl(tmp_path / "tiny-safe-rlhf" / "metrics.jsonl")
+        if record["phase"] == "train"
+    ]
+    costs = [record["flow/cost"] for record in steps]
+    multipliers = [record["flow/multiplier"] for record in steps]
+    # a fifth of the right sums have the digit; the limit is 0.1
+    assert 0.05 <= np.mean(costs[50:]) <= 0.15, costs
+    assert max(multipliers) >= 1.5 * min(multipliers), multipliers
+    reached = accuracies(tmp_path / "tiny-safe-rlhf")
+    assert reached[-1] >= max(reached[0], COSTLY), reached
 
 
 def test_replay_of_the_engines_experts_does_not_raise_the_difference_of_log_probs(

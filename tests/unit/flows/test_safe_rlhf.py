@@ -3,7 +3,9 @@ numpy, what its critics are given, and what the checks before the start say."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,21 +23,23 @@ from hybridflow.config.check_entries import flow_problems, loss_problems
 from hybridflow.config.explain import Origins, explain
 from hybridflow.config.load import load_config
 from hybridflow.config.role_table import CRITICS
-from hybridflow.config.schema import AlgorithmConfig, CriticConfig, RunConfig
+from hybridflow.config.schema import AlgorithmConfig, CriticConfig, RewardConfig, RunConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.flows.safe_rlhf import Options, constrained, costs_of, next_multiplier
 from hybridflow.placement.pools import pools_of
 from hybridflow.planning.devices import read_cluster
 from hybridflow.planning.job import job_of
 from hybridflow.planning.plan import make_plan
+from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.verifiers.exact import exact
+from hybridflow.rollout.evaluation import check_numbers
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.advantages import Advantages, lost_parts
 from hybridflow.trainer.flow_check import check_flow
 from hybridflow.trainer.protocols import Update
 from tests.unit.flows.bodies import fitted, own
 from tests.unit.trainer.critics import Critic, PpoWorld
-from tests.unit.trainer.worlds import Scores, config_of, records, trainer_of
+from tests.unit.trainer.worlds import Rows, Scores, config_of, records, trainer_of
 
 FLOW = "safe_rlhf"
 ROLES = ("policy", "critic", "cost_critic", "reference")
@@ -384,6 +388,33 @@ def test_bad_input_of_the_recipe_is_one_message(word: str, message: str) -> None
         found = [str(error)]
     found = [line for line in found if "data.train_files" not in line]
     assert len(found) == 1 and message in found[0], found
+
+
+def test_a_reward_without_costs_is_refused_before_the_start(tmp_path: Path) -> None:
+    dataset: Any = Rows()
+    dataset.data_sources = ["toy"]
+    file = tmp_path / "reward.py"
+    bodies = {
+        "1.0": 'returned only score; return {"score": 1.0, "cost": 0.0}',
+        "{'score': 1.0, 'kost': 2}": "returned only score, kost",
+        "{'score': 1.0, 'cost': '2'}": "reads the number 'cost'",
+        "{'score': 1.0, 'cost': 2}": "",
+        "1 / 0": "",
+    }
+    for number, (body, message) in enumerate(bodies.items()):
+        file = tmp_path / f"reward{number}.py"
+        head = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
+        file.write_text(
+            f"{head}\n    assert solution_str == ground_truth == '1'\n    return {body}"
+        )
+        reward = RewardConfig(path=str(file), processes=0)
+        for flow in (FLOW, "ppo"):
+            config = replace(constrained_run(tmp_path, flow), reward=reward)
+            with contextlib.ExitStack() as stack:
+                manager = stack.enter_context(RewardManager(reward))
+                if message and flow == FLOW:
+                    stack.enter_context(pytest.raises(ConfigError, match=re.escape(message)))
+                check_numbers(manager, config, dataset)
 
 
 def test_plan_pools_and_explanation_know_the_cost_critic() -> None:
