@@ -224,9 +224,8 @@ def check_numbers(
         returned = ", ".join(["score", *result.extra])
         raise ConfigError(
             f"algorithm.flow={flow} reads the number {missing[0]!r} that the reward returns in "
-            f"addition to the score, but for the ground truth of the first row it returned only "
-            f"{returned}; "
-            f'return {{"score": 1.0, "{missing[0]}": 0.0}} from the function or verifier'
+            "addition to the score, but for the ground truth of the first row it returned only "
+            f'{returned}; return {{"score": 1.0, "{missing[0]}": 0.0}} from the function or verifier'
         )
 
 
