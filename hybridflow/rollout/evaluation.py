@@ -225,7 +225,7 @@ def check_numbers(
         raise ConfigError(
             f"algorithm.flow={flow} reads the number {missing[0]!r} that the reward returns in "
             "addition to the score, but for the ground truth of the first row it returned only "
-            f'{returned}; return {{"score": 1.0, "{missing[0]}": 0.0}} from the function or verifier'
+            f'{returned}; return {{"score": 1.0, "{missing[0]}": 0.0}} from the reward'
         )
 
 
