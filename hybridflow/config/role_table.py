@@ -25,7 +25,7 @@ class ModelRole:
         planned_as: name of its pass in a plan.
         head: over the vocabulary, one value per token, or one score per sequence.
         trains: whether its weights are updated.
-        comes_with: for messages, the settings that start it.
+        comes_with: for messages ("set ..."), the settings that start it.
         predicts: of a critic, the column of the samples whose sum its values predict. prefix: of
             its own columns, PREFIXvalues and PREFIXreturns, and of PREFIXadvantages.
     """
@@ -75,7 +75,7 @@ ROLES: dict[str, ModelRole] = {
         planned_as="cost values",
         head="value",
         trains=True,
-        comes_with="algorithm.flow=safe_rlhf",
+        comes_with="algorithm.flow to one whose roles include cost_critic (safe_rlhf)",
         predicts="costs",
         prefix="cost_",
     ),

@@ -192,7 +192,7 @@ def flow(
     roles: Iterable[str] | None = None,
     options: type = NoOptions,
     policy_losses: tuple[str, ...] = (),
-    rewards: tuple[str, ...] = (),
+    rewards: Iterable[str] = (),
 ) -> Callable[[Body], Body]:
     """Register a flow.
 
@@ -218,7 +218,8 @@ def flow(
         if roles is None:
             raise ConfigError(f"flow {name!r} declares no roles; write {_decorator(name, body)}")
         called = _checked_roles(name, roles)
-        return Flow(body, called, options, policy_losses, rewards, name, _line_of(body))
+        numbers = (rewards,) if isinstance(rewards, str) else tuple(rewards)
+        return Flow(body, called, options, policy_losses, numbers, name, _line_of(body))
 
     return FLOWS.entry(name, registered)
 

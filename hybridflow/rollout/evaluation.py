@@ -213,7 +213,8 @@ def check_numbers(
     """
     flow = derived.flow_name(config)
     needed = FLOWS.get(flow).rewards
-    if not needed or not sources_to_score(config, dataset):
+    from_dumps = config.trainer.rollouts_from is not None
+    if not needed or from_dumps or not sources_to_score(config, dataset):
         return
     row = dataset.batch(np.arange(1))
     [truth] = row["ground_truth"]

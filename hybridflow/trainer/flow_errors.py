@@ -44,7 +44,7 @@ def _of_critics() -> dict[str, str]:
     for of, name in CRITICS.items():
         entry = ROLES[name]
         given = "batch" if of == "scores" else f"batch, of={of!r}"
-        in_a_run = f", in a run with {entry.comes_with}"
+        in_a_run = f", in a run with {entry.comes_with}" if of == "scores" else ""
         found[f"{entry.prefix}values"] = f"run.{name}.values(batch){in_a_run}"
         found[f"{entry.prefix}returns"] = f"run.advantages({given}){in_a_run}"
     return found
@@ -60,6 +60,7 @@ _WRITERS = {
     "advantages": "run.advantages(batch)",
     "rewards": "run.advantages(batch)",
     "greedy_scores": "run.samples(greedy=True)",
+    "reward_extra": "run.samples(), with a reward that returns more than a score",
     "costs": "the flow: batch.with_columns(costs=...)",
     "prompt": "run.samples(), with data.keep_prompts=true",
     **_of_critics(),
