@@ -110,7 +110,7 @@ class _Frozen(_Role):
         """Raise FlowError: this role cannot be trained."""
         raise FlowError(
             f"{self.name}.update(batch): the {self.name.replace('_', ' ')} does not train; "
-            f"run.policy and run.{' and run.'.join(CRITICS.values())} have updates"
+            f"run.policy, run.{', run.'.join(CRITICS.values())} have updates"
         )
 
 

@@ -319,7 +319,7 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
         ),
         (
             BEGIN + "    await run.reference.update(batch)",
-            "the reference does not train; run.policy and run.critic have updates",
+            "the reference does not train; run.policy, run.critic, run.cost_critic have updates",
             2,
         ),
         (
