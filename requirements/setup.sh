@@ -15,7 +15,8 @@ locks=("requirements/build.txt" "requirements/$lane.txt")
 [[ $lane == cpu ]] && locks+=("requirements/torch-cpu.txt")
 wanted="$lane $(cat "${locks[@]}" setup.py "$0" | sha256sum | cut -c1-64)"
 next=requirements/megatron-0.19.txt  # the gpu lane's Megatron, for the tests of the cpu lane
-wanted_dev="$lane $(cat "${locks[@]}" requirements/dev.txt "$next" setup.py "$0" | sha256sum | cut -c1-64)"
+trackers=requirements/trackers.txt  # libraries of wandb, mlflow and trackio, for their tests
+wanted_dev="$lane $(cat "${locks[@]}" requirements/dev.txt "$next" "$trackers" setup.py "$0" | sha256sum | cut -c1-64)"
 
 # Transformer Engine is compiled against the installed torch, where there is a compiler. Its wheels are kept in wheels/.
 engine=requirements/transformer-engine.txt
@@ -101,6 +102,8 @@ fi
 if [[ -n $dev ]] && ! holds "$stamp-dev" "$wanted_dev"; then
   step "development tools"
   install_lock requirements/dev.txt
+  rm -rf "$venv/trackers"
+  install --target "$venv/trackers" -r "$trackers"
   if [[ $lane == cpu ]]; then
     rm -rf "$venv/megatron-0.19"
     install --target "$venv/megatron-0.19" --python-version 3.12 --ignore-requires-python --only-binary=:all: -r "$next"

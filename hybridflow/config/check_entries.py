@@ -4,6 +4,7 @@ compatibility with the other settings."""
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -32,7 +33,7 @@ def problems(config: RunConfig) -> Iterator[str]:
         ("algorithm.adv_estimator_options", lambda: estimator_options(config.algorithm)),
         ("algorithm.flow_options", lambda: flow_options(config.algorithm)),
         ("actor.policy_loss_options", lambda: policy_loss_options(config.actor)),
-        *(("", partial(TRACKERS.get, name)) for name in config.trainer.loggers),
+        *(("", partial(_tracker, name)) for name in config.trainer.loggers),
     ]
     for key, build in builds:
         try:
@@ -41,6 +42,18 @@ def problems(config: RunConfig) -> Iterator[str]:
             yield str(error)
         else:
             yield from (f"{key}.{line}" for line in out_of_range(options) if key)
+
+
+def _tracker(name: str) -> None:
+    """Raise ConfigError if there is no such tracker, or its library is not installed."""
+    library = TRACKERS.get(name).library
+    # a folder wandb/ of the working directory is found too, as a package without a file
+    found = importlib.util.find_spec(library) if library else None
+    if library and (found is None or found.origin is None):
+        raise ConfigError(
+            f"trainer.loggers={name}: the package {library} is not installed; run pip install "
+            f"'hybridflow[{library}]', or remove {name} from trainer.loggers"
+        )
 
 
 def flow_problems(config: RunConfig) -> Iterator[str]:

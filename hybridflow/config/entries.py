@@ -102,6 +102,22 @@ class TokenLoss:
 
 
 @dataclass(frozen=True)
+class TrackerEntry:
+    """A tracker; `hybridflow.observe.trackers.base` defines its protocol.
+
+    Attributes:
+        make: creates it for a run folder.
+        in_driver: it runs in the driver, because it only writes local files. Otherwise it runs in
+            its own process.
+        library: import name of the package that it needs; empty: none.
+    """
+
+    make: Callable[[Path], Any]
+    in_driver: bool = False
+    library: str = ""
+
+
+@dataclass(frozen=True)
 class Preparation:
     """A data preparation: its options, and the function that writes its files.
 
@@ -141,9 +157,7 @@ FLOWS: Registry[Flow] = Registry(FLOW.kind, FLOW.package, "algorithm.flow")
 POLICY_LOSSES: Registry[TokenLoss] = Registry(
     POLICY_LOSS.kind, POLICY_LOSS.package, "actor.policy_loss"
 )
-TRACKERS: Registry[Callable[[Path], Any]] = Registry(
-    TRACKER.kind, TRACKER.package, "trainer.loggers"
-)
+TRACKERS: Registry[TrackerEntry] = Registry(TRACKER.kind, TRACKER.package, "trainer.loggers")
 PREPARATIONS: Registry[Preparation] = Registry(
     PREPARE_TASK.kind, PREPARE_TASK.package, "data.prepare.task"
 )

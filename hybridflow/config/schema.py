@@ -492,7 +492,16 @@ class TrainerConfig:
     # left. 0: the job ends
     max_restarts: NonNegativeInt = 1
     export: bool = True  # write a Hugging Face folder at the end
+    # console, jsonl, tensorboard, wandb, mlflow, trackio or path/to/file.py:name (docs/trackers.md)
     loggers: tuple[Annotated[str, TRACKER], ...] = ("console", "jsonl", "tensorboard")
+    project: str = "hybridflow"  # the project of wandb and trackio, mlflow's experiment
+    group: str | None = None  # groups runs in these trackers
+    # rows of each sample table sent to them; 0: neither samples nor distributions
+    tracked_samples: NonNegativeInt = 8
+    # seconds that a tracker may need after the end of the run; records it lacks then are lost
+    tracker_timeout_s: Positive = 60.0
+    # serve the latest metrics to Prometheus on this port of 127.0.0.1; null: do not
+    prometheus_port: Annotated[int, AtLeast(1), AtMost(65535)] | None = None
     dump_rollouts_every_steps: NonNegativeInt = 1  # parquet; 0: never
     # generate, score and dump without training: the weights stay as at the start
     # (docs/debugging.md)

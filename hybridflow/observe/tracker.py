@@ -8,24 +8,39 @@ from pathlib import Path
 from typing import Self
 
 from hybridflow.config.entries import TRACKERS
-from hybridflow.observe.trackers.base import PHASES, RESERVED, Phase
+from hybridflow.observe.background import Background
+from hybridflow.observe.trackers.base import PHASES, RESERVED, Phase, ShowsRollouts, Sink
 
 
 class Tracker:
-    """Sends metrics to several trackers.
+    """Sends metrics to several trackers. Those that do more than write local files run in their own
+    processes (`Background`).
 
     Args:
         run_dir: the run folder, to which trackers write once the first metrics arrive.
         loggers: names of trackers (`hybridflow.observe.trackers`), or `path/to/file.py:name`.
+        timeout_s: seconds that `close` waits for each tracker in its own process.
 
     Raises:
         ConfigError: a tracker does not exist.
     """
 
     def __init__(
-        self, run_dir: str | Path, loggers: Sequence[str] = ("console", "jsonl", "tensorboard")
+        self,
+        run_dir: str | Path,
+        loggers: Sequence[str] = ("console", "jsonl", "tensorboard"),
+        timeout_s: float = 60.0,
     ) -> None:
-        self._sinks = [TRACKERS.get(name)(Path(run_dir)) for name in dict.fromkeys(loggers)]
+        self._sinks: list[Sink] = []
+        self._apart: list[Background] = []
+        for name in dict.fromkeys(loggers):
+            entry = TRACKERS.get(name)
+            if entry.in_driver:
+                self._sinks.append(entry.make(Path(run_dir)))
+            else:
+                self._apart.append(Background(name, Path(run_dir), timeout_s))
+        # local files first: the others read metrics.jsonl
+        self._sinks += self._apart
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
         """Record the metrics of one step. Values are numbers, including numpy and torch scalars."""
@@ -44,10 +59,29 @@ class Tracker:
         for sink in self._sinks:
             sink.truncate_after(phase, step)
 
-    def close(self) -> None:
-        """Flush and close the files."""
+    def rollouts(self, step: int, path: Path) -> None:
+        """Show a dump that has been written."""
+        for sink in self._sinks:
+            if isinstance(sink, ShowsRollouts):
+                sink.rollouts(step, path)
+
+    def report(self, path: Path) -> None:
+        """Record the report."""
+        for sink in self._sinks:
+            if isinstance(sink, ShowsRollouts):
+                sink.report(path)
+
+    def close_files(self) -> None:
+        """Flush and close the files of this process. A later record opens them again."""
+        for sink in self._sinks:
+            if not isinstance(sink, Background):
+                sink.close()
+
+    def close(self) -> list[str]:
+        """Close all trackers. Returns a sentence for each that has lost records."""
         for sink in self._sinks:
             sink.close()
+        return [one.loss() for one in self._apart if one.lost]
 
     def __enter__(self) -> Self:
         return self

@@ -25,6 +25,7 @@ MODULES = {
     "jsonschema": ("jsonschema", "bench"),
     "math_verify": ("math-verify", "math"),
     "huggingface_hub": ("huggingface-hub", "hub"),
+    **{name: (name, name) for name in ("wandb", "mlflow", "trackio")},
 }
 
 KERNELS = "hybridflow_kernels"

@@ -378,11 +378,12 @@ def _run_job(
     # rewards, tools and episodes also connect to addresses of this machine
     os.environ.update(without_proxy(os.environ))
     folder = make_output_dir(config)
-    with Progress(0, "") as progress, exclusive(folder, progress.message):
+    with Progress(0, "") as progress, exclusive(folder, progress.message), ExitStack() as last:
         make_room(config, folder, total_steps, progress)
         folder.mkdir(parents=True, exist_ok=True)
         setup_logging(folder)
         session = Session(config)
+        last.callback(session.end_tracking, progress.message)
         stops.finish = partial(_report, session, progress)
         try:
             with terminate_as_interrupt(), _stop_when_asked(session):
@@ -423,7 +424,9 @@ def _report(session: Session, progress: Progress, summary: Mapping[str, Any]) ->
     }
     path = session.write_json("summary.json", whole)
     if config.trainer.report:
-        progress.message(f"report: {write_report(session.folder)}")
+        report = write_report(session.folder)
+        session.tracker.report(report)
+        progress.message(f"report: {report}")
     progress.message(f"summary: {path}")
     return whole
 

@@ -16,6 +16,7 @@ from hybridflow.config.val_sets import tag
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
+from hybridflow.observe.rollouts import dump_path
 from hybridflow.rollout.dumps import dump_batch
 from hybridflow.rollout.evaluation import Validator, extra_metrics, failures
 from hybridflow.rollout.protocols import Engines, SyncReport
@@ -117,6 +118,9 @@ class Records:
         if not metrics:
             return
         self.session.log(step, metrics, phase="val")
+        for name in self.validator.datasets:
+            folder = self.session.folder / f"validation{tag(name)}"
+            self.session.tracker.rollouts(step, dump_path(folder, step))
         scores = {name: metrics[f"val{tag(name)}/score"] for name in self.validator.datasets}
         first = next(iter(scores.values()))
         self.session.totals.setdefault("score_before", first)
@@ -191,7 +195,9 @@ class Records:
         metrics |= trained.synced.metrics() if trained.synced else {}
         whole = trained.scored if len(trained.scored) == len(trained.batch) else trained.batch
         if self.session.is_due(self.config.trainer.dump_rollouts_every_steps, step):
-            dump_batch(self.session.folder / f"rollouts-{name}", step, whole, tokenizer)
+            folder = self.session.folder / f"rollouts-{name}"
+            dump_batch(folder, step, whole, tokenizer)
+            self.session.tracker.rollouts(step, dump_path(folder, step))
         if self.config.roles[name].actor.on_nonfinite == "stop":
             self._stop_if_skipped(step, {f"roles.{name}.actor": trained.updates["actor"]})
         return {f"{name}/{key}": value for key, value in metrics.items()}
@@ -217,7 +223,9 @@ class Records:
             progress.message(f"step {step}: {line}")
         dumped = self.session.is_due(self.config.trainer.dump_rollouts_every_steps, step)
         if dumped:
-            self.samples.dump(self.session.folder / "rollouts", step, scored)
+            folder = self.session.folder / "rollouts"
+            self.samples.dump(folder, step, scored)
+            self.session.tracker.rollouts(step, dump_path(folder, step))
 
     def _stop_if_skipped(self, step: int, updates: Mapping[str, Sequence[Update]]) -> None:
         for role, done in updates.items():

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ class Session:
         self.folder = derived.run_dir(config)
         # `progress` replaces the console tracker
         self.tracker = Tracker(
-            self.folder, [name for name in config.trainer.loggers if name != "console"]
+            self.folder,
+            [name for name in config.trainer.loggers if name != "console"],
+            config.trainer.tracker_timeout_s,
         )
         self.timeline = Timeline(self.folder / "timeline.jsonl")
         self._spans = spans.record_to(self.folder / "logs" / f"driver{spans.SUFFIX}", "driver")
@@ -282,6 +284,12 @@ class Session:
     def close(self) -> None:
         """Flush and close the records. An incomplete checkpoint is discarded."""
         self.store.settle()
-        self.tracker.close()
+        self.tracker.close_files()
         self.timeline.close()
         self._spans.close()
+
+    def end_tracking(self, say: Callable[[str], None]) -> None:
+        """Close the trackers, after the report, and say which records they have lost."""
+        with suppress(OSError):
+            for line in self.tracker.close():
+                say(line)

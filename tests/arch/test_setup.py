@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NEXT_MEGATRON = "requirements/megatron-0.19.txt"
+TRACKERS = "requirements/trackers.txt"
 # Stands for the interpreter of .venv: notes what it is asked to do and fails when told to.
 STUB = """#!/usr/bin/env bash
 echo "$*" >> calls
@@ -91,7 +92,7 @@ def test_development_tools_come_on_top(tree: Tree) -> None:
     tree.setup("cpu")
     _, calls = tree.setup("cpu", "dev")
     installs = [call.split()[-1] for call in calls if " install " in call]
-    assert installs == ["requirements/dev.txt", NEXT_MEGATRON]
+    assert installs == ["requirements/dev.txt", TRACKERS, NEXT_MEGATRON]
 
 
 def test_the_other_lanes_megatron_is_unpacked_beside_the_cpu_lane_alone(tree: Tree) -> None:
@@ -145,7 +146,7 @@ def test_a_changed_lock_installs_again(tree: Tree, changed: str) -> None:
     with (tree.folder / changed).open("a") as file:
         file.write("# changed\n")
     _, calls = tree.setup("cpu", "dev")
-    assert len([call for call in calls if " install " in call]) == 6
+    assert len([call for call in calls if " install " in call]) == 7
 
 
 @pytest.mark.parametrize("fails", [False, True])

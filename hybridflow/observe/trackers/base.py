@@ -6,11 +6,11 @@ A built-in tracker is the file of that name in this package; `trainer.loggers` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
-from hybridflow.config.entries import TRACKERS
+from hybridflow.config.entries import TRACKERS, TrackerEntry
 
 Phase = Literal["train", "val", "sft", "reward"]
 PHASES: tuple[Phase, ...] = ("train", "val", "sft", "reward")
@@ -32,9 +32,36 @@ class Sink(Protocol):
         """Flush and close all files."""
 
 
+@runtime_checkable
+class ShowsRollouts(Protocol):
+    """A sink that also shows samples, distributions and the report."""
+
+    def rollouts(self, step: int, path: Path) -> None:
+        """Record a dump of `hybridflow.observe.rollouts` that has been written. The name of its
+        folder is its kind: rollouts, validation, or one of these with `-NAME`."""
+
+    def report(self, path: Path) -> None:
+        """Record the report of a run that has ended."""
+
+
+@runtime_checkable
+class CatchesUp(Protocol):
+    """A sink that can record what it lacks from the files of the run folder."""
+
+    def catch_up(self) -> Iterator[tuple[Phase, int]]:
+        """Record everything that is missing, and yield phase and step of each record of
+        `metrics.jsonl` that is recorded now."""
+
+
 F = TypeVar("F", bound=Callable[[Path], Sink])
 
 
-def tracker(name: str) -> Callable[[F], F]:
-    """Register a class or function that creates a `Sink` for a run folder."""
-    return TRACKERS.entry(name, lambda make: make)
+def tracker(name: str, *, in_driver: bool = False, library: str = "") -> Callable[[F], F]:
+    """Register a class or function that creates a `Sink` for a run folder.
+
+    Args:
+        in_driver: run in the driver, whose steps wait for it; only for local files. Otherwise the
+            tracker runs in its own process, which cannot stop or slow down the run.
+        library: import name of the package that it needs, checked before the run starts.
+    """
+    return TRACKERS.entry(name, lambda make: TrackerEntry(make, in_driver, library))

@@ -27,7 +27,7 @@ CONSOLE_KEYS = (
 )
 
 
-@tracker("console")
+@tracker("console", in_driver=True)
 class ConsoleTracker:
     """Prints a line for each step. Not used with a progress display, which shows the same data."""
 

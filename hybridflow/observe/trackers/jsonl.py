@@ -14,7 +14,7 @@ from hybridflow.observe.jsonl import JsonlWriter
 from hybridflow.observe.trackers.base import Phase, tracker
 
 
-@tracker("jsonl")
+@tracker("jsonl", in_driver=True)
 class JsonlTracker:
     """Writes metrics to `metrics.jsonl` in the run folder."""
 

@@ -18,7 +18,7 @@ from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.trackers.base import RESERVED, Phase, tracker
 
 
-@tracker("tensorboard")
+@tracker("tensorboard", in_driver=True)
 class TensorBoardTracker:
     """Writes event files in `tensorboard/`. The first scalar creates the folder and imports
     tensorboard."""

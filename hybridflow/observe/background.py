@@ -1,0 +1,184 @@
+"""A tracker in its own process, so that one that fails or hangs neither stops nor slows the run.
+
+The driver puts messages into a bounded queue and never waits. A thread writes them to the process
+(`hybridflow.observe.tracker_host`), which acknowledges every record. What is not acknowledged when
+the deadline after the end of the run has passed is lost, and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from hybridflow.observe.jsonl import number_ranges
+from hybridflow.observe.trackers.base import Phase
+
+_MOST_WAITING = 1000  # messages; a step has two or three
+_KILL_WAIT_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Background:
+    """A `Sink` that runs the tracker `name` in a process, started by the first message.
+
+    Args:
+        timeout_s: seconds that `close` waits for the tracker to record what is left.
+    """
+
+    def __init__(self, name: str, run_dir: Path, timeout_s: float) -> None:
+        self.name = name
+        self.lost: dict[Phase, list[int]] = {}  # steps by phase, set by `close`
+        self._run_dir = run_dir
+        self._timeout_s = timeout_s
+        self._messages: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
+        self._sent: dict[tuple[Phase, int], None] = {}
+        self._done: set[tuple[Phase, int]] = set()
+        self._faults: set[str] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
+        """Pass on a record."""
+        # logged again after a resume: it counts once
+        self._done.discard((phase, step))
+        self._sent[(phase, step)] = None
+        self._put("log", step=step, phase=phase, wall_time=wall_time, metrics=dict(metrics))
+
+    def truncate_after(self, phase: Phase, step: int) -> None:
+        """Pass on that later records will be repeated."""
+        for key in [key for key in self._sent if key[0] == phase and key[1] > step]:
+            del self._sent[key]
+        self._put("truncate", phase=phase, step=step)
+
+    def rollouts(self, step: int, path: Path) -> None:
+        """Pass on a dump."""
+        self._put("rollouts", step=step, path=str(path))
+
+    def report(self, path: Path) -> None:
+        """Pass on the report."""
+        self._put("report", path=str(path))
+
+    def close(self) -> None:
+        """Let the tracker finish until the deadline, then kill it. Sets `lost`."""
+        if self._thread is None or self._closing:
+            return
+        self._closing = True
+        with suppress(queue.Full):  # a full queue wakes the thread anyway
+            self._messages.put_nowait(None)
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            self._kill()
+            self._thread.join(_KILL_WAIT_S)
+        for phase, step in self._sent:
+            if (phase, step) not in self._done:
+                self.lost.setdefault(phase, []).append(step)
+
+    def loss(self) -> str:
+        """Return a sentence about the lost records; empty if there are none."""
+        if not self.lost:
+            return ""
+        count = sum(map(len, self.lost.values()))
+        where = "; ".join(
+            f"{phase} steps {number_ranges(steps)}" for phase, steps in self.lost.items()
+        )
+        return (
+            f"tracker {self.name}: {count} of {len(self._sent)} records were lost ({where}); see "
+            f"{self._log_path}. metrics.jsonl has them: hybridflow track {self._run_dir} --to "
+            f"{self.name}"
+        )
+
+    def _put(self, kind: str, **values: Any) -> None:
+        if self._closing:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._write, name=f"tracker {self.name}", daemon=True
+            )
+            self._thread.start()
+        line = json.dumps({"kind": kind, **values}).encode() + b"\n"
+        try:
+            self._messages.put_nowait(line)
+        except queue.Full:
+            self._say("does not keep up, so records are skipped; they are sent at the end")
+
+    def _say(self, fault: str) -> None:
+        if fault not in self._faults and len(self._faults) < _MOST_FAULTS:
+            self._faults.add(fault)
+            _log.warning("tracker %s: %s (the run goes on)", self.name, fault)
+
+    @property
+    def _log_path(self) -> Path:
+        return self._run_dir / "logs" / f"tracker-{Path(self.name).name.replace(':', '-')}.log"
+
+    # ---- in the thread
+
+    def _write(self) -> None:
+        try:
+            process = self._process = self._start()
+        except OSError as error:
+            self._say(f"its process did not start: {error}")
+            return
+        assert process.stdin is not None and process.stdout is not None
+        reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
+        reader.start()
+        try:
+            while (line := self._next()) is not None:
+                process.stdin.write(line)
+                process.stdin.flush()
+            process.stdin.close()
+        except OSError:  # it has exited
+            with suppress(OSError):
+                process.stdin.close()
+        if process.wait():
+            self._say(f"its process exited with status {process.returncode}; see {self._log_path}")
+        reader.join(_KILL_WAIT_S)
+
+    def _next(self) -> bytes | None:
+        """Return the next message; None at the end, also if there was no room for its mark."""
+        while True:
+            try:
+                return self._messages.get(timeout=0.5)
+            except queue.Empty:
+                if self._closing:
+                    return None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-P", "-m", "hybridflow.observe.tracker_host"]
+        with self._log_path.open("ab") as log:
+            return subprocess.Popen(
+                [*command, self.name, str(self._run_dir), str(self._timeout_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                # an interrupt from the terminal is for the driver, which then closes this process
+                start_new_session=True,
+            )
+
+    def _read(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            answer = json.loads(line)
+            if "fault" in answer:
+                self._say(answer["fault"])
+            else:
+                self._done.add((answer["phase"], answer["step"]))
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):  # with the processes that its library started
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+_MOST_FAULTS = 5  # distinct ones that are reported

@@ -1,0 +1,108 @@
+"""The process of a tracker (`hybridflow.observe.background`): reads messages from its standard
+input, one JSON object a line, and acknowledges each record on its standard output.
+
+It outlives a driver that was killed: at the end of its input it records what is left, until its
+deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.entries import TRACKERS
+from hybridflow.config.outside_text import printable
+from hybridflow.observe.trackers.base import CatchesUp, ShowsRollouts, Sink
+
+_POLL_S = 1.0
+_CHUNK = 1 << 16
+
+
+def main(name: str, run_dir: str, timeout_s: float) -> int:
+    """Serve one tracker until the end of the input; 1 if it could not be closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # also sent to a job's processes at its end
+        signal.signal(number, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # libraries print
+
+    def answer(**values: Any) -> None:
+        try:
+            print(json.dumps(values), file=answers, flush=True)
+        except OSError:  # the driver was killed
+            return
+
+    def guarded(what: str, do: Callable[[], object]) -> bool:
+        try:
+            do()
+        except Exception as error:  # of a library or of the user's code
+            answer(fault=f"{what}: {type(error).__name__}: {printable(str(error))[:500]}")
+            return False
+        return True
+
+    made: list[Sink] = []
+    if not guarded("it did not start", lambda: made.append(TRACKERS.get(name).make(Path(run_dir)))):
+        return 1
+    sink = made[0]
+    for message in messages(os.getppid()):
+        kind = message["kind"]
+        step = message.get("step")
+        if kind == "log":
+            if guarded(f"{message['phase']} step {step}", partial(_log, sink, message)):
+                answer(phase=message["phase"], step=step)
+        else:
+            guarded(f"{kind} {step or ''}".strip(), partial(_other, sink, message))
+    # the kernel ends a process that hangs in its library, when no driver is left to do it
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(max(int(timeout_s), 1))
+    guarded("at the end", partial(_catch_up, sink, answer))
+    return 0 if guarded("at the end", sink.close) else 1
+
+
+def _log(sink: Sink, message: dict[str, Any]) -> None:
+    sink.log(message["step"], message["phase"], message["wall_time"], message["metrics"])
+
+
+def _catch_up(sink: Sink, answer: Callable[..., None]) -> None:
+    if isinstance(sink, CatchesUp):
+        for phase, step in sink.catch_up():
+            answer(phase=phase, step=step)
+
+
+def _other(sink: Sink, message: dict[str, Any]) -> None:
+    if message["kind"] == "truncate":
+        sink.truncate_after(message["phase"], message["step"])
+    elif isinstance(sink, ShowsRollouts):
+        path = Path(message["path"])
+        if message["kind"] == "report":
+            sink.report(path)
+        elif path.exists():  # a resume may have removed it since
+            sink.rollouts(message["step"], path)
+
+
+def messages(parent: int) -> Iterator[dict[str, Any]]:
+    """Yield the messages until the input ends or the process `parent` has ended. Processes that the
+    driver forked may hold the input open longer than the driver lives."""
+    left = b""
+    while True:
+        ready, _, _ = select.select([0], [], [], _POLL_S)
+        if not ready:
+            if os.getppid() != parent:
+                return
+            continue
+        chunk = os.read(0, _CHUNK)
+        if not chunk:
+            return
+        *lines, left = (left + chunk).split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
