@@ -111,6 +111,10 @@ class Platform:
         """Return the number of devices visible to this process; 0 on cpu."""
         return _cuda().device_count() if self.kind == "cuda" else 0
 
+    def device_name(self) -> str:
+        """Return the name of the first device, for example "NVIDIA H100 80GB HBM3"; "" on cpu."""
+        return str(_cuda().get_device_name(0)) if self.kind == "cuda" else ""
+
     def capability(self) -> tuple[int, int]:
         """Return the compute capability of the first device, for example (9, 0); (0, 0) on cpu."""
         return _cuda().get_device_capability(0) if self.kind == "cuda" else (0, 0)

@@ -126,6 +126,17 @@ class ServerClient:
                 f"{path} returned invalid JSON: {answer.text[:200]!r}", engine=self.name
             ) from error
 
+    def _read(self, path: str, timeout_s: float) -> Any:
+        """Return the JSON at a path. Raises EngineError."""
+        try:
+            answer = self._session().get(
+                self.url + path, headers=self._headers, timeout=timeout_s, allow_redirects=False
+            )
+            answer.raise_for_status()
+            return answer.json()
+        except (requests.RequestException, ValueError) as error:
+            raise EngineError(f"{path}: {error}", engine=self.name) from error
+
     def _request(self, path: str, body: dict[str, Any]) -> requests.Response:
         timeout_s = self.request_timeout_s
         try:

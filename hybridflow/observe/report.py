@@ -281,7 +281,7 @@ def _time(run: RunFolder) -> Fact | None:
 def _throughput(run: RunFolder) -> Fact | None:
     values = run.values("train", "perf/throughput")
     return (
-        ("Throughput", f"{sum(values) / len(values):,.0f} tokens/s", "mean over steps")
+        ("Throughput", f"{sum(values) / len(values):,.0f} tokens/s per device", "mean over steps")
         if values
         else None
     )

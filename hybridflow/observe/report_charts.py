@@ -136,12 +136,12 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
             "Time",
             [
                 _step_time(run),
-                one("Throughput", "perf/throughput", "tokens per second", include=zero),
+                one("Throughput", "perf/throughput", "tokens per second per device", include=zero),
                 one("Tokens trained on", "perf/total_num_tokens", "tokens per step", include=zero),
                 one(
                     "Peak memory of a trainer rank",
                     "perf/max_memory_allocated_gb",
-                    "GB",
+                    "GiB",
                     include=zero,
                 ),
             ],

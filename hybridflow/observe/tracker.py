@@ -9,6 +9,7 @@ from typing import Self
 
 from hybridflow.config.entries import TRACKERS
 from hybridflow.observe.background import Background
+from hybridflow.observe.exporter import Exporter
 from hybridflow.observe.trackers.base import PHASES, RESERVED, Phase, ShowsRollouts, Sink
 
 
@@ -20,6 +21,7 @@ class Tracker:
         run_dir: the run folder, to which trackers write once the first metrics arrive.
         loggers: names of trackers (`hybridflow.observe.trackers`), or `path/to/file.py:name`.
         timeout_s: seconds that `close` waits for each tracker in its own process.
+        exporter: serves the metrics of the running job.
 
     Raises:
         ConfigError: a tracker does not exist.
@@ -30,8 +32,9 @@ class Tracker:
         run_dir: str | Path,
         loggers: Sequence[str] = ("console", "jsonl", "tensorboard"),
         timeout_s: float = 60.0,
+        exporter: Exporter | None = None,
     ) -> None:
-        self._sinks: list[Sink] = []
+        self._sinks: list[Sink] = [exporter] if exporter is not None else []
         self._apart: list[Background] = []
         for name in dict.fromkeys(loggers):
             entry = TRACKERS.get(name)
@@ -74,7 +77,7 @@ class Tracker:
     def close_files(self) -> None:
         """Flush and close the files of this process. A later record opens them again."""
         for sink in self._sinks:
-            if not isinstance(sink, Background):
+            if not isinstance(sink, Background | Exporter):
                 sink.close()
 
     def close(self) -> list[str]:

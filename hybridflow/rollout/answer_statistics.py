@@ -40,9 +40,7 @@ def answer_statistics(
             for score, answer in zip(scores_PN.ravel(), answers, strict=True)
         ]
     found = {f"mean@{samples}": float(scores_PN.mean())}
-    for k in sorted(
-        {*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), samples}
-    ):
+    for k in numbers_up_to(samples):
         found[f"best@{k}"] = float(best_of(scores_PN, k).mean())
         found[f"worst@{k}"] = -float(best_of(-scores_PN, k).mean())
         if is_binary:
@@ -52,6 +50,12 @@ def answer_statistics(
                 np.mean([majority(*rows, k) for rows in _by_prompt(scores_PN, answers)])
             )
     return found
+
+
+def numbers_up_to(samples: int) -> list[int]:
+    """Return 2, 4, 8, ... below `samples`, and `samples`."""
+    powers = (2**power for power in range(1, samples.bit_length()))
+    return sorted({*(k for k in powers if k < samples), samples})
 
 
 def best_of(scores_PN: np.ndarray, k: int) -> np.ndarray:

@@ -289,6 +289,10 @@ class Conversations:
         """Send the weights to the engines."""
         return await self.engines.sync(version)
 
+    async def load_metrics(self) -> dict[str, float]:
+        """Return the engines' load."""
+        return await self.engines.load_metrics()
+
     async def sleep(self) -> None:
         """Release the engines' memory."""
         await self.engines.sleep()

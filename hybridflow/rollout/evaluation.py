@@ -272,6 +272,7 @@ class Validator:
             batch = batch.union(await self.scorer.score(batch))
             dump_batch(self.folder / f"validation{tag(name)}", step, batch, self.scorer.tokenizer)
             metrics |= self._metrics(f"val{tag(name)}", batch, self.sets[name].samples)
+            metrics |= _core(f"val-core{tag(name)}", batch, self.sets[name].samples)
         return metrics
 
     def _prompts(self, name: str) -> DataProto:
@@ -311,6 +312,26 @@ class Validator:
             for name, value in extra_metrics(batch).items()
             if name.endswith("/mean")
         }
+
+
+def _core(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
+    """Compute the metrics of each data source that verl logs under val-core: mean@N and, with
+    several answers per prompt, best@N/mean and maj@N/mean, of the reward or, if every score is 0 or
+    1, of `acc`."""
+    metrics = {}
+    for source in dict.fromkeys(batch["data_source"].tolist()):
+        rows = batch["data_source"] == source
+        scores = batch["scores"][rows]
+        variable = "acc" if np.isin(scores, (0.0, 1.0)).all() else "reward"
+        head = f"{prefix}/{source}/{variable}"
+        metrics[f"{head}/mean@{samples}"] = float(np.mean(scores))
+        if samples > 1:
+            extras = batch["reward_extra"][rows].tolist() if "reward_extra" in batch else None
+            found = answer_statistics(scores, samples, extras)
+            for name in (f"best@{samples}", f"maj@{samples}"):
+                if name in found:
+                    metrics[f"{head}/{name}/mean"] = found[name]
+    return metrics
 
 
 def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:

@@ -72,6 +72,10 @@ class Rollouts(Protocol):
         """Reallocate the memory of `weights` or `kv_cache`; weights are empty until the next
         sync."""
 
+    async def load_metrics(self) -> dict[str, float]:
+        """Return the engines' load since the last call as metrics engine/...; empty without engines
+        in other processes."""
+
     async def close(self) -> None:
         """Stop this process's tasks without notifying the engines."""
 

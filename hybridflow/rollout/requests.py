@@ -424,6 +424,10 @@ class Requests(ABC):
         if self._round is not None:
             self._round.cancel()
 
+    async def load_metrics(self) -> dict[str, float]:
+        """Return the engines' load (`Rollouts.load_metrics`); none by default."""
+        return {}
+
     @abstractmethod
     async def sync(self, version: int) -> SyncReport:
         """Transfer weights (`WeightSync.sync`)."""

@@ -10,6 +10,7 @@ from typing import Any
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import RunConfig
 from hybridflow.engines.base import Extras
+from hybridflow.engines.load import over_engines
 from hybridflow.engines.supervisor import UP, EngineState
 from hybridflow.errors import EnginesLostError, WorkerError
 from hybridflow.rollout.protocols import SyncReport, WeightSync
@@ -124,6 +125,13 @@ class EngineGroup(Requests):
     async def wake(self, tags: Sequence[str]) -> None:
         """Reallocate the memory of these parts in every engine."""
         await self.group.call(RolloutWorker.wake, list(tags))
+
+    async def load_metrics(self) -> dict[str, float]:
+        """Return the engines' load since the last call; empty if a worker is lost."""
+        try:
+            return over_engines(await self.group.call(RolloutWorker.take_load, timeout=_CALL_S))
+        except WorkerError:  # the next request reports it
+            return {}
 
     async def stop(self) -> None:
         """Stop the engines."""

@@ -170,6 +170,7 @@ def _train(job: Job, stops: Stops) -> Steps[dict[str, Any]]:
         *(config, session, {"actor": policy, **others}, answering, samples, validator),
         further.learners,
     )
+    trainer.records.performance.use_model(job.hf_config, Platform.detect().device_name())
     trainer.stop = stops.stop
     stops.job = job
     stops.trainer = trainer

@@ -74,6 +74,10 @@ class NoEngines:
         """Send nothing."""
         return SyncReport(version, 0.0, 0, {})
 
+    async def load_metrics(self) -> dict[str, float]:
+        """Return no metrics."""
+        return {}
+
     async def nothing(self, *_: object, **__: object) -> None:
         """Do nothing: there are no engines, no requests and no device memory."""
 

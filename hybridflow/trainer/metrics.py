@@ -10,6 +10,7 @@ import numpy as np
 from hybridflow.batch import DataProto
 from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.rollout.answer_statistics import best_of, numbers_up_to
 from hybridflow.trainer.mismatch import mismatch_metrics
 from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
@@ -103,10 +104,41 @@ def answer_metrics(batch: DataProto) -> dict[str, float]:
         "perf/total_num_tokens": float(responses.sum() + prompts.sum()),
         "critic/solved_groups": _share_of_groups(batch, 1.0),
         "critic/unsolved_groups": _share_of_groups(batch, 0.0),
+        **_pass_at_k(batch),
+        **_by_source(batch, responses > 0),
     }
     return metrics | (
         spread("reward_model/score", batch["rm_scores"]) if "rm_scores" in batch else {}
     )
+
+
+def _pass_at_k(batch: DataProto) -> dict[str, float]:
+    """Return critic/pass@k, the share of prompts that at least one of k samples solves, if every
+    score is 0 or 1 and every prompt has the same number of samples."""
+    scores = np.asarray(batch["scores"], np.float64)
+    _, sizes = np.unique(batch["uid"], return_counts=True)
+    if not len(scores) or len(set(sizes.tolist())) > 1 or not np.isin(scores, (0.0, 1.0)).all():
+        return {}
+    samples = int(sizes[0])
+    scores_PN = scores[np.argsort(batch["uid"], kind="stable")].reshape(-1, samples)
+    return {
+        f"critic/pass@{k}": float(best_of(scores_PN, k).mean())
+        for k in numbers_up_to(samples)
+        if k > 1
+    }
+
+
+def _by_source(batch: DataProto, answered: np.ndarray) -> dict[str, float]:
+    """Return critic/score_of/SOURCE/mean for each data source, if there are several."""
+    if "data_source" not in batch:
+        return {}
+    sources = batch["data_source"]
+    found = {}
+    for source in dict.fromkeys(sources.tolist()):
+        rows = (sources == source) & answered
+        if rows.any():
+            found[f"critic/score_of/{source}/mean"] = float(np.mean(batch["scores"][rows]))
+    return found if len(found) > 1 else {}
 
 
 def _engine_metrics(scored: DataProto) -> dict[str, float]:

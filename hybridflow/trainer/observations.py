@@ -12,11 +12,12 @@ from hybridflow.data.micro_batches import lengths_read
 from hybridflow.errors import RouterReplayError
 
 _GB = 1e9
+_GIB = 2**30  # verl's unit of metrics called gb
 
 
 def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict[str, float]:
-    """Return the largest memory peak of any rank in GB (10^9 bytes), over the step and per worker
-    method, and the role's offloaded GB.
+    """Return the largest memory peak of any rank in GiB, over the step and per worker method, and
+    the role's offloaded GB (10^9 bytes).
 
     Args:
         observations: results of `RoleMemory.take` from all ranks.
@@ -24,12 +25,12 @@ def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict
     phases: dict[str, float] = {}
     for observed in observations:
         for phase, peak in observed["memory"].items():
-            phases[phase] = max(phases.get(phase, 0.0), peak / _GB)
+            phases[phase] = max(phases.get(phase, 0.0), peak / _GIB)
     metrics = {f"perf/max_memory_allocated_gb/{phase}": peak for phase, peak in phases.items()}
     if phases:
         metrics["perf/max_memory_allocated_gb"] = max(phases.values())
         metrics["perf/max_memory_reserved_gb"] = (
-            max(observed["reserved"] for observed in observations) / _GB
+            max(observed["reserved"] for observed in observations) / _GIB
         )
     metrics[f"perf/offloaded_gb/{role}"] = (
         max(observed["offloaded"] for observed in observations) / _GB

@@ -29,6 +29,7 @@ from hybridflow.trainer.metrics import (
     update_metrics,
 )
 from hybridflow.trainer.observations import over_roles
+from hybridflow.trainer.performance import Performance
 from hybridflow.trainer.protocols import Role, Update
 from hybridflow.trainer.samples import Samples
 from hybridflow.trainer.session import Session
@@ -79,6 +80,7 @@ class Records:
         self.others = others
         self.samples = samples
         self.validator = validator
+        self.performance = Performance(config)
 
     def check_log_probs(self, batch: DataProto, step: int, name: str = "") -> None:
         """Record the log-prob difference between engines and trainer for sampled answers. `name` is
@@ -152,9 +154,7 @@ class Records:
         if ESTIMATORS.get(self.config.algorithm.adv_estimator).preferences:
             metrics |= preference_metrics(batch)
         metrics |= (synced.metrics() if synced else {}) | extra_metrics(batch) | seconds
-        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(
-            seconds.get("timing_s/step", 0.0), 1e-9
-        )
+        metrics |= self.performance.metrics(batch, seconds) | self._progress(trained.step)
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
         metrics["rollout/restarts"] = self.session.totals.get("engine_restarts", 0.0)
@@ -216,6 +216,12 @@ class Records:
         shown |= _shown(own)
         progress.update(step, shown, seconds)
         self._dump(step, batch, batch, progress)
+
+    def _progress(self, step: int) -> dict[str, float]:
+        """Return the step, and the epoch of its first prompt, counted from 0 as in verl."""
+        seen = (step - 1) * self.config.data.train_batch_size
+        epoch = seen // max(self.samples.num_rows, 1)
+        return {"training/global_step": float(step), "training/epoch": float(epoch)}
 
     def _dump(self, step: int, batch: DataProto, scored: DataProto, progress: Progress) -> None:
         """Report rows without a score, and write the dump if one is due."""

@@ -448,7 +448,11 @@ class FlowRun:
             )
         if trained is not None:
             trained.own = own
-            trained.metrics = {**self.trainer.samples.metrics, **self.trainer.advantages.metrics}
+            trained.metrics = {
+                **self.trainer.samples.metrics,
+                **self.trainer.advantages.metrics,
+                **await self.trainer.engines.load_metrics(),
+            }
         self._close_step()
         if trained is not None:
             await self.record()

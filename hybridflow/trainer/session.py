@@ -17,6 +17,7 @@ from hybridflow.config.load import dump_yaml
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError, HybridFlowError, RunStopped, naming
 from hybridflow.observe.environment import write_environment
+from hybridflow.observe.exporter import Exporter
 from hybridflow.observe.jsonl import JsonlWriter, finite, number_ranges, read_jsonl
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import remove_dumps_after
@@ -47,11 +48,13 @@ class Session:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.folder = derived.run_dir(config)
+        port = config.trainer.prometheus_port
         # `progress` replaces the console tracker
         self.tracker = Tracker(
             self.folder,
             [name for name in config.trainer.loggers if name != "console"],
             config.trainer.tracker_timeout_s,
+            Exporter(config.name, port) if port is not None else None,
         )
         self.timeline = Timeline(self.folder / "timeline.jsonl")
         self._spans = spans.record_to(self.folder / "logs" / f"driver{spans.SUFFIX}", "driver")

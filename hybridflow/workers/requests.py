@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from hybridflow.engines.asking import Asking, TokenRequests, ask
 from hybridflow.engines.base import Completion, Engine, Extras
+from hybridflow.engines.load import BusyClock
 
 CUT_SHORT = "cut short"  # finish reason of a response left incomplete because its engine was lost
 
@@ -49,6 +50,17 @@ class EngineRequests:
         self._changed = threading.Condition()
         self._parts: list[_Part] = []
         self._ended: list[Ended] = []
+        self._clock = BusyClock()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while requests are in flight."""
+        return self._clock.is_busy
+
+    def take_load(self) -> dict[str, float]:
+        """Return tokens per second and the idle share since the last call (`BusyClock.take`)."""
+        with self._changed:
+            return self._clock.take()
 
     def ask(
         self, engine: Engine, start: int, tickets: Sequence[int], requests: TokenRequests
@@ -61,6 +73,7 @@ class EngineRequests:
         part = _Part(tickets, requests, set(range(len(tickets))), start)
         with self._changed:
             self._parts.append(part)
+            self._note_busy()
         try:
             part.asking = ask(
                 engine, requests, lambda number, completion: self._told(part, number, completion)
@@ -145,6 +158,7 @@ class EngineRequests:
         with self._changed:
             self._parts = []
             self._ended = []
+            self._note_busy()
 
     def take(self, extras: Extras) -> list[Ended]:
         """Return the requests with these extras that have finished since the last call."""
@@ -194,6 +208,8 @@ class EngineRequests:
 
     def _end(self, part: _Part, number: int, completion: Completion) -> None:
         part.open.discard(number)
+        self._clock.tokens += len(completion.token_ids)
+        self._note_busy()
         asked = part.requests
         self._ended.append(
             Ended(part.tickets[number], len(asked.prompts[number]), asked.extras, completion)
@@ -211,6 +227,10 @@ class EngineRequests:
     def _forget(self, part: _Part) -> None:
         with self._changed:
             self._parts.remove(part)
+            self._note_busy()
+
+    def _note_busy(self) -> None:
+        self._clock.note(any(part.open for part in self._parts))
 
     def _wake(self) -> None:
         with self._changed:

@@ -27,6 +27,7 @@ from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.engines.asking import TokenRequests
 from hybridflow.engines.base import NO_EXTRAS, Completion, Engine, Extras
+from hybridflow.engines.load import Load, LoadWatch, ReportsLoad
 from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor
@@ -159,6 +160,8 @@ class RolloutWorker:
         self.supervisor = EngineSupervisor(
             config.engine, spec, log_path, self._check_layout, config.max_restarts, nodes
         )
+
+        self.watch = LoadWatch(self._load, lambda: self.requests.is_busy)
 
     def mesh_position(self) -> MeshPosition:
         """Return this engine's data-parallel position: each engine handles different prompts."""
@@ -397,6 +400,20 @@ class RolloutWorker:
         return replace(
             state, has_weights=state.state == UP and state.restarts == self._served_start
         )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_load(self) -> dict[str, float]:
+        """Return the engine's load since the last call: `LoadWatch.take` and `BusyClock.take`."""
+        return self.watch.take() | self.requests.take_load()
+
+    def _load(self) -> Load | None:
+        engine = self.supervisor.engine
+        if not isinstance(engine, ReportsLoad):
+            return None
+        try:
+            return engine.load()
+        except EngineError:  # restarting, or busy with a weight sync
+            return None
 
     @register(Dispatch.ONE_TO_ALL)
     def stop(self) -> None:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.measurements.steps import train
+from hybridflow.bench.measurements.steps import tokens_per_second, train
 from hybridflow.bench.result import Metric, NotRun, Reference, single
 from hybridflow.errors import ResourceError
 
@@ -30,7 +30,7 @@ def scaling(place: Place) -> Iterator[Metric | NotRun]:
         except ResourceError as error:
             yield NotRun(f"scaling to {ranks}", str(error))
             return
-        rate = tuple(float(record["perf/throughput"]) for record in records[1:])
+        rate = tuple(map(tokens_per_second, records[1:]))
         alone = alone or statistics.median(rate)
         yield Metric("", f"scale/{ranks} ranks", "tokens/s", "none", rate)
         efficiency = statistics.median(rate) / alone / ranks

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridflow.bench.measurements.base import Place, measurement
@@ -38,6 +38,7 @@ def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
     """GRPO steps with the tiny recipe, by phase, and time to the end of the first step"""
     seconds: dict[str, list[float]] = defaultdict(list)
     loops = []
+    rate = []
     firsts = []
     starts = []
     for number in range(RUNS):
@@ -47,15 +48,20 @@ def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
         for record in found[1:]:
             loops.append(_loop_seconds())
             for name, value in record.items():
-                if name.startswith("timing_s/") or name == "perf/throughput":
+                if name.startswith("timing_s/"):
                     seconds[name.removeprefix("timing_s/")].append(float(value))
-    rate = seconds.pop("perf/throughput")
+            rate.append(tokens_per_second(record))
     yield Metric("", "full/tokens", "tokens/s", "none", tuple(rate))
     for name, values in seconds.items():
         if len(values) == len(loops):  # omit phases that some steps do not have
             yield _with_loops(f"full/{name}", values, loops, 0.25)
     yield _with_loops("full/start to end of first step", firsts, starts, 0.05)
     yield {"recipe": hashlib.sha256(_resolved_recipe().encode()).hexdigest()}
+
+
+def tokens_per_second(record: Mapping[str, Any]) -> float:
+    """Return the tokens per second of a step over all its ranks."""
+    return float(record["perf/total_num_tokens"]) / float(record["perf/time_per_step"])
 
 
 def _with_loops(

@@ -10,15 +10,18 @@ finite top_k, it is normalised over the sampler's support instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from hybridflow.engines.asking import TokenRequests
 from hybridflow.engines.control import Control, PauseMode
 from hybridflow.engines.http_client import ServerClient
+from hybridflow.engines.load import Load
 from hybridflow.engines.sglang.token_stream import SglangStreams
 from hybridflow.engines.sglang.weight_control import LOADER, payload
 from hybridflow.errors import EngineError
 
+_LOAD_S = 5.0
 _SETTLE_S = 30  # time for the scheduler to release an answered batch
 
 
@@ -44,6 +47,29 @@ class EngineClient(ServerClient):
             "stop_token_ids": [int(token) for token in requests.stop_token_ids],
             "max_new_tokens": int(limit),
         }
+
+    def load(self) -> Load:
+        """Return the load of all the server's data-parallel ranks (sglang/srt/managers/
+        load_snapshot.py)."""
+        found = self._read("/v1/loads?include=core", _LOAD_S)
+        try:
+            loads = [
+                Load(
+                    int(one["num_running_reqs"]),
+                    int(one["num_waiting_reqs"]),
+                    float(one["token_usage"]),
+                    float(one["cache_hit_rate"]),
+                )
+                for one in found["loads"]
+            ]
+            return Load(
+                sum(one.running for one in loads),
+                sum(one.waiting for one in loads),
+                fmean(one.kv_use for one in loads),
+                fmean(one.prefix_hits for one in loads),
+            )
+        except (TypeError, KeyError, ValueError) as error:  # `fmean` of nothing too
+            raise EngineError(f"/v1/loads: {error!r}", engine=self.name) from error
 
     # ---- memory
 

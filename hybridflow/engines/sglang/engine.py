@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.engines.base import ENGINES
+from hybridflow.engines.load import Load
 from hybridflow.engines.served_engine import ServedEngine
 from hybridflow.engines.server import command_line
 from hybridflow.engines.sglang.client import EngineClient
@@ -20,6 +21,10 @@ class SglangEngine(ServedEngine):
     """One SGLang server."""
 
     client_class = EngineClient
+
+    def load(self) -> Load:
+        """Return the server's load."""
+        return self.client.load()
 
     def sleep(self) -> None:
         """Release device memory. On CPU the server reports success but frees nothing."""

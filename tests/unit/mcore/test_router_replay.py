@@ -178,8 +178,8 @@ def test_without_replay_there_is_no_metric_of_it() -> None:
 
 def test_peaks_are_those_of_the_worst_rank() -> None:
     ranks = [
-        {"memory": {"a": 10**9, "b": 2 * 10**9}, "reserved": 9 * 10**9, "offloaded": 10**9},
-        {"memory": {"a": 4 * 10**9}, "reserved": 5 * 10**9, "offloaded": 3 * 10**9},
+        {"memory": {"a": 2**30, "b": 2 * 2**30}, "reserved": 9 * 2**30, "offloaded": 10**9},
+        {"memory": {"a": 4 * 2**30}, "reserved": 5 * 2**30, "offloaded": 3 * 10**9},
     ]
     expected = {
         "perf/max_memory_allocated_gb/a": 4.0,

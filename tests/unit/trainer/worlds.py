@@ -181,6 +181,9 @@ class World(Immediate):
     async def forget(self) -> None:
         """All samples have ended."""
 
+    async def load_metrics(self) -> dict[str, float]:
+        return {"engine/idle_share": 0.5}
+
     async def sleep(self) -> None:
         """It holds no memory."""
 

@@ -1,0 +1,123 @@
+"""The latest metrics of a running job for Prometheus: `http://127.0.0.1:PORT/metrics`, with
+`trainer.prometheus_port`.
+
+`critic/score/mean` is the gauge `hybridflow_critic_score_mean{run,phase,metric}`. The server
+listens on the loopback interface only, can only be read, and serves nothing but numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from hybridflow.errors import ConfigError
+from hybridflow.observe.metric_names import line_of
+from hybridflow.observe.trackers.base import Phase
+
+_HOST = "127.0.0.1"
+_LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
+_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PATIENCE_S = 10.0
+
+
+class Exporter:
+    """A `Sink` that serves the last record of each phase.
+
+    Args:
+        run: the run's name, a label of every sample.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+
+    def __init__(self, run: str, port: int) -> None:
+        self._run = run
+        self._latest: dict[Phase, tuple[int, float, dict[str, float]]] = {}
+        exporter = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _PATIENCE_S  # of a connection that sends nothing
+
+            def do_GET(self) -> None:
+                """Answer /metrics."""
+                # a page in a browser must not read it through a name that points here
+                if not _LOCAL.fullmatch(self.headers.get("Host", "")):
+                    return self.send_error(403)
+                if self.path.partition("?")[0] != "/metrics":
+                    return self.send_error(404, "see /metrics")
+                text = exporter.text().encode()
+                self.send_response(200)
+                self.send_header("Content-Type", _TYPE)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Print nothing."""
+
+        try:
+            self._server = ThreadingHTTPServer((_HOST, port), Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.prometheus_port={port}: {_HOST}:{port} cannot be used "
+                f"({error.strerror}); choose another port, or null"
+            ) from error
+        self._server.daemon_threads = True
+        self.port = self._server.server_port
+        threading.Thread(
+            target=self._server.serve_forever, name="prometheus exporter", daemon=True
+        ).start()
+
+    def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
+        """Serve this record instead of the phase's earlier one."""
+        self._latest = {**self._latest, phase: (step, wall_time, dict(metrics))}
+
+    def truncate_after(self, phase: Phase, step: int) -> None:
+        """Forget a later record."""
+        if phase in self._latest and self._latest[phase][0] > step:
+            self._latest = {name: one for name, one in self._latest.items() if name != phase}
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def text(self) -> str:
+        """Return the exposition text (Prometheus' format 0.0.4)."""
+        families: dict[str, list[str]] = {}
+
+        def add(family: str, about: str, labels: str, value: float) -> None:
+            rows = families.setdefault(
+                family, [f"# HELP {family} {about}", f"# TYPE {family} gauge"]
+            )
+            shown = "NaN" if math.isnan(value) else repr(value).replace("inf", "Inf")
+            rows.append(f"{family}{{{labels}}} {shown}")
+
+        for phase, (step, wall_time, metrics) in self._latest.items():
+            head = f'run="{_escaped(self._run)}",phase="{phase}"'
+            add("hybridflow_step", "latest step (step)", head, float(step))
+            about = "when it was recorded (s since 1970)"
+            add("hybridflow_recorded_seconds", about, head, wall_time)
+            for name, value in metrics.items():
+                add(family_of(name), _help(name), f'{head},metric="{_escaped(name)}"', value)
+        return "".join(f"{row}\n" for rows in families.values() for row in rows)
+
+
+def family_of(name: str) -> str:
+    """Return the name of a metric's gauge. Different metrics may share one: their label `metric`
+    differs."""
+    return "hybridflow_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def _help(name: str) -> str:
+    line = line_of(name)
+    text = f"{line.meaning} ({line.unit})" if line else name
+    return text.replace("\\", "\\\\").replace("\n", " ")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
