@@ -1,5 +1,5 @@
-"""`hybridflow train | sft | train-reward | prepare | report | replay | timeline | plan | reshard
-| checkpoint | slurm | doctor | bench | migrate | config | version`.
+"""`hybridflow train | sft | train-reward | prepare | report | track | replay | timeline | plan |
+reshard | checkpoint | slurm | doctor | bench | migrate | config | version`.
 
 Handlers import their dependencies when they run, because `--help` must be instant and must work
 even if torch, Ray or Hydra are broken.
@@ -18,7 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hybridflow
-from hybridflow.cli import bench, checkpoint, config, doctor, migrate, plan, replay, slurm, timeline
+from hybridflow.cli import (
+    bench,
+    checkpoint,
+    config,
+    doctor,
+    migrate,
+    plan,
+    replay,
+    slurm,
+    timeline,
+    track,
+)
 from hybridflow.cli.command import Handler, add_command, add_recipe, run_job, say, say_error, warn
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
@@ -183,7 +194,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument(
         "run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo"
     )
-    for module in (replay, timeline, plan, checkpoint, slurm, doctor, bench, migrate, config):
+    for module in (track, replay, timeline, plan, checkpoint, slurm, doctor, bench, migrate, config):
         module.add(commands)
     add_command(commands, "version", "print the version", "", run_version)
     return parser

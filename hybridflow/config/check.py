@@ -85,6 +85,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     found += [*roles.problems(config, job, files), *roles.pool_problems(config, job)]
     for section in ("actor", "sft", *CRITICS.values(), "reward_training"):
         found += _optim(f"{section}.optim", getattr(config, section).optim, config.model.dtype)
+    found += check_entries.library_problems(config) if files else []
     found += [*check_files.problems(config, job), *_model_folder(config)] if files else []
     found += _other_sizes(config, sizes)
     if not any(line.startswith("model.") for line in found):

@@ -33,7 +33,7 @@ def problems(config: RunConfig) -> Iterator[str]:
         ("algorithm.adv_estimator_options", lambda: estimator_options(config.algorithm)),
         ("algorithm.flow_options", lambda: flow_options(config.algorithm)),
         ("actor.policy_loss_options", lambda: policy_loss_options(config.actor)),
-        *(("", partial(_tracker, name)) for name in config.trainer.loggers),
+        *(("", partial(TRACKERS.get, name)) for name in config.trainer.loggers),
     ]
     for key, build in builds:
         try:
@@ -44,16 +44,20 @@ def problems(config: RunConfig) -> Iterator[str]:
             yield from (f"{key}.{line}" for line in out_of_range(options) if key)
 
 
-def _tracker(name: str) -> None:
-    """Raise ConfigError if there is no such tracker, or its library is not installed."""
-    library = TRACKERS.get(name).library
-    # a folder wandb/ of the working directory is found too, as a package without a file
-    found = importlib.util.find_spec(library) if library else None
-    if library and (found is None or found.origin is None):
-        raise ConfigError(
-            f"trainer.loggers={name}: the package {library} is not installed; run pip install "
-            f"'hybridflow[{library}]', or remove {name} from trainer.loggers"
-        )
+def library_problems(config: RunConfig) -> Iterator[str]:
+    """Yield trackers whose library is not installed here."""
+    for name in config.trainer.loggers:
+        try:
+            library = TRACKERS.get(name).library
+        except ConfigError:  # `problems` reports it
+            continue
+        # a folder wandb/ of the working directory is found too, as a package without a file
+        found = importlib.util.find_spec(library) if library else None
+        if library and (found is None or found.origin is None):
+            yield (
+                f"trainer.loggers={name}: the package {library} is not installed; run pip install "
+                f"'hybridflow[{library}]', or remove {name} from trainer.loggers"
+            )
 
 
 def flow_problems(config: RunConfig) -> Iterator[str]:

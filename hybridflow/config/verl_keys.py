@@ -208,7 +208,9 @@ RENAMED = {
     "reward_model.nnodes": "reward_model.procs (in total)",
     "trainer.experiment_name": "name",
     "trainer.total_training_steps": "trainer.total_steps",
+    "trainer.project_name": "trainer.project",
     "trainer.logger": "trainer.loggers",
+    "trainer.log_val_generations": "trainer.tracked_samples (of training steps too)",
     "trainer.test_freq": "trainer.test_every_steps (0 instead of verl's -1)",
     "trainer.save_freq": "trainer.save_every_steps (0 instead of verl's -1)",
     "trainer.resume_mode": "trainer.resume",
@@ -347,12 +349,6 @@ ABSENT = {
     ),
     "algorithm.pf_ppo.*": "PF-PPO is not supported",
     "algorithm.use_pf_ppo": "PF-PPO is not supported",
-    "trainer.project_name": (
-        "a run is identified only by name and output_dir; remove the key, or include it in name"
-    ),
-    "trainer.log_val_generations": (
-        "held-out answers are in the run folder and its report; remove the key"
-    ),
     "trainer.default_hdfs_dir": (
         "checkpoints are written to output_dir; mount the file system there"
     ),

@@ -82,7 +82,8 @@ _DEVICE_FIELDS = (
 _BY_DEVICE = "Megatron's kernels are chosen by the device"
 # losses that verl averages over sequences, whatever loss_agg_mode is
 _OVER_SEQUENCES = ("gspo", "sapo")
-_TRACKERS = ("console", "tensorboard")
+_LIBRARIES = ("wandb", "mlflow", "trackio")
+_TRACKERS = ("console", "tensorboard", *_LIBRARIES)
 
 
 @dataclass
@@ -535,8 +536,11 @@ def _schedule(given: Settings) -> dict[str, Any]:
 
 
 def _names(given: Settings) -> dict[str, Any]:
-    name = str(given.take("trainer.experiment_name", "trainer.project_name") or "migrated")
+    project = given.take("trainer.project_name")
+    name = str(given.take("trainer.experiment_name") or project or "migrated")
     found: dict[str, Any] = {"name": name.replace("/", "-") or "migrated"}
+    if project:
+        found["trainer.project"] = str(project)
     folder = given.take("trainer.default_local_dir")
     if folder:
         path = PurePath(str(folder))
@@ -545,6 +549,11 @@ def _names(given: Settings) -> dict[str, Any]:
     wanted = wanted if isinstance(wanted, list) else [wanted]
     known = [one for one in wanted if one in _TRACKERS]
     found["trainer.loggers"] = [*dict.fromkeys(["console", "jsonl", *known])]
+    if libraries := [one for one in known if one in _LIBRARIES]:
+        given.out.remarks.append(
+            f"trainer.loggers: {', '.join(libraries)} must be installed: pip install "
+            f"'hybridflow[{','.join(libraries)}]'"
+        )
     if others := [str(one) for one in wanted if one not in _TRACKERS]:
         given.out.remarks.append(
             f"trainer.logger: there is no tracker {', '.join(others)}; metrics are in "

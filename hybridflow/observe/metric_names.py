@@ -63,7 +63,8 @@ def table() -> str:
 def _pattern(name: str) -> re.Pattern[str]:
     expression = re.escape(name)
     for word, of in _WORDS.items():
-        expression = re.sub(rf"\b{word}\b", of, expression)
+        # not \b, for which _ is a letter
+        expression = re.sub(rf"(?<![A-Za-z]){word}(?![A-Za-z])", of, expression)
     return re.compile(expression)
 
 

@@ -18,6 +18,8 @@ from hybridflow.errors import ConfigError
 # them.
 OF_SCRIPTS = {
     "trainer.logger": "trainer.loggers",
+    "trainer.project_name": "trainer.project",
+    "trainer.log_val_generations": "trainer.tracked_samples",
     "trainer.experiment_name": "name",
     "trainer.nnodes": "cluster.nodes",
     "trainer.n_gpus_per_node": "cluster.procs_per_node",
@@ -84,7 +86,6 @@ OF_SCRIPTS = {
 }
 WITHOUT = (
     *(
-        "trainer.project_name",
         "actor_rollout_ref.model.use_remove_padding",
         "actor_rollout_ref.actor.use_dynamic_bsz",
     ),
@@ -99,7 +100,7 @@ WITHOUT = (
         "data.trust_remote_code",
     ),
     *(
-        "trainer.log_val_generations",
+        "trainer.del_local_ckpt_after_load",
         "actor_rollout_ref.actor.tau_pos",
         "actor_rollout_ref.actor.use_torch_compile",
     ),

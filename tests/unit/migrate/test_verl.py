@@ -181,7 +181,7 @@ def test_a_script_becomes_a_recipe_that_loads(
     monkeypatch.setenv("DATA", "/mine")
     assert main(["migrate", "verl", str(script), "trainer.nnodes=1"]) == 0
     out, said = capsys.readouterr()
-    assert "21 of 21 settings translated" in said and "there is no tracker wandb" in said
+    assert "21 of 21 settings translated" in said and "pip install 'hybridflow[wandb]'" in said
     (tmp_path / "mine.yaml").write_text(out)
     config = load_config("mine", (), tmp_path)
     assert config.data.train_files == ("/mine/train.parquet",)

@@ -93,3 +93,23 @@ def test_a_killed_and_resumed_run_is_there_once(
     if name == "mlflow":
         assert found["parameters"]["actor.optim.lr"] == "0.0001"
         assert found["status"] == "FINISHED"
+
+
+def test_a_run_folder_is_sent_to_a_tracker_later(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(CONFIG)
+    (run_dir / "report.html").write_text("<p>report")
+    with Tracker(run_dir, ("jsonl",)) as tracker:
+        steps(tracker, run_dir, 1, 4)
+    command = [sys.executable, "-m", "hybridflow", "track", str(run_dir), "--to", "trackio"]
+    for count in (6, 0):  # the second time there is nothing left
+        done = subprocess.run(
+            command, env=with_libraries(), capture_output=True, text=True, check=True
+        )
+        assert f"{count} records of {run_dir} sent to trackio" in done.stdout
+    found = read(run_dir, ["trackio"])["trackio"]
+    counted = Counter((metric, step) for metric, step, _ in found["points"])
+    assert counted["val/score", 4] == counted["perf/memory", 3] == 1
+    assert found["histograms"] == 4 and len(found["ids"]) == 1
+    assert found["reports"] == ["<p>report"]
