@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from hybridflow.observe.jsonl import number_ranges
 from hybridflow.observe.trackers.base import Phase
+from hybridflow.process.secret import without_credentials
 
 _MOST_WAITING = 1000  # messages; a step has two or three
 _KILL_WAIT_S = 5.0
@@ -162,7 +163,7 @@ class Background:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**without_credentials(), "OMP_NUM_THREADS": "1"},
                 # an interrupt from the terminal is for the driver, which then closes this process
                 start_new_session=True,
             )

@@ -12,8 +12,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +29,64 @@ def main(name: str, run_dir: str, timeout_s: float) -> int:
     """Serve one tracker until the end of the input; 1 if it could not be closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # also sent to a job's processes at its end
         signal.signal(number, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print
-
-    def answer(**values: Any) -> None:
-        try:
-            print(json.dumps(values), file=answers, flush=True)
-        except OSError:  # the driver was killed
-            return
-
-    def guarded(what: str, do: Callable[[], object]) -> bool:
-        try:
-            do()
-        except Exception as error:  # of a library or of the user's code
-            answer(fault=f"{what}: {type(error).__name__}: {printable(str(error))[:500]}")
-            return False
-        return True
-
+    answers = Answers()
     made: list[Sink] = []
-    if not guarded("it did not start", lambda: made.append(TRACKERS.get(name).make(Path(run_dir)))):
+    with answers.guarded("it did not start"):
+        made.append(TRACKERS.get(name).make(Path(run_dir)))
+    if not made:
         return 1
     sink = made[0]
     for message in messages(os.getppid()):
-        kind = message["kind"]
-        step = message.get("step")
-        if kind == "log":
-            if guarded(f"{message['phase']} step {step}", partial(_log, sink, message)):
-                answer(phase=message["phase"], step=step)
-        else:
-            guarded(f"{kind} {step or ''}".strip(), partial(_other, sink, message))
+        with answers.guarded(_about(message)):
+            if message["kind"] == "log":
+                _log(sink, message)
+                answers.done(message["phase"], message["step"])
+            else:
+                _other(sink, message)
     # the kernel ends a process that hangs in its library, when no driver is left to do it
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(max(int(timeout_s), 1))
-    guarded("at the end", partial(_catch_up, sink, answer))
-    return 0 if guarded("at the end", sink.close) else 1
+    with answers.guarded("at the end"):
+        if isinstance(sink, CatchesUp):
+            for phase, step in sink.catch_up():
+                answers.done(phase, step)
+    with answers.guarded("at the end"):
+        sink.close()
+        return 0
+    return 1
+
+
+class Answers:
+    """Answers to the driver on the standard output, which is then no longer that of libraries."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+
+    def done(self, phase: str, step: int) -> None:
+        """Acknowledge a record."""
+        self._say(phase=phase, step=step)
+
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Report an error of a library or of the user's code, and go on."""
+        try:
+            yield
+        except Exception as error:
+            self._say(fault=f"{what}: {type(error).__name__}: {printable(str(error))[:500]}")
+
+    def _say(self, **values: Any) -> None:
+        with suppress(OSError):  # the driver was killed
+            print(json.dumps(values), file=self._file, flush=True)
+
+
+def _about(message: dict[str, Any]) -> str:
+    parts = (message.get("phase", message["kind"]), "step", message.get("step", ""))
+    return " ".join(map(str, parts)) if "step" in message else message["kind"]
 
 
 def _log(sink: Sink, message: dict[str, Any]) -> None:
     sink.log(message["step"], message["phase"], message["wall_time"], message["metrics"])
-
-
-def _catch_up(sink: Sink, answer: Callable[..., None]) -> None:
-    if isinstance(sink, CatchesUp):
-        for phase, step in sink.catch_up():
-            answer(phase=phase, step=step)
 
 
 def _other(sink: Sink, message: dict[str, Any]) -> None:

@@ -398,8 +398,7 @@ def _run_job(
             raise
         except (OSError, StorageError) as error:
             session.check_folder()
-            where = "" if getattr(error, "filename", None) else f"a file of {folder}"
-            storage = StorageError.of(error, where) if isinstance(error, OSError) else error
+            storage = _storage_error(error, folder)
             if storage is None:
                 raise
             raise StorageError(f"{storage}; {_how_to_resume(session.store)}") from error
@@ -412,6 +411,14 @@ def _run_job(
             stop_logging()
         if stops.summary is None:
             stops.finish(summary)
+
+
+def _storage_error(error: OSError | StorageError, folder: Path) -> StorageError | None:
+    """Return the error with the file that it is about; None if it is not about storage."""
+    if not isinstance(error, OSError):
+        return error
+    where = "" if getattr(error, "filename", None) else f"a file of {folder}"
+    return StorageError.of(error, where)
 
 
 def _report(session: Session, progress: Progress, summary: Mapping[str, Any]) -> dict[str, Any]:
