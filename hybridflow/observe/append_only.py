@@ -118,7 +118,8 @@ class AppendOnly:
         """Publish a record, unless it already is."""
         self._start()
         if (phase, step) not in self._known:
-            self.publish(len(self._known), step, wall_time, {**metrics, STEP: float(step)})
+            found = {own_name(phase, name): value for name, value in metrics.items()}
+            self.publish(len(self._known), step, wall_time, {**found, STEP: float(step)})
             self._mark(phase, step)
 
     def truncate_after(self, phase: Phase, step: int) -> None:
@@ -221,17 +222,29 @@ def published(run_dir: Path) -> Published:
 
 def read_dump(path: Path, step: int, samples: int) -> Dump:
     """Read distributions and at most `samples` rows, evenly spaced, of a dump."""
-    pieces = list(iter_parquet(path, (), DISTRIBUTIONS))
-    distributions = {}
-    for name in pieces[0].columns if pieces else ():
-        values = np.concatenate([piece[name] for piece in pieces]).astype(np.float64)
-        distributions[name] = values[np.isfinite(values)]
     count = parquet_rows(path)
     picked = np.unique(np.linspace(0, max(count - 1, 0), min(samples, count)).astype(int))
     found = pick_parquet(path, picked.tolist(), _SHOWN, _MOST_GROUP_BYTES)
     shown = [name for name in _SHOWN if name in found]
     rows = [[plain(found[name][row]) for name in shown] for row in range(len(picked))]
-    return Dump(path.parent.name, step, shown, rows, distributions)
+    return Dump(path.parent.name, step, shown, rows, read_distributions(path))
+
+
+def read_distributions(path: Path) -> dict[str, np.ndarray]:
+    """Return the finite values [B] of the columns `DISTRIBUTIONS` that a dump has."""
+    pieces = list(iter_parquet(path, (), DISTRIBUTIONS))
+    found = {}
+    for name in pieces[0].columns if pieces else ():
+        values = np.concatenate([piece[name] for piece in pieces]).astype(np.float64)
+        found[name] = values[np.isfinite(values)]
+    return found
+
+
+def own_name(phase: Phase, name: str) -> str:
+    """Return the name of a metric in a tracker, where records of all phases share their steps:
+    timing_s/step of a warm start is sft/timing_s/step."""
+    shared = phase in ("sft", "reward") and not name.startswith(f"{phase}/")
+    return f"{phase}/{name}" if shared else name
 
 
 def plain(value: Any) -> Any:

@@ -63,8 +63,8 @@ class Tracker:
             sink.truncate_after(phase, step)
 
     def rollouts(self, step: int, path: Path) -> None:
-        """Show a dump that has been written."""
-        for sink in self._sinks:
+        """Show a dump, if it has been written."""
+        for sink in self._sinks if path.exists() else ():
             if isinstance(sink, ShowsRollouts):
                 sink.rollouts(step, path)
 

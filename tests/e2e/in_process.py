@@ -19,7 +19,7 @@ assert not sys.modules.keys() & {"ray", "sglang"}
 sys.exit(code)
 """
 # of the time and the machine, not of what is computed
-_CLOCKS = ("timing_s/", "perf/", "sync/seconds", "controller/", "wall_time")
+_CLOCKS = ("timing_", "perf/", "sync/seconds", "controller/", "engine/", "wall_time")
 
 
 def train(output: Path, words: Sequence[str], name: str) -> tuple[str, Path]:

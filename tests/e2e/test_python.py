@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "examples"
 # of the time and the machine, not of what is computed
-CLOCKS = ("timing_s/", "perf/", "sync/seconds", "controller/", "wall_time")
+CLOCKS = ("timing_", "perf/", "sync/seconds", "controller/", "engine/", "wall_time")
 PROGRAM = """
 import sys
 import pyarrow.parquet as pq

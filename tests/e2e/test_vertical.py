@@ -21,7 +21,9 @@ from hybridflow.data.dataset import PromptDataset
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.observe.joined_timeline import busy_seconds, join, lanes
 from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.observe.metric_names import line_of
 from hybridflow.observe.rollouts import read_rollouts
+from hybridflow.observe.trackers.base import RESERVED
 from tests.dist.harness.ranks import run_ranks
 from tests.e2e.runs import LOOPBACK, Run
 
@@ -46,6 +48,21 @@ SUMMARY = {
 }
 
 
+HANGS = """
+import time
+from hybridflow.observe.trackers.base import tracker
+
+@tracker("hangs")
+class Hangs:
+    def __init__(self, run_dir): ...
+    def truncate_after(self, phase, step): ...
+    def log(self, step, phase, wall_time, metrics):
+        while phase == "train":
+            time.sleep(3600)
+    def close(self): ...
+"""
+
+
 @dataclass
 class Finished:
     """A run that has ended."""
@@ -67,7 +84,10 @@ class Finished:
 def finished(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Iterator[Finished]:
     out = tmp_path_factory.mktemp("vertical")
     # two updates a step, a reference, an entropy term: all of the loss is in use
+    (out / "hangs.py").write_text(HANGS)
     words = [
+        f"trainer.loggers=[console,jsonl,tensorboard,{out}/hangs.py:hangs]",
+        "trainer.tracker_timeout_s=2",
         "actor.ppo_mini_batch_size=2",
         "actor.kl_loss_coef=0.01",
         "actor.entropy_coef=0.001",
@@ -86,6 +106,30 @@ def test_it_ends_well_and_leaves_nothing_running(finished: Finished) -> None:
     # something
     assert len(finished.run.seen) > 15
     assert finished.left == []
+
+
+def test_a_tracker_that_hangs_loses_its_own_records_alone(finished: Finished) -> None:
+    lost = [line for line in finished.run.out.splitlines() if "records were lost" in line]
+    # both training steps, and the validation after them; not the warm start
+    assert len(lost) == 1 and "3 of 6 records were lost (train steps 1-2; val steps 2)" in lost[0]
+    assert len(finished.records("train")) == 2 and len(finished.records("val")) == 2
+
+
+def test_every_metric_has_a_line_and_the_names_of_verl_are_there(finished: Finished) -> None:
+    records = [*read_jsonl(finished.folder / "metrics.jsonl")]
+    names = {name for record in records for name in record} - RESERVED
+    assert {name for name in names if line_of(name) is None} == set()
+    for record in finished.records("train"):
+        step = record["timing_s/step"]
+        assert record["perf/time_per_step"] == step
+        rate = record["perf/total_num_tokens"] / step / 4  # processes
+        assert record["perf/throughput"] == pytest.approx(rate)
+        assert record["training/global_step"] == record["step"] and record["training/epoch"] == 0
+        assert record["engine/tokens_per_s"] > 0 and 0 < record["engine/idle_share"] < 1
+        assert not [name for name in record if "mfu" in name]  # the peak of a CPU is not known
+    validated = finished.records("val")[-1]
+    core = [name for name in validated if name.startswith("val-core/arithmetic/")]
+    assert [validated[name] for name in core] == [validated["val/score"]]
 
 
 def test_every_socket_listens_on_loopback(finished: Finished) -> None:

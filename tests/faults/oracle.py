@@ -15,8 +15,9 @@ from hybridflow.observe.rollouts import list_dumps, read_rollouts
 NOT_COMPARED = (
     *(
         "wall_time",
-        "timing_s/",
+        "timing_",
         "perf/",
+        "engine/",
         "controller/",
         "trainer/restarts",
         "rollout/",

@@ -14,8 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hybridflow.observe.append_only import read_distributions
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.trackers.base import RESERVED, Phase, tracker
+
+_BINS = 30
+_FOLDERS = {"train": "rollouts*", "val": "validation*"}  # of the dumps of a phase
 
 
 @tracker("tensorboard", in_driver=True)
@@ -29,15 +35,39 @@ class TensorBoardTracker:
         self._folder = run_dir / "tensorboard"
         self._metrics = run_dir / "metrics.jsonl"
         self._records: Any = None
+        self._distributions: dict[Path, Any] = {}  # by folder
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
         """Write the scalars of one step and flush, so that an open TensorBoard shows them."""
         self._write(step, wall_time, metrics)
         self._records.flush()
 
+    def rollouts(self, step: int, path: Path) -> None:
+        """Write the distributions of a dump, in the subfolder of its kind: a run of its own for
+        TensorBoard."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = []
+        for column, found in read_distributions(path).items():
+            if len(found):
+                tag = f"{path.parent.name}/{column}"
+                values.append(Summary.Value(tag=tag, histo=_histogram(found)))
+        event = Event(step=step, wall_time=time.time(), summary=Summary(value=values))
+        folder = self._folder / path.parent.name
+        if folder not in self._distributions:
+            self._distributions[folder] = self._open(folder)
+        self._distributions[folder].write(event.SerializeToString())
+        self._distributions[folder].flush()
+
+    def report(self, path: Path) -> None:
+        """Do nothing: TensorBoard shows no pages."""
+
     def truncate_after(self, phase: Phase, step: int) -> None:
         """Rewrite the earlier records from metrics.jsonl. If that file is missing, TensorBoard
         itself drops the older of duplicate records."""
+        for folder in self._folder.glob(_FOLDERS[phase]) if phase in _FOLDERS else ():
+            self._forget_after(folder, step)
         if not self._metrics.exists():
             return
         self.close()
@@ -62,13 +92,15 @@ class TensorBoardTracker:
         if self._records is not None:
             self._records.close()
             self._records = None
+        while self._distributions:
+            self._distributions.popitem()[1].close()
 
     def _write(self, step: int, wall_time: float, scalars: Mapping[str, float | None]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if self._records is None:
-            self._open()
+            self._records = self._open(self._folder)
         values = []
         for tag, value in scalars.items():
             values.append(Summary.Value(tag=tag, simple_value=math.nan if value is None else value))
@@ -76,16 +108,42 @@ class TensorBoardTracker:
             Event(step=step, wall_time=wall_time, summary=Summary(value=values)).SerializeToString()
         )
 
-    def _open(self) -> None:
+    def _forget_after(self, folder: Path, step: int) -> None:
+        """Write the mark at which TensorBoard drops what it has read of later steps."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        mark = Event(step=step + 1, wall_time=time.time())
+        mark.session_log.status = SessionLog.START
+        if (earlier := self._distributions.pop(folder, None)) is not None:
+            earlier.close()
+        records = self._open(folder)
+        records.write(mark.SerializeToString())
+        records.close()
+
+    def _open(self, folder: Path) -> Any:
+        """Start an event file in a folder. Returns its writer."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         # Zero-padded, because TensorBoard reads a folder's files in name order.
-        path = (
-            self._folder
-            / f"events.out.tfevents.{int(now):010d}.{os.getpid()}.{next(self._count):04d}"
-        )
-        self._records = RecordWriter(path.open("xb"))
-        self._records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+        path = folder / f"events.out.tfevents.{int(now):010d}.{os.getpid()}.{next(self._count):04d}"
+        records = RecordWriter(path.open("xb"))
+        records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+        return records
+
+
+def _histogram(values: np.ndarray) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+    counts, edges = np.histogram(values, bins=_BINS)
+    return HistogramProto(
+        min=float(values.min()),
+        max=float(values.max()),
+        num=len(values),
+        sum=float(values.sum()),
+        sum_squares=float((values**2).sum()),
+        bucket_limit=edges[1:].tolist(),
+        bucket=counts.tolist(),
+    )

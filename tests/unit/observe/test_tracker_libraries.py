@@ -27,9 +27,12 @@ NAMES = ["wandb", "mlflow", "trackio"]
 
 
 def steps(tracker: Tracker, run_dir: Path, first: int, last: int) -> None:
+    if first == 1:
+        tracker.log(1, {"sft/loss": 0.5, "timing_s/step": 2.0}, "sft")
     for step in range(first, last + 1):
         # one name is another's folder, one value is not a number
         metrics = {"perf/memory": step / 2, "perf/memory/gen": math.nan, "val/pass@2": 1.0}
+        metrics["timing_s/step"] = 1.0
         tracker.log(step, metrics)
         rows = {
             "prompt_text": [f"{step} + {row}" for row in range(8)],
@@ -80,6 +83,8 @@ def test_a_killed_and_resumed_run_is_there_once(
         for metric in ("perf/memory", "perf/memory/gen", f"val/{at}"):
             assert counted[metric, step] == 1, (metric, step)
         assert counted["val/score", step] == (step % 2 == 0)
+    # a warm start has its own steps
+    assert counted["timing_s/step", 1] == counted["sft/timing_s/step", 1] == 1
     values = {(metric, step): value for metric, step, value in found["points"]}
     assert values["perf/memory", 7] == 3.5 and math.isnan(values["perf/memory/gen", 7])
     assert len(set(found["ids"])) == 1  # one run
@@ -103,7 +108,7 @@ def test_a_run_folder_is_sent_to_a_tracker_later(tmp_path: Path) -> None:
     with Tracker(run_dir, ("jsonl",)) as tracker:
         steps(tracker, run_dir, 1, 4)
     command = [sys.executable, "-m", "hybridflow", "track", str(run_dir), "--to", "trackio"]
-    for count in (6, 0):  # the second time there is nothing left
+    for count in (7, 0):  # the second time there is nothing left
         done = subprocess.run(
             command, env=with_libraries(), capture_output=True, text=True, check=True
         )

@@ -12,6 +12,7 @@ from hybridflow.config.check import problems
 from hybridflow.config.entries import TRACKERS
 from hybridflow.config.load import load_config
 from hybridflow.errors import ConfigError
+from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.observe.tracker import Tracker
 
 SOURCE = """
@@ -87,3 +88,27 @@ def test_the_order_of_loggers_does_not_matter_on_resume(tmp_path: Path) -> None:
 
 def test_built_in_trackers_are_known_by_their_files() -> None:
     assert {"console", "jsonl", "tensorboard"} <= set(TRACKERS.names())
+
+
+def test_tensorboard_shows_the_distributions_of_each_step_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def logged(tracker: Tracker, step: int, scores: list[float]) -> None:
+        path = dump_path(tmp_path / "rollouts", step)
+        dump_rollouts(path, {"score": scores, "response_length": [3] * len(scores)})
+        tracker.rollouts(step, path)
+
+    with Tracker(tmp_path, ("tensorboard", "jsonl")) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"a": float(step)})
+            logged(tracker, step, [0.0, 1.0, float("nan")])
+    with Tracker(tmp_path, ("tensorboard", "jsonl")) as tracker:
+        tracker.truncate_after("train", 1)
+        tracker.log(2, {"a": 2.0})
+        logged(tracker, 2, [0.0, 1.0, 1.0, 0.5])
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "rollouts"), {"histograms": 0})
+    events.Reload()
+    found = events.Histograms("rollouts/score")
+    assert [(one.step, one.histogram_value.num) for one in found] == [(1, 2), (2, 4)]
+    assert found[1].histogram_value.sum == 2.5 and sum(found[1].histogram_value.bucket) == 4
+    assert len(events.Histograms("rollouts/response_length")) == 2
