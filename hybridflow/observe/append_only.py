@@ -108,8 +108,8 @@ class AppendOnly:
         """Publish the report as an artifact."""
         raise NotImplementedError
 
-    def finish(self) -> None:
-        """End the library's run."""
+    def finish(self, complete: bool) -> None:
+        """End the library's run; `complete` is False if the job may go on later."""
         raise NotImplementedError
 
     # ---- the sink
@@ -158,7 +158,8 @@ class AppendOnly:
         """End the run. A later record continues it."""
         if self._open:
             self._open = False
-            self.finish()
+            # written at the end of a job, and removed when it goes on
+            self.finish((self.run_dir / "summary.json").exists())
             self._ledger.close()
             self._lock.close()
 

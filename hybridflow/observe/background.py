@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ from hybridflow.observe.trackers.base import Phase
 from hybridflow.process.secret import without_credentials
 
 _MOST_WAITING = 1000  # messages; a step has two or three
+_MOST_FAULTS = 5  # distinct ones that are reported
 _KILL_WAIT_S = 5.0
 _log = logging.getLogger(__name__)
 
@@ -48,6 +50,9 @@ class Background:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._closed = False
+        self._deadline = 0.0
+        self.killed = False
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
         """Pass on a record."""
@@ -70,15 +75,23 @@ class Background:
         """Pass on the report."""
         self._put("report", path=str(path))
 
+    def end(self) -> None:
+        """Tell the tracker that nothing follows. Its deadline for what is left begins."""
+        if not self._closing:
+            self._closing = True
+            self._deadline = time.monotonic() + self._timeout_s
+            with suppress(queue.Full):  # the thread sees `_closing` once the queue is empty
+                self._messages.put_nowait(None)
+
     def close(self) -> None:
-        """Let the tracker finish until the deadline, then kill it. Sets `lost`."""
-        if self._thread is None or self._closing:
+        """Let the tracker finish until its deadline, then kill it. Sets `lost`."""
+        self.end()
+        if self._thread is None or self._closed:
             return
-        self._closing = True
-        with suppress(queue.Full):  # a full queue wakes the thread anyway
-            self._messages.put_nowait(None)
-        self._thread.join(self._timeout_s)
+        self._closed = True
+        self._thread.join(max(self._deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
+            self.killed = True
             self._kill()
             self._thread.join(_KILL_WAIT_S)
         for phase, step in self._sent:
@@ -86,9 +99,14 @@ class Background:
                 self.lost.setdefault(phase, []).append(step)
 
     def loss(self) -> str:
-        """Return a sentence about the lost records; empty if there are none."""
+        """Return a sentence about the lost records, or about a tracker that did not end; empty if
+        there is neither."""
         if not self.lost:
-            return ""
+            return self.killed * (
+                f"tracker {self.name}: it took all records, but did not end within "
+                f"{self._timeout_s:g} s (trainer.tracker_timeout_s) and was stopped; see "
+                f"{self._log_path}"
+            )
         count = sum(map(len, self.lost.values()))
         where = "; ".join(
             f"{phase} steps {number_ranges(steps)}" for phase, steps in self.lost.items()
@@ -137,6 +155,8 @@ class Background:
             while (line := self._next()) is not None:
                 process.stdin.write(line)
                 process.stdin.flush()
+            # not the end of the stream: processes that the driver forked may hold it open
+            process.stdin.write(b'{"kind": "end"}\n')
             process.stdin.close()
         except OSError:  # it has exited
             with suppress(OSError):
@@ -180,6 +200,3 @@ class Background:
         if self._process is not None:
             with suppress(ProcessLookupError):  # with the processes that its library started
                 os.killpg(self._process.pid, signal.SIGKILL)
-
-
-_MOST_FAULTS = 5  # distinct ones that are reported

@@ -81,10 +81,12 @@ class Tracker:
                 sink.close()
 
     def close(self) -> list[str]:
-        """Close all trackers. Returns a sentence for each that has lost records."""
+        """Close all trackers. Returns a sentence for each that has lost records or did not end."""
+        for one in self._apart:
+            one.end()  # all have the same deadline
         for sink in self._sinks:
             sink.close()
-        return [one.loss() for one in self._apart if one.lost]
+        return [said for one in self._apart if (said := one.loss())]
 
     def __enter__(self) -> Self:
         return self

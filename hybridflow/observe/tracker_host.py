@@ -100,8 +100,8 @@ def _other(sink: Sink, message: dict[str, Any]) -> None:
 
 
 def messages(parent: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages until the input ends or the process `parent` has ended. Processes that the
-    driver forked may hold the input open longer than the driver lives."""
+    """Yield the messages until the message `end`, or until the process `parent` has ended.
+    Processes that the driver forked may hold the input open longer than the driver lives."""
     left = b""
     while True:
         ready, _, _ = select.select([0], [], [], _POLL_S)
@@ -114,7 +114,9 @@ def messages(parent: int) -> Iterator[dict[str, Any]]:
             return
         *lines, left = (left + chunk).split(b"\n")
         for line in lines:
-            yield json.loads(line)
+            if (message := json.loads(line))["kind"] == "end":
+                return
+            yield message
 
 
 if __name__ == "__main__":

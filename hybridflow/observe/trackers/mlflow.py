@@ -85,9 +85,9 @@ class MlflowTracker(AppendOnly):
         """Copy the report to the run's artifacts."""
         self._client.log_artifact(self._id, str(path))
 
-    def finish(self) -> None:
+    def finish(self, complete: bool) -> None:
         """End the run."""
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, "FINISHED" if complete else "KILLED")
 
     def _experiment(self) -> str:
         found = self._client.get_experiment_by_name(self.run.project)

@@ -67,6 +67,6 @@ class TrackioTracker(AppendOnly):
         """Log the report as an artifact."""
         self._run.log_artifact(path, name="report", type="report")
 
-    def finish(self) -> None:
+    def finish(self, complete: bool) -> None:
         """End the run; the library's queue is written first."""
         self._run.finish()

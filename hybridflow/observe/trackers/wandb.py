@@ -82,9 +82,9 @@ class WandbTracker(AppendOnly):
         artifact.add_file(str(path))
         self._run.log_artifact(artifact)
 
-    def finish(self) -> None:
+    def finish(self, complete: bool) -> None:
         """End the run; uploads of an online run end first."""
-        self._run.finish()
+        self._run.finish(exit_code=0 if complete else 1)
 
 
 def _numbered(dump: Dump) -> list[list[Any]]:

@@ -60,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     killed = "steps(tracker, run, 1, 6); os.kill(os.getpid(), signal.SIGKILL)"
     resumed = (
         "tracker.truncate_after('train', 4); tracker.truncate_after('val', 4); "
-        "steps(tracker, run, 5, 8); (run / 'report.html').write_text('<p>report'); "
+        "steps(tracker, run, 5, 8); (run / 'summary.json').write_text('{}'); (run / 'report.html').write_text('<p>report'); "
         "tracker.report(run / 'report.html'); lost = tracker.close(); assert not lost, lost"
     )
     for part, status in ((killed, -signal.SIGKILL), (resumed, 0)):
