@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from hybridflow.config.registry import is_user_entry
 from hybridflow.observe.jsonl import number_ranges
 from hybridflow.observe.trackers.base import Phase
 from hybridflow.process.secret import without_credentials
@@ -107,14 +108,19 @@ class Background:
                 f"{self._timeout_s:g} s (trainer.tracker_timeout_s) and was stopped; see "
                 f"{self._log_path}"
             )
+        # a tracker of the user's may have no way to take them later
+        again = (
+            ""
+            if is_user_entry(self.name)
+            else f": hybridflow track {self._run_dir} --to {self.name}"
+        )
         count = sum(map(len, self.lost.values()))
         where = "; ".join(
             f"{phase} steps {number_ranges(steps)}" for phase, steps in self.lost.items()
         )
         return (
             f"tracker {self.name}: {count} of {len(self._sent)} records were lost ({where}); see "
-            f"{self._log_path}. metrics.jsonl has them: hybridflow track {self._run_dir} --to "
-            f"{self.name}"
+            f"{self._log_path}. metrics.jsonl has them{again}"
         )
 
     def _put(self, kind: str, **values: Any) -> None:

@@ -316,18 +316,20 @@ class Validator:
 
 def _core(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
     """Compute the metrics of each data source that verl logs under val-core: mean@N and, with
-    several answers per prompt, best@N/mean and maj@N/mean, of the reward or, if every score is 0 or
-    1, of `acc`."""
+    several answers per prompt, best@N/mean and maj@N/mean, of the reward's extra value `acc` if
+    every row has it, else of the score."""
     metrics = {}
+    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [{}] * len(batch)
+    accuracies = [finite_number(extra.get("acc")) for extra in extras]
     for source in dict.fromkeys(batch["data_source"].tolist()):
-        rows = batch["data_source"] == source
-        scores = batch["scores"][rows]
-        variable = "acc" if np.isin(scores, (0.0, 1.0)).all() else "reward"
-        head = f"{prefix}/{source}/{variable}"
+        rows = np.flatnonzero(batch["data_source"] == source)
+        given = [accuracies[row] for row in rows]
+        has_accuracy = None not in given
+        scores = np.array(given, np.float64) if has_accuracy else batch["scores"][rows]
+        head = f"{prefix}/{source}/{'acc' if has_accuracy else 'reward'}"
         metrics[f"{head}/mean@{samples}"] = float(np.mean(scores))
         if samples > 1:
-            extras = batch["reward_extra"][rows].tolist() if "reward_extra" in batch else None
-            found = answer_statistics(scores, samples, extras)
+            found = answer_statistics(scores, samples, [extras[row] for row in rows])
             for name in (f"best@{samples}", f"maj@{samples}"):
                 if name in found:
                     metrics[f"{head}/{name}/mean"] = found[name]
