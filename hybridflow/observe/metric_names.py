@@ -232,8 +232,8 @@ VAL/reward_extra/NAME/mean | the reward's | mean of a number that the reward ret
 VAL/agent/turns/mean | turns | answers in a conversation
 VAL/agent/tool_calls/mean | calls | tool calls in a conversation
 VAL/agent/failed/mean | share | conversations whose loop failed
-CORE/SOURCE/VARIABLE/mean@K | score | verl's main metric: mean over N answers of `acc`, if the reward
-  returns it, else of the score (`reward`)
+CORE/SOURCE/VARIABLE/mean@K | score | verl's main metric: mean over N answers of `acc`, if the
+  reward returns it, else of the score (`reward`)
 CORE/SOURCE/VARIABLE/best@K/mean | score | expected best of N answers
 CORE/SOURCE/VARIABLE/maj@K/mean | score | score of the most frequent of N answers
 """,
