@@ -40,6 +40,7 @@ class Line:
         return _pattern(self.name).fullmatch(name) is not None
 
 
+@cache
 def line_of(name: str) -> Line | None:
     """Return the line that describes a metric; None if there is none. A further policy's metrics
     (`NAME/critic/score/mean`) are described as those of the policy."""

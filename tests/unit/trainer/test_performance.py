@@ -8,25 +8,12 @@ import numpy as np
 import pytest
 
 from hybridflow.batch import DataProto, Jagged
+from hybridflow.config import derived
 from hybridflow.config.load import load_config
 from hybridflow.trainer.metrics import answer_metrics
 from hybridflow.trainer.performance import Performance
 
 SECONDS = {"timing_s/step": 4.0, "timing_s/gen": 1.0, "timing_s/update_actor": 2.0}
-QWEN = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
 
 
 def batch_of(lengths: list[tuple[int, int]]) -> DataProto:
@@ -51,7 +38,13 @@ def test_throughput_is_that_of_one_device() -> None:
 def test_mfu_of_a_known_device() -> None:
     config = load_config("grpo-qwen3-8b-1x8", [])
     speed = Performance(config)
-    speed.use_model(QWEN, "NVIDIA H100 80GB HBM3")
+    hf = derived.hf_config(config.model)
+    assert (hf["hidden_size"], hf["num_hidden_layers"], hf["intermediate_size"]) == (
+        4096,
+        36,
+        12288,
+    )
+    speed.use_model(hf, "NVIDIA H100 80GB HBM3")
     rows = [(1000, 7000)] * 64
     found = speed.metrics(batch_of(rows), SECONDS)
     # by hand: 6 operations per weight and token without the embedding, and 12 x layers x
@@ -65,8 +58,9 @@ def test_mfu_of_a_known_device() -> None:
 
 @pytest.mark.parametrize("name", ["", "NVIDIA GeForce RTX 4090", "NVIDIA GH100X"])
 def test_no_mfu_where_the_peak_is_not_known(name: str) -> None:
-    speed = Performance(load_config("grpo-qwen3-8b-1x8", []))
-    speed.use_model(QWEN, name)
+    config = load_config("grpo-qwen3-8b-1x8", [])
+    speed = Performance(config)
+    speed.use_model(derived.hf_config(config.model), name)
     assert not [key for key in speed.metrics(batch_of([(5, 5)]), SECONDS) if "mfu" in key]
 
 
