@@ -199,7 +199,7 @@ class _Invented:
             policy=_Role(self, "actor"),
             learners={name: self.learner(name) for name in config.roles},
             others={name: _Role(self, name) for name in roles},
-            engines=SimpleNamespace(sync=self.sync),
+            engines=SimpleNamespace(sync=self.sync, load_metrics=self.no_metrics),
             samples=SimpleNamespace(
                 take=self.samples,
                 of_prompts=self.of_prompts,
@@ -273,6 +273,10 @@ class _Invented:
         """Return samples of prompts that the flow generates."""
         self.count()
         return self.answers(len(prompts), n)
+
+    async def no_metrics(self) -> dict[str, float]:
+        """Return the load of no engines."""
+        return {}
 
     def learner(self, name: str) -> SimpleNamespace:
         """A further policy, as far as a flow uses it."""

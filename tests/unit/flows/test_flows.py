@@ -42,7 +42,7 @@ def test_a_flow_in_a_file_makes_the_calls_of_the_built_in_one(tmp_path: Path, kl
                     key: value
                     for key, value in record.items()
                     if not key.startswith(
-                        ("timing_s", "perf", "controller", "seconds", "wall_time", "sync/seconds")
+                        ("timing_", "perf", "controller", "seconds", "wall_time", "sync/seconds")
                     )
                 }
                 for record in records(trainer, "train")
