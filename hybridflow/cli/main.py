@@ -194,7 +194,18 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument(
         "run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo"
     )
-    for module in (track, replay, timeline, plan, checkpoint, slurm, doctor, bench, migrate, config):
+    for module in (
+        track,
+        replay,
+        timeline,
+        plan,
+        checkpoint,
+        slurm,
+        doctor,
+        bench,
+        migrate,
+        config,
+    ):
         module.add(commands)
     add_command(commands, "version", "print the version", "", run_version)
     return parser
