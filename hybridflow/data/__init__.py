@@ -1,1 +1,2 @@
-"""Data: preparation, parquet datasets, a resumable sampler, and packing under a token budget."""
+"""Data: dataset preparation, tokenized datasets, a resumable sampler, and packing of sequences
+under a token budget."""

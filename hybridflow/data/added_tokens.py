@@ -1,5 +1,4 @@
-"""Search text for a tokenizer's added tokens: special tokens and other additions to its
-vocabulary."""
+"""Search of text for a tokenizer's added tokens (special tokens and other vocabulary additions)."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True)
 class Found:
-    """An added token in a text, from `begin` to `end`, including the white space that it strips."""
+    """An added token found in a text. The span `begin` to `end` includes the whitespace that the
+    token strips."""
 
     token: str
     begin: int
@@ -21,7 +21,7 @@ class Found:
 
 
 class AddedTokens:
-    """Finds added tokens as the tokenizer does: the leftmost match, and the longest one there.
+    """Finds added tokens as the tokenizer does: the leftmost match wins, then the longest.
 
     Args:
         decoder: the tokenizer's `added_tokens_decoder`, {id: token}.
@@ -37,7 +37,7 @@ class AddedTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def find(self, text: str, begin: int = 0) -> Iterator[Found]:
-        """Yield the added tokens of the text from offset `begin` on, in order."""
+        """Yield the added tokens in the text in order, starting at offset `begin`."""
         position = begin
         while match := self._pattern.search(text, position):
             token = self._tokens[match[0]]

@@ -1,8 +1,8 @@
-"""Load balancing: the cost of sequences, and their distribution over ranks. Pure numpy.
+"""Load balancing: computes sequence costs and distributes sequences across ranks. Pure numpy.
 
-A greedy solution (longest processing time first) is improved by swaps between an expensive and a
-cheap rank. A swap is applied only if it lowers the cost of the more expensive rank, so the greedy
-solution's bounds still hold.
+A greedy solution (longest processing time first) is improved by swapping items between expensive
+and cheap ranks. A swap is applied only if it lowers the cost of the more expensive rank, so the
+greedy solution's bounds still hold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ENOUGH = 2e-4  # relative to the mean: a smaller imbalance is not worth another
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """The cost of a forward pass over one sequence: `per_token` for each token, and `per_pair` for
+    """The cost of a forward pass over one sequence: `per_token` for each token plus `per_pair` for
     each pair of tokens (attention)."""
 
     per_token: float
@@ -31,11 +31,11 @@ class SequenceCost:
 
     @classmethod
     def of_model(cls, hf_config: Mapping[str, Any]) -> SequenceCost:
-        """Count multiplications for the model shape in a Hugging Face config: matrices per token,
-        and attention scores and values per causal pair.
+        """Derive the costs from the model shape in a Hugging Face config by counting
+        multiplications: weight matrices per token, attention scores and values per causal pair.
 
-        Missing fields default to a plain dense model. Without hidden_size or num_hidden_layers,
-        only tokens count.
+        Missing fields default to a plain dense model. Without hidden_size or num_hidden_layers, the
+        cost is the number of tokens.
         """
         hidden = int(hf_config.get("hidden_size", 0))
         layers = int(hf_config.get("num_hidden_layers", 0))
@@ -57,8 +57,8 @@ class SequenceCost:
         )
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the cost of each sequence [B] f64, in units of one token of a short sequence:
-        `lengths` plus the quadratic part."""
+        """Return the cost of each sequence [B] f64, where 1 is the cost of a token in a short
+        sequence: `lengths` plus the quadratic term."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return tokens + (self.per_pair / self.per_token) * tokens * tokens
 
@@ -72,11 +72,12 @@ def checked_costs(costs: Costs) -> np.ndarray:
 
 
 def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list[np.ndarray]:
-    """Distribute items over ranks so that the largest sum of costs is small.
+    """Distribute items across ranks so that the highest load (sum of costs on one rank) is small,
+    using longest processing time first, then swaps.
 
-    Longest processing time first, then swaps. The largest sum is at most the mean plus the most
-    expensive item; without `equal_counts` it is also at most 4/3 - 1/(3 num_ranks) of the optimum.
-    Deterministic; ties go to the lower rank and the lower index.
+    The highest load is at most the mean plus the most expensive item; without `equal_counts` it is
+    also at most 4/3 - 1/(3 num_ranks) of the optimum. Deterministic; ties go to the lower rank and
+    the lower index.
 
     Args:
         costs: cost of each item [B], finite and not negative; any unit.
@@ -84,8 +85,8 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
         equal_counts: give every rank the same number of items; B must be divisible by num_ranks.
 
     Returns:
-        One ascending int64 index array per rank, with every index once. Arrays are empty only if
-        there are fewer items than ranks.
+        One sorted int64 index array per rank; every index appears exactly once. An array can be
+        empty only if there are fewer items than ranks.
 
     Raises:
         ValueError: num_ranks is not positive, a cost is negative or not finite, or B is not
@@ -94,7 +95,7 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
     weights = checked_costs(costs)
     if num_ranks < 1 or (equal_counts and len(weights) % num_ranks):
         raise ValueError(
-            "num_ranks must be positive, and for equal counts divide the number of items; got "
+            "num_ranks must be positive and, with equal_counts, divide the number of items; got "
             f"{len(weights)} items, {num_ranks} ranks"
         )
     # Work on the costs in descending order, so that the result does not depend on the order of the
@@ -113,8 +114,8 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
 
 
 def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the rank of each item [B]. In descending order, each item goes to the cheapest rank;
-    ties go to the rank with fewer items, then to the lower rank."""
+    """Return the rank of each item [B]. Each item, in descending order of cost, is assigned to the
+    least loaded rank; ties go to the rank with fewer items, then to the lower rank."""
     owner = []
     heap = [(0.0, 0, rank) for rank in range(num_ranks)]
     for cost in weights.tolist():
@@ -125,8 +126,8 @@ def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the rank of each item [B], with equal counts. In descending order, `num_ranks` items
-    at a time are dealt out, the most expensive to the cheapest rank."""
+    """Return the rank of each item [B], with equal counts. Items are dealt out in descending order
+    of cost, `num_ranks` at a time, the most expensive of them to the least loaded rank."""
     loads = np.zeros(num_ranks)
     rows = []
     for costs in weights.reshape(-1, num_ranks):
@@ -136,8 +137,8 @@ def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: bool) -> None:
-    """Improve `owner` in place: each round swaps between the most expensive rank and the cheapest,
-    between the second most expensive and the second cheapest, and so on."""
+    """Improve `owner` in place: each round swaps items between the most and the least loaded rank,
+    the second most and the second least loaded, and so on."""
     loads = np.bincount(owner, weights, num_ranks)
     fruitless = 0
     accepted = loads.mean() * (1 + _ENOUGH)
@@ -161,8 +162,9 @@ def _trade(
     low: np.ndarray,
     moves: bool,
 ) -> int:
-    """For each pair i, apply the best swap of an item of `high[i]` for one of `low[i]` (or, with
-    `moves`, for nothing). Returns the number of swaps applied."""
+    """For each pair i, apply the swap of one item of `high[i]` for one of `low[i]` that best evens
+    their loads. With `moves`, an item may also move one way. Returns the number of swaps
+    applied."""
     pair_of = np.full(len(loads), -1)
     pair_of[high] = pair_of[low] = np.arange(len(high))
     is_low = np.isin(owner, low)
@@ -184,10 +186,10 @@ def _trade(
 def _nearest(
     pairs: np.ndarray, costs: np.ndarray, wanted_pairs: np.ndarray, wanted: np.ndarray, step: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each wanted cost, return the item of its pair with the nearest cost, and the distance to
-    it (inf if the pair has no items).
+    """For each wanted cost, return the index of the item in the same pair whose cost is nearest,
+    and the difference (inf if the pair has no items).
 
-    `step` exceeds every difference of two costs.
+    `step` must exceed the difference between any two costs.
     """
     # Sort all items by pair, then by cost, so that one search serves every pair.
     order = np.lexsort((costs, pairs))
@@ -211,8 +213,8 @@ def _apply(
     half: np.ndarray,
     found: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> int:
-    """Apply each pair's best swap if it makes the more expensive rank cheaper. An index of -1 in
-    `take` means no item. Returns the number of swaps applied."""
+    """Apply each pair's best swap if it lowers the load of the more expensive rank. An index of -1
+    in `take` means that nothing is swapped back. Returns the number of swaps applied."""
     high, low = ranks
     give, take, missed = found
     order = np.lexsort((give, missed))

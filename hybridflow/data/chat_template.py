@@ -1,9 +1,9 @@
 """The text that a chat template writes between one answer and the next, derived by rendering short
-conversations with placeholder contents.
+placeholder conversations.
 
-A template is a program, so it is tested rather than parsed. Placeholders show where turns are
-opened and closed and how an observation is written (unchanged, trimmed, as JSON), so that a
-conversation can be continued without rendering it again from the start.
+A template is a program, so its output is inspected rather than its source. The placeholders reveal
+where turns open and close and how an observation is written (unchanged, trimmed, as JSON), so a
+conversation can be continued without re-rendering it from the start.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MARK = re.compile(r"kQzV([A-Z])([0-9]{4})")
 
 
 def _mark(kind: str, number: int = 0) -> str:
-    """Return a placeholder of nine letters and digits, the only form that some templates accept as
-    call ids."""
+    """Return a placeholder of nine letters and digits, because some templates accept only this form
+    as a call id."""
     return f"kQzV{kind}{number:04d}"
 
 
@@ -45,7 +45,8 @@ class Piece:
     """A part of a prompt.
 
     Attributes:
-        is_literal: the text is untrusted; special tokens spelled out in it stay text.
+        is_literal: the text is untrusted, so special tokens spelled out in it are encoded as plain
+            text.
     """
 
     text: str
@@ -54,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownCall:
-    """A tool call in an answer, with the name and id that its result message refers to."""
+    """A tool call in an answer. Its result message refers to it by this name and id."""
 
     name: str
     id: str
@@ -75,7 +76,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ObservationForm:
-    """The form in which a template writes a message of one role after an answer.
+    """How a template renders a message of one role after an answer.
 
     Attributes:
         before, after: the text around the content; `before` includes the end of the answer.
@@ -93,14 +94,15 @@ class TemplateReport:
     """A description of how a chat template renders turns.
 
     Attributes:
-        closes_answer: the text after an answer that is the last message; empty if the answer is
-            closed by the header of the next role.
+        closes_answer: the text that follows an answer at the end of the conversation; empty if an
+            answer is closed by the header of the next role.
         ends_answer: the token in `closes_answer` that ends an answer; None if there is none.
         stop_tokens: tokens that stop generation.
         roles: roles that the template accepts.
-        observations: by role (`tool`, `user`), the form of a message after an answer. A role whose
-            messages cannot follow an answer exactly is absent and listed in `problems`.
-        problems: by role, the reason its messages cannot follow an answer.
+        observations: how a message after an answer is rendered, keyed by role (`tool`, `user`).
+            Contains no role whose messages the template cannot render exactly after an answer;
+            these are listed in `problems`.
+        problems: why a role's messages cannot follow an answer, keyed by role.
         needs_calls: `tool` messages are accepted only after an answer with tool calls.
         opens_thinking: the generation prompt ends inside a thinking block.
         drops_thinking: roles whose messages make the template drop the thinking of earlier answers.
@@ -130,8 +132,8 @@ class _Frame:
 
     Attributes:
         text: the whole conversation.
-        answer: position after the first placeholder of the last answer.
-        begin: end of the last answer.
+        answer: position right after the first placeholder in the last answer.
+        begin: position at which the last answer ends.
         messages: all messages of the conversation.
         contents: the real contents of the messages after the last answer.
         names: the real names and ids by placeholder.
@@ -152,7 +154,7 @@ class _Form:
     Attributes:
         most_calls: maximum calls per answer; None for all.
         as_text: arguments are JSON text rather than an object.
-        invents: add calls to an answer that has none if tool results follow it.
+        invents: if tool results follow an answer without tool calls, add calls to it.
     """
 
     most_calls: int | None
@@ -180,8 +182,8 @@ class ChatTemplate:
         """Return the text between the last answer and the next one.
 
         Args:
-            exchanges: all exchanges after the first user message. Only the last one's messages are
-                rendered; in the others only roles, tool calls and ids matter.
+            exchanges: all exchanges after the first user message. Messages are rendered only for
+                the last exchange; of the others, only roles, tool calls and ids are used.
             last: text of the stop token that ended the answer; None if something else ended it. The
                 template's own end token is omitted if it is this one, since it was already sampled.
 
@@ -215,8 +217,8 @@ class ChatTemplate:
             with_calls: the answers have tool calls.
 
         Raises:
-            DataError: the messages are rejected or not shown exactly once, or earlier messages are
-                rendered differently after them.
+            DataError: the template rejects the messages, does not show them exactly once, or
+                renders earlier messages differently after them.
         """
         once, twice = (
             self._frame([_example(role, "?", with_calls)] * count).text for count in (1, 2)
@@ -233,19 +235,19 @@ class ChatTemplate:
             )
 
     def stops_in(self, text: str, begin: int = 0) -> Iterator[Found]:
-        """Yield the stop tokens of the text from offset `begin` on."""
+        """Yield the stop tokens in the text in order, starting at offset `begin`."""
         return (found for found in self._added.find(text, begin) if found.token in self._stops)
 
     @cached_property
     def closes_answer(self) -> str:
-        """The text after an answer that is the last message; empty if the template rejects such a
-        conversation."""
+        """The text that the template writes after an answer at the end of the conversation; empty
+        if it rejects such a conversation."""
         return self._behind_answer()
 
     @cached_property
     def closing_token(self) -> str | None:
-        """The added token directly after an answer that is followed by a message: the answer's end
-        token, or the next role's header. None if there is none."""
+        """The added token that immediately follows an answer when another message comes next: the
+        answer's end token, or the next role's header. None if there is none."""
         found = next(self._added.find(self._behind_answer(_OPENING)), None)
         return found.token if found is not None and found.begin == 0 else None
 
@@ -300,7 +302,7 @@ class ChatTemplate:
         return ""
 
     def report(self) -> TemplateReport:
-        """Return a report on the template to show to the user."""
+        """Return a report on the template for the user."""
         observations = dict[str, ObservationForm]()
         problems = dict[str, str]()
         needs_calls = False
@@ -379,7 +381,7 @@ class ChatTemplate:
         return seen, stop
 
     def _sampled(self, between: str, last: str | None) -> int:
-        """Return the length of the prefix of `between` that was already sampled as the end of the
+        """Return how many leading characters of `between` were already sampled as the end of the
         answer."""
         if last is None:
             return 0
@@ -394,8 +396,8 @@ class ChatTemplate:
         return len(last) if between.startswith(last) else 0
 
     def _shown(self, frame: _Frame) -> dict[str, str] | None:
-        """Return {placeholder: content as the template writes it}, or None if a content changes the
-        text around it."""
+        """Return {placeholder: rendered content}, or None if a content changes the text around
+        it."""
         shown: dict[str, str] = {}
         for number, content in enumerate(frame.contents):
             before, mark, after = frame.text[frame.answer :].partition(_mark("T", number))
@@ -412,7 +414,8 @@ class ChatTemplate:
         """Return the text after the answer, rendered with the real contents.
 
         Raises:
-            DataError: a content contains a special token, which would be taken for the template's.
+            DataError: a content contains a special token, which is indistinguishable from the
+                template's own.
         """
         values = [*frame.contents, *frame.names.values()]
         if any(next(self._added.find(value), None) or _MARK.search(value) for value in values):
@@ -474,13 +477,14 @@ def common_beginning(one: str, other: str) -> str:
 
 
 def _first_seen(text: str) -> int:
-    """Return the position after the first placeholder of the last answer. The text before it may
-    depend on the messages that follow."""
+    """Return the position after the first placeholder of the last answer. The text before that
+    position may depend on later messages."""
     return next(found.end() for found in _MARK.finditer(text) if found[1] in "AV")
 
 
 def _with_contents(frame: _Frame, contents: Mapping[int, str]) -> list[Message]:
-    """Return the messages with the placeholders after the last answer replaced by real contents."""
+    """Return the messages and replace the placeholders after the last answer with the real
+    contents."""
     first = len(frame.messages) - len(frame.contents)
     texts = {first + number: content for number, content in contents.items()}
     messages: list[Message] = []
@@ -513,9 +517,9 @@ def _forms(exchanges: Sequence[Exchange]) -> Iterator[_Form]:
 
 
 def _marked(exchange: Exchange, form: _Form, names: dict[str, str], earlier: int) -> list[Message]:
-    """Return an answer and the messages after it with placeholders, and add the placeholders of
-    names and ids to `names`. `earlier` is the number of exchanges that follow; exchanges before the
-    last one use other placeholders."""
+    """Replace the contents of an answer and of the messages after it with placeholders, and add the
+    placeholders for names and ids to `names`. `earlier` is the number of exchanges that follow this
+    one; all but the last exchange use a separate set of placeholders."""
     results = [one for one in exchange.messages if one["role"] == "tool"]
     calls = exchange.calls or (
         [ShownCall("tool", f"call{n:05d}") for n in range(len(results))] if form.invents else []

@@ -1,10 +1,10 @@
-"""A trial run of a tokenizer and its chat template, since both are programs written by the model's
-author.
+"""A trial run of a tokenizer and its chat template, both of which are untrusted programs from the
+model's author.
 
-transformers renders templates in jinja's sandbox, which protects Python, files and the network, but
-does not stop endless loops or strings that exhaust memory. The normalizers and patterns of a
-tokenizer.json can have the same faults. Short conversations are therefore rendered, and short texts
-encoded, in a process limited to a few seconds and a gigabyte.
+transformers renders templates in jinja's sandbox, which protects Python, files and the network but
+does not stop endless loops or strings that exhaust memory. The normalizers and patterns in a
+tokenizer.json can cause the same problems. Short conversations are therefore rendered, and short
+texts encoded, in a process limited to a few seconds of CPU time and one gigabyte of memory.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _run(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def _limit(kind: int, soft: int, hard: int) -> None:
-    """Set a resource limit, no higher than the process's current hard limit."""
+    """Set a resource limit, capped at the process's current hard limit."""
     present = resource.getrlimit(kind)[1]
     if present != resource.RLIM_INFINITY:
         soft, hard = min(soft, present), min(hard, present)

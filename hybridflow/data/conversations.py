@@ -1,8 +1,10 @@
-"""Whole conversations as training rows: their tokens, and a mask of the assistant's tokens.
+"""Conversion of whole conversations to training rows: token ids, and a mask of the assistant's
+tokens.
 
-An answer is learned after the tokens of its generation prompt and including its end token, as in
-generation. A template may render an answer differently once messages follow it (without its
-thinking, or with another end token). Such an answer is learned in a separate row that ends with it.
+As in generation, the learned tokens of an answer start right after its generation prompt and
+include its end token. A template may render an answer differently once messages follow it (without
+its thinking, or with another end token). Such an answer is learned in a separate row that ends with
+it.
 """
 
 from __future__ import annotations
@@ -59,13 +61,13 @@ class _Turn:
 def learned_rows(
     tokenizer: Tokenizer, messages: Messages, wanted: Sequence[bool] | None, tools: Messages | None
 ) -> list[LearnedRow]:
-    """Return the rows that teach the assistant's turns of a conversation, each turn in exactly one
-    row.
+    """Convert a conversation to training rows in which each of the assistant's turns is learned
+    exactly once.
 
     Args:
         tokenizer: its chat template renders the conversation.
         messages: as `read_messages` returns them.
-        wanted: for each assistant message, True to learn it; None learns all.
+        wanted: one boolean per assistant message, True to learn it; None learns all.
         tools: tool declarations for the template; None uses the run's.
 
     Raises:
@@ -146,8 +148,8 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages | None) -> _Turn:
-    """Render the answer that is message `place`. Raises DataError if the template does not show it,
-    or not directly after its generation prompt."""
+    """Render the answer at index `place`. Raises DataError if the template omits it or does not
+    render it directly after its generation prompt."""
     prompt = whole_text(tokenizer.render(messages[:place], True, tools))
     text = whole_text(tokenizer.render(messages[: place + 1], False, tools))
     if not text.startswith(prompt):
@@ -175,7 +177,8 @@ def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages 
 
 
 def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
-    """Reject an answer if the template omits part of it, because that part would not be learned."""
+    """Reject an answer that the template renders only in part, because the rest would not be
+    learned."""
     said = []
     for key in ("reasoning_content", "content"):
         said.extend(_THINKING.split(message.get(key) or ""))
@@ -195,7 +198,7 @@ def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
 
 
 def _rows(tokenizer: Tokenizer, answers: Sequence[_Turn]) -> list[LearnedRow]:
-    """Build the training rows, starting with the longest conversation, which may contain earlier
+    """Build the training rows. Start with the longest conversation, because it may contain earlier
     turns unchanged."""
     rows: list[tuple[str, list[tuple[int, int]]]] = []
     for turn in reversed(answers):
@@ -210,8 +213,8 @@ def _rows(tokenizer: Tokenizer, answers: Sequence[_Turn]) -> list[LearnedRow]:
 
 
 def _end_in(text: str, turn: _Turn, tokenizer: Tokenizer) -> int | None:
-    """Return the end of the turn in a longer conversation, or None if it is rendered differently or
-    not closed there."""
+    """Return the position at which the turn ends in a longer conversation, or None if that
+    conversation renders it differently or does not close it."""
     if not text.startswith(turn.text[: turn.end]):
         return None
     if turn.is_closed:
@@ -235,7 +238,7 @@ def _row(
 
 
 def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the message with its call arguments as objects (`json.loads`) or text
+    """Convert the arguments of the message's tool calls to objects (`json.loads`) or to text
     (`json.dumps`)."""
     if not message.get("tool_calls"):
         return dict(message)
@@ -250,7 +253,7 @@ def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> d
 
 
 def _plain(value: Any, expected: str) -> Any:
-    """Return the value without nulls, parsing it first if it is JSON text."""
+    """Parse the value if it is JSON text, and remove nulls."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -1,4 +1,5 @@
-"""Loading of datasets and the sampler. A user's dataset class is checked before anything starts."""
+"""Opens datasets and the sampler. A user-defined dataset class is validated before anything
+starts."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Prompts(Protocol):
         ...
 
     def batch(self, indices: np.ndarray) -> DataProto:
-        """Return the rows at `indices` [B] with the columns of `PromptDataset.batch`."""
+        """Return the rows at `indices` [B]. The columns are those of `PromptDataset.batch`."""
         ...
 
 
@@ -67,7 +68,7 @@ def open_prompts(
 
 
 def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | PreferenceDataset:
-    """Open the training data: prompts to be answered by engines, or with `data.answers=pairs`
+    """Open the training data: prompts for the engines to answer or, with `data.answers=pairs`,
     prompts with recorded answers.
 
     Raises:

@@ -26,8 +26,8 @@ _PAIRS = SftConfig()
 
 
 class _Dataset:
-    """Rows of data files as token ids: a prompt and answers, each answer ending with one end token
-    of the chat template.
+    """Tokenized rows of data files: a prompt and its answers, each ending with one end token of the
+    chat template.
 
     A prompt that ends with an assistant message is rejected, because the answer would be part of
     the question. With `data.continue_final_message`, that message is the beginning of the answer,
@@ -36,9 +36,9 @@ class _Dataset:
     A row whose prompt exceeds `data.max_prompt_length` tokens (chat template included), or whose
     answer exceeds `data.max_response_length` (eos included), is dropped with
     `filter_overlong_prompts`, else handled by `data.truncation`: `left`, `middle` and `right` name
-    the part of the prompt that is removed, and `error` raises. An answer is truncated on the right
-    and then has no eos. A conversation may have as many tokens as the sum of both limits, and is
-    truncated at its end.
+    the part of the prompt to remove, and `error` raises. An answer is truncated on the right and
+    then has no eos. A conversation may have as many tokens as both limits combined; a longer one is
+    truncated on the right.
 
     If there are many rows, several processes encode them. The tokens of large files are cached for
     later runs (`TokenCache`).
@@ -47,8 +47,8 @@ class _Dataset:
         files: data files, read in order.
         encoder: tokenizes the rows.
         config: the `data` section.
-        others, optional: additional columns that the files must have, and may have.
-        max_rows: keep this many rows from the top, after filtering; None keeps all.
+        others, optional: additional required and optional columns of the files.
+        max_rows: keep only the first `max_rows` rows after filtering; None keeps all.
 
     Attributes:
         num_filtered, num_truncated: numbers of overlong rows that were dropped and truncated.
@@ -95,7 +95,8 @@ class _Dataset:
         )
 
     def _take(self, piece: Piece, max_rows: int | None) -> DataProto:
-        """Add rows of a piece up to a total of `max_rows`. Returns their tokens."""
+        """Add the rows of a piece until there are `max_rows` in total. Returns the tokens of the
+        added rows."""
         counts = piece.counts()
         taken = 0
         for row, count in zip(piece.rows, counts.tolist(), strict=True):
@@ -111,7 +112,8 @@ class _Dataset:
         return tokens
 
     def _further(self, row: Row) -> dict[str, Any]:
-        """Return additional columns of a row. Raises DataError if the row is unusable."""
+        """Return the values of a row's additional columns. Raises DataError if the row is
+        unusable."""
         return {}
 
     def __len__(self) -> int:
@@ -132,8 +134,9 @@ class _Dataset:
 
 
 class PromptDataset(_Dataset):
-    """Prompts to sample responses for: prompt_ids (jagged int64), data_source, ground_truth,
-    extra_info (objects); with `data.keep_prompts` prompt (objects: the row's messages).
+    """Prompts to sample responses for. Columns: prompt_ids (jagged int64), data_source,
+    ground_truth, extra_info (objects); with `data.keep_prompts` also prompt (objects: the row's
+    messages).
 
     Required columns: `data.prompt_key` (chat messages or text), `data.data_source_key` (string; not
     with `data.data_source`), `data.ground_truth_key`. Optional: extra_info (struct).
@@ -142,7 +145,7 @@ class PromptDataset(_Dataset):
         files: parquet files, read in order.
         tokenizer: its chat template renders the prompts.
         config: the `data` section.
-        max_rows: keep this many rows from the top, after filtering; None keeps all.
+        max_rows: keep only the first `max_rows` rows after filtering; None keeps all.
     """
 
     def __init__(
@@ -196,10 +199,11 @@ class PromptDataset(_Dataset):
 
 
 class SftDataset(_Dataset):
-    """Demonstrations: prompt_ids and response_ids (jagged int64).
+    """Demonstrations. Columns:
 
-    Rows are {prompt: chat messages, response: string}. With `sft.messages_key` they are
-    conversations, and `response_mask` (jagged bool) marks the learned tokens.
+    prompt_ids and response_ids (jagged int64). Input rows are {prompt: chat messages, response:
+    string}. With `sft.messages_key` they are conversations, and `response_mask` (jagged bool) marks
+    the learned tokens.
 
     Args:
         files: data files, read in order.
@@ -222,16 +226,17 @@ class SftDataset(_Dataset):
 
 
 class PreferenceDataset(_Dataset):
-    """Pairs of answers to one prompt: prompt_ids, chosen_ids and rejected_ids (jagged int64).
+    """Preference pairs. Columns:
 
-    Rows are {prompt: chat messages, chosen: string, rejected: string}. A row is rejected if its
-    answers are equal, before or after truncation.
+    prompt_ids, chosen_ids and rejected_ids (jagged int64). Input rows are {prompt: chat messages,
+    chosen: string, rejected: string}. A row is rejected if its answers are equal, before or after
+    truncation.
 
     Args:
         files: parquet files, read in order.
         tokenizer: its chat template renders the prompts; answers are encoded as plain text.
         config: the `data` section.
-        chosen_key, rejected_key: columns with the better and the worse answer.
+        chosen_key, rejected_key: names of the columns that contain the better and the worse answer.
     """
 
     def __init__(
@@ -267,8 +272,9 @@ def _rows(
                 raise
             raise DataError(
                 f"{error}. Set the column names in data.prompt_key, data.ground_truth_key and "
-                "data.data_source_key (or data.data_source=NAME for all rows), for demonstrations "
-                "in sft.response_key or sft.messages_key; or convert a published dataset with "
+                "data.data_source_key (or data.data_source=NAME for all rows), or, for "
+                "demonstrations, in sft.response_key or sft.messages_key; or convert a published "
+                "dataset with "
                 "`hybridflow prepare`"
             ) from error
 

@@ -1,4 +1,4 @@
-"""Encoders from rows of data files to token ids."""
+"""Encoders, which convert rows of data files to token ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LIMITS = ("max_prompt_length", "max_response_length", "filter_overlong_prompts"
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row of a file as zero or more rows of tokens.
+    """The zero or more token rows encoded from one row of a file.
 
     Attributes:
         rows: token ids by column; empty if the row is dropped as too long.
@@ -46,7 +46,7 @@ class Encoder(Protocol):
 
     @property
     def reads(self) -> Sequence[str]:
-        """The columns that every file must have."""
+        """The columns required in every file."""
         ...
 
     @property
@@ -59,15 +59,16 @@ class Encoder(Protocol):
         ...
 
     def encode(self, row: Row) -> Encoded:
-        """Encode a row. Raises DataError if it is malformed, or too long and not to be
-        truncated."""
+        """Encode a row. Raises DataError if it is malformed, or if it is too long and truncation is
+        disabled."""
         ...
 
 
 @dataclass(frozen=True)
 class AnswerEncoder:
-    """Encodes a prompt and its `answers` {token column: row column}, each answer ending with one
-    end token. `must_differ` rejects equal answers, for preference pairs."""
+    """Encodes a prompt and its answers, each ending with one end token. `answers` maps token
+    columns to row columns. `must_differ` rejects rows with equal answers, as needed for preference
+    pairs."""
 
     tokenizer: Tokenizer
     config: DataConfig
@@ -76,7 +77,7 @@ class AnswerEncoder:
 
     @property
     def reads(self) -> Sequence[str]:
-        """The columns that files must have."""
+        """The columns required in every file."""
         return self.config.prompt_key, *self.answers.values()
 
     @property
@@ -90,8 +91,8 @@ class AnswerEncoder:
         return {"answers": dict(self.answers), **{key: getattr(self.config, key) for key in keys}}
 
     def encode(self, row: Row) -> Encoded:
-        """Encode a row. Raises DataError if it is malformed, or too long and not to be
-        truncated."""
+        """Encode a row. Raises DataError if it is malformed, or if it is too long and truncation is
+        disabled."""
         config = self.config
         prompt = _prompt_ids(row, self.tokenizer, config)
         answers = {
@@ -129,7 +130,7 @@ class ConversationEncoder:
 
     @property
     def reads(self) -> Sequence[str]:
-        """The columns that files must have."""
+        """The columns required in every file."""
         keys = (self.sft.messages_key, self.sft.learned_key, self.sft.tools_key)
         return [key for key in keys if key is not None]
 
@@ -141,8 +142,8 @@ class ConversationEncoder:
         }
 
     def encode(self, row: Row) -> Encoded:
-        """Encode a row. Raises DataError if it is malformed, or too long and not to be
-        truncated."""
+        """Encode a row. Raises DataError if it is malformed, or if it is too long and truncation is
+        disabled."""
         key = self.sft.messages_key
         learned = self.sft.learned_key
         tools = self.sft.tools_key

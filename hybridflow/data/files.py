@@ -1,5 +1,5 @@
-"""Readers of data files with validation: every error names the file, the column, the row and the
-expected value."""
+"""Validating readers of data files. Every error names the file, row and column, and the expected
+value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_ROW_BYTES = 256 << 20  # the tests of a program may have tens of MB
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a file: its position, and its values by column."""
+    """A row of a file: its position, and its values keyed by column."""
 
     path: str
     number: int
@@ -45,7 +45,8 @@ class Row:
         return value
 
     def messages(self, column: str) -> list[dict[str, Any]]:
-        """Return the value of a chat-message column, without fields that Arrow filled with null."""
+        """Return the value of a column of chat messages, without the fields that Arrow filled with
+        null."""
         value = self.values[column]
         expected = "a non-empty list of chat messages {role: string, content: string}"
         if not isinstance(value, list) or not value:
@@ -72,14 +73,15 @@ class Row:
 def read_rows(
     path: str | Path, required: Sequence[str], optional: Sequence[str] = ()
 ) -> Iterator[Row]:
-    """Yield the rows of a data file with the named columns.
+    """Yield the rows of a data file, restricted to the named columns.
 
-    The format follows from the suffix: parquet, jsonl (one object per line), json (a list of
-    objects, or such lines), csv (with a header; all values are strings) or arrow (an IPC file or
-    stream). Any other file is read as parquet.
+    The suffix determines the format: parquet, jsonl (one object per line), json (a list of objects,
+    or such lines), csv (with a header; all values are strings) or arrow (an IPC file or stream).
+    Any other file is read as parquet.
 
     Raises:
-        DataError: the file is missing, incomplete or of another format, or lacks a required column.
+        DataError: the file is missing, incomplete or not in the expected format, or lacks a
+            required column.
     """
     reader = _READERS.get(Path(path).suffix)
     if reader is None:
@@ -145,7 +147,7 @@ def _json(path: Path) -> Iterator[dict[str, Any]]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if path.stat().st_size > memory // 2:
         raise DataError(
-            f"{path}: has more bytes than half of this machine's memory; write one object per line "
+            f"{path}: is larger than half of this machine's memory; write one object per line "
             "(jsonl), which is read line by line"
         )
     for number, item in enumerate(_parsed(path.read_bytes(), str(path))):

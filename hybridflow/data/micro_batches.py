@@ -17,16 +17,16 @@ RESPONSE_MASK = "response_mask"  # jagged bool: response tokens that the policy 
 
 
 class Packed(Protocol):
-    """The protocol of a packed micro-batch, as needed by `unpack`."""
+    """The part of a packed micro-batch that `unpack` needs."""
 
     @property
     def samples(self) -> np.ndarray:
-        """Row numbers in the batch [s], in packed order."""
+        """Indices of the packed rows in the batch [s], in packed order."""
         ...
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[s] participating response tokens of each row."""
+        """Number of participating response tokens per row [s]."""
         ...
 
 
@@ -36,17 +36,17 @@ def sequence_lengths(batch: DataProto) -> np.ndarray:
 
 
 def lengths_read(lengths: np.ndarray, last_token: bool = False) -> np.ndarray:
-    """Return the number of leading tokens of each row that a forward pass reads [B].
+    """For each row, return how many leading tokens a forward pass reads [B].
 
-    Nothing is predicted from a row's last token, so it is read only if `last_token` requests its
-    output. A one-token row is always read, because attention kernels reject empty sequences.
+    Nothing is predicted from the last token, so it is read only if `last_token` is set. A one-token
+    row is always read, because attention kernels reject empty sequences.
     """
     return lengths if last_token else np.maximum(lengths - 1, np.minimum(lengths, 1))
 
 
 def tokens_read(prompts: Jagged, responses: Jagged, read: np.ndarray) -> np.ndarray:
-    """Concatenate the first `read` [s] tokens (prompt, then response) of each row. Returns
-    [sum of read] int64."""
+    """Concatenate the leading tokens (prompt, then response) of each row; `read` [s] is the number
+    per row. Returns int64 [sum of read]."""
     sizes = prompts.lengths + responses.lengths
     starts = np.cumsum(sizes) - sizes
     tokens = np.zeros(int(sizes.sum()), np.int64)
@@ -56,7 +56,7 @@ def tokens_read(prompts: Jagged, responses: Jagged, read: np.ndarray) -> np.ndar
 
 
 def check_token_ids(batch: DataProto, vocab_size: int) -> None:
-    """Reject token ids outside the model's vocabulary, while they are still on the host.
+    """Reject token ids outside the model's vocabulary before the batch is copied to the device.
 
     Raises:
         ValueError: an id is outside the vocabulary.
@@ -78,8 +78,8 @@ def counted_tokens(
     """Return a mask of the participating response tokens of these rows, and their number per row
     [s].
 
-    If `columns` contains `response_mask`, only sampled tokens participate: losses, metrics and
-    counts ignore the others. If the batch lacks that column, all tokens count as sampled.
+    If `columns` contains `response_mask`, only sampled tokens participate; losses, metrics and
+    counts ignore all others. If the batch lacks that column, every token counts as sampled.
     """
     if RESPONSE_MASK not in columns or RESPONSE_MASK not in batch:
         return slice(None), np.asarray(batch.jagged("response_ids").take(rows).lengths)
@@ -91,7 +91,7 @@ def counted_tokens(
 def values_of(
     batch: DataProto, name: str, rows: np.ndarray, keep: np.ndarray | slice
 ) -> np.ndarray:
-    """Return a column's values [n, ...] at the participating tokens of these rows, as int64 or
+    """Return a column's values at the participating tokens of these rows, [n, ...] int64 or
     float32."""
     values = batch.jagged(name).take(rows).values[keep]
     return np.array(
@@ -100,11 +100,11 @@ def values_of(
 
 
 def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) -> Supports | None:
-    """Return the sampler's supports at the participating tokens of these rows; None if the batch
-    has none.
+    """Return the sampler's supports at the participating tokens of these rows, or None if the batch
+    has no supports.
 
     Raises:
-        ValueError: the number of tokens in a row's supports does not match their sizes.
+        ValueError: in some row, the number of support tokens does not match the support sizes.
     """
     if not all(name in batch for name in SUPPORT):
         return None
@@ -115,7 +115,7 @@ def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) ->
         row = int(wrong[0])
         raise ValueError(
             f"row {rows[row]}: {SUPPORT_IDS} has {ids.lengths[row]} tokens, but {SUPPORT_SIZES} "
-            f"add up to {np.diff(before[sizes.offsets])[row]}"
+            f"sums to {np.diff(before[sizes.offsets])[row]}"
         )
     return Supports(sizes.values, ids.values).take(keep)
 

@@ -1,4 +1,4 @@
-"""Packing plans: the assignment of sequences to micro-batches and to ranks. Pure numpy.
+"""Packing plans, which assign sequences to micro-batches and ranks. Pure numpy.
 
 Every plan depends only on the lengths (or costs) and their positions, so all ranks compute the same
 plan.
@@ -32,7 +32,7 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.nda
             sequence.
 
     Returns:
-        Index arrays int64, ascending inside a bin; bins in order of their smallest index. Empty if
+        One sorted int64 index array per bin; bins are ordered by their smallest index. Empty if
         there are no sequences.
 
     Raises:
@@ -49,7 +49,7 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.nda
     longest = int(sizes.argmax())
     if sizes[longest] > max_tokens:
         raise ConfigError(
-            f"sequence {longest} has {sizes[longest]} tokens, but the limit per micro-batch is "
+            f"sequence {longest} has {sizes[longest]} tokens, but a micro-batch is limited to "
             f"{max_tokens}; raise actor.max_tokens_per_micro_batch or lower "
             "data.max_prompt_length + data.max_response_length"
         )
@@ -65,16 +65,15 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.nda
 def pack_alike(
     lengths: Lengths, max_tokens: int, largest: Callable[[int], int]
 ) -> list[np.ndarray]:
-    """Run `pack` on one of several ranks so that all ranks get the same number of micro-batches,
-    the maximum that any of them needs.
+    """Pack this rank's sequences into as many micro-batches as the rank that needs the most.
 
-    A rank with fewer sequences gets empty micro-batches at the end, so that it still takes part in
-    every collective. The ranks agree on the number by a collective, because each sees only its own
-    mini-batch.
+    A rank that needs fewer gets empty micro-batches at the end, so that it still participates in
+    every collective. Each rank sees only its own mini-batch, so the ranks agree on the number with
+    a collective.
 
     Args:
         lengths, max_tokens: this rank's arguments of `pack`.
-        largest: all-reduce (max) of a number over the ranks; every rank calls it once.
+        largest: max all-reduce of a number across the ranks; every rank calls it once.
     """
     bins = pack(lengths, max_tokens)
     wanted = largest(len(bins))
@@ -84,12 +83,12 @@ def pack_alike(
 
 
 def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
-    """Return an order of rows [B] in which the consecutive pieces of `num_ranks` ranks
-    (`Dispatch.DP`) cost about the same.
+    """Return a permutation of the rows [B] such that splitting it into `num_ranks` consecutive
+    pieces (`Dispatch.DP`) gives pieces of about equal cost.
 
-    Pieces have B / num_ranks rows, rounded up; if that is not divisible, the cheapest rows fill the
-    short piece after the full ones. A full piece costs at most the mean of the full pieces plus the
-    most expensive row. Within a piece, rows keep their order.
+    Each piece has ceil(B / num_ranks) rows; if B is not divisible by `num_ranks`, the cheapest rows
+    go to the short piece after the full ones. No full piece costs more than the mean of the full
+    pieces plus the most expensive row. Within a piece, rows keep their original order.
     """
     weights = checked_costs(costs)
     size = -(-len(weights) // num_ranks)
@@ -108,20 +107,21 @@ def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
 def update_order(
     costs: Costs, num_ranks: int, rows_per_update: int, seed: Sequence[int]
 ) -> np.ndarray:
-    """Return the order of rows [B] for the updates of one epoch: each data-parallel rank's
-    consecutive piece contains its share of the first update, then of the second, and so on.
+    """Return the order of rows [B] for the updates of one epoch. The consecutive piece of each
+    data-parallel rank contains its share of the first update, then of the second, and so on.
 
-    The rows of an update are drawn from the whole batch using only `seed`, and are then divided
-    over the ranks at about equal cost, so the sequence of mini-batches is the same in any layout.
+    Which rows an update uses depends only on `seed`; they are then divided among the ranks at about
+    equal cost. The sequence of mini-batches is therefore the same in any layout.
 
     Raises:
-        ValueError: B is not divisible by `rows_per_update`, or that not by `num_ranks`.
+        ValueError: B is not divisible by `rows_per_update`, or `rows_per_update` is not divisible
+            by `num_ranks`.
     """
     weights = checked_costs(costs)
     if len(weights) % rows_per_update or rows_per_update % num_ranks:
         raise ValueError(
-            f"{len(weights)} rows in updates of {rows_per_update} are not divisible among "
-            f"{num_ranks} ranks"
+            f"{len(weights)} rows cannot be split into updates of {rows_per_update} rows, each "
+            f"divided evenly among {num_ranks} ranks"
         )
     drawn = np.random.default_rng(list(seed)).permutation(len(weights)).reshape(-1, rows_per_update)
     shares = []
@@ -131,8 +131,8 @@ def update_order(
 
 
 def _best_fit_decreasing(sizes: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Return the bin number of each sequence [B]. Longest first, each sequence goes into the
-    fullest bin that has room for it."""
+    """Return the bin number of each sequence [B]. Sequences are placed longest first, each into the
+    fullest bin with enough room."""
     bin_of = np.empty(len(sizes), dtype=np.int64)
     rooms: list[tuple[int, int]] = []  # (free tokens, bin), ascending
     used = 0

@@ -1,4 +1,4 @@
-"""Tokenization of untrusted text: special tokens spelled out in it stay text."""
+"""Tokenization of untrusted text. Special tokens spelled out in it are encoded as plain text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _ANCHOR = f"<anchor {secrets.token_hex(16)}>"
 
 
 def whole_text(text: str) -> str:
-    """Replace each unpaired surrogate with U+FFFD, since no tokenizer or file can encode one."""
+    """Replace each unpaired surrogate with U+FFFD, because neither tokenizers nor files can encode
+    one."""
     if not _HALF.search(text):
         return text
     joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
@@ -33,8 +34,7 @@ def whole_text(text: str) -> str:
 
 
 class PlainText:
-    """Encodes the pieces of a prompt as one text, except that added tokens in literal pieces stay
-    text.
+    """Encodes the pieces of a prompt as one text, but never turns literal pieces into added tokens.
 
     Args:
         hf_tokenizer: a Hugging Face tokenizer.
@@ -61,7 +61,7 @@ class PlainText:
         return ids + self.encode(text[place:])
 
     def encode(self, text: str) -> list[int]:
-        """Encode text from the middle of a prompt. Nothing in it becomes an added token."""
+        """Encode text from the middle of a prompt without producing added tokens."""
         ids = self._ids(text)
         if self.added.numbers.isdisjoint(ids):
             return ids
@@ -71,7 +71,7 @@ class PlainText:
         return ids if len(parts) == 1 else [token for part in parts for token in self._ids(part)]
 
     def cut(self, text: str, most: int | None) -> str:
-        """Truncate the text to its first `most` tokens, without encoding all of a long text."""
+        """Truncate the text to its first `most` tokens. Long texts are not encoded in full."""
         if most is None or len(text.encode()) <= most:
             return text
         size = _CHARACTERS * most
@@ -116,7 +116,8 @@ class PlainText:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizer without added tokens; None if it is not from the `tokenizers` library."""
+        """The tokenizer without its added tokens; None if it is not backed by the `tokenizers`
+        library."""
         whole = getattr(self._hf, "backend_tokenizer", None)
         if whole is None:
             return None

@@ -1,4 +1,5 @@
-"""An endless, reproducible, exactly resumable order over the rows of a dataset."""
+"""A reproducible sampler that iterates over the rows of a dataset endlessly and can be resumed
+exactly."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from hybridflow.errors import CheckpointError
 
 
 class ResumableSampler:
-    """Batches of row numbers over endless epochs.
+    """Yields batches of row numbers for an unlimited number of epochs.
 
-    The order is a single stream of epochs, each a permutation of all rows drawn from (seed, epoch),
-    or 0, 1, 2, ... without shuffling. A batch is the next `batch_size` entries of the stream. Rows
-    left at the end of an epoch start the first batch of the next one: no row is skipped and every
-    row appears exactly once per epoch, but a batch that spans two epochs may contain a row twice.
-    The state is the position in the stream, so resuming is exact at every point, including the last
-    batch of an epoch, and `batch_size` may change on resume.
+    The order is a single stream of epochs, each of them a permutation of all rows drawn from (seed,
+    epoch), or 0, 1, 2, ... without shuffling. A batch is the next `batch_size` entries of the
+    stream. Rows left at the end of an epoch start the first batch of the next one: no row is
+    skipped and every row appears exactly once per epoch, but a batch that spans two epochs may
+    contain a row twice. The state is the position in the stream, so resuming is exact at every
+    point, including the last batch of an epoch, and `batch_size` may change on resume.
 
     With `weights`, an epoch still has `num_rows` entries, but a row appears about `num_rows *
     weight / sum(weights)` times, rounded up or down at random. With `difficulty`, each epoch runs
@@ -30,8 +31,9 @@ class ResumableSampler:
         batch_size: rows per batch, at least 1; may exceed `num_rows`.
         shuffle: False yields the rows in file order.
         seed: not negative.
-        weights: [num_rows], not negative, at least one positive; None: every row once per epoch.
-        difficulty: [num_rows], finite; None: no curriculum.
+        weights: [num_rows], not negative, at least one positive; None uses every row once per
+            epoch.
+        difficulty: [num_rows], finite; None disables the curriculum.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class ResumableSampler:
         return self
 
     def __next__(self) -> np.ndarray:
-        """Return the next batch, row numbers [batch_size] int64, and advance the state."""
+        """Return the row numbers of the next batch, [batch_size] int64, and advance the state."""
         pieces: list[np.ndarray] = []
         missing = self.batch_size
         while missing:
@@ -102,10 +104,10 @@ class ResumableSampler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue exactly from a `state()`.
+        """Continue from exactly the point at which `state()` was called.
 
         Raises:
-            CheckpointError: the state is malformed, or it was saved with another dataset length,
+            CheckpointError: the state is malformed, or was saved with a different dataset length,
                 seed or shuffling, so the order cannot be continued. The sampler is then unchanged.
         """
         position = state.get("position")
@@ -146,8 +148,8 @@ def _checked(what: str, values: np.ndarray | None, num_rows: int) -> np.ndarray 
 
 
 def _drawn(weights: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Draw as many rows as there are weights, in ascending order. A row's count is its expected
-    value rounded up or down (systematic sampling)."""
+    """Draw as many rows as there are weights, using systematic sampling: each row is drawn as often
+    as expected, rounded up or down. Returns the rows sorted."""
     ends = np.cumsum(weights) * (len(weights) / weights.sum())
     ends[-1] = len(weights)
     return np.searchsorted(ends, np.arange(len(weights)) + random.random(), side="right").clip(
@@ -156,7 +158,7 @@ def _drawn(weights: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def _fingerprint(*columns: np.ndarray | None) -> str | None:
-    """Return a hash of the weights and difficulties; None if there are neither."""
+    """Return a hash of the weights and difficulties, or None if neither is set."""
     if all(column is None for column in columns):
         return None
     digest = hashlib.sha256()

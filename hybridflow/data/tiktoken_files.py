@@ -1,10 +1,10 @@
 """The tokenizer of Kimi and Moonlight, read from `tiktoken.model` and tokenizer_config.json without
-running the code published with the models.
+running the models' remote code.
 
-`tiktoken.model` has one line per token: its bytes in base64 and its rank, which is its id. A text
-is split by a fixed pattern, and the bytes of each piece are merged pair by pair, lowest resulting
-rank first. `tokenizers` computes the same from a list of all merges, ordered by the rank of the
-result.
+`tiktoken.model` has one line per token: its bytes in base64 and its rank, which is also its id. A
+text is split with a fixed regular expression, and the bytes of each piece are merged pairwise, in
+order of the rank of the merged token. `tokenizers` gives the same result with a list of all merges
+in that order.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     """Read the tokenizer of the folder.
 
     Raises:
-        DataError: a file is missing or invalid, or the tokenizer is neither Kimi's nor Moonlight's
-            and so defines its split pattern only in code.
+        DataError: a file is missing or invalid, or the tokenizer is neither Kimi's nor Moonlight's,
+            so its split pattern is defined only in code.
     """
     file = folder / "tokenizer_config.json"
     try:
@@ -72,7 +72,7 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
         raise DataError(
             f"{file}: tokenizer_class {config.get('tokenizer_class')!r} is not supported; of the "
             f"tokenizers with a {RANKS}, only {_CLASS} (Kimi, Moonlight) can be read without "
-            "running its code. Add a tokenizer.json to the folder"
+            "running remote code. Add a tokenizer.json to the folder"
         )
     ranks = _ranks_of(folder / RANKS)
     tokenizer = _tokenizer(ranks)
@@ -90,8 +90,8 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """Yield the parts of the text that are encoded separately: at most 400,000 characters, without
-    a run of blanks or of other characters longer than 25,000."""
+    """Yield the parts of the text that are encoded separately: each has at most 400,000 characters
+    and no run of more than 25,000 whitespace or 25,000 non-whitespace characters."""
     for start in range(0, len(text), _MOST_CHARACTERS):
         part = text[start : start + _MOST_CHARACTERS]
         begin = 0
@@ -106,7 +106,7 @@ def _fast_class() -> type[PreTrainedTokenizerFast]:
     from transformers import PreTrainedTokenizerFast
 
     class TiktokenTokenizer(PreTrainedTokenizerFast):
-        """A tokenizer that splits long texts into the same parts as the published code."""
+        """A tokenizer that splits long texts into the same parts as the models' own code."""
 
         parts_of = staticmethod(parts_of)
 
@@ -121,7 +121,8 @@ def _fast_class() -> type[PreTrainedTokenizerFast]:
 
 
 def _ranks_of(file: Path) -> dict[bytes, int]:
-    """Read {token: rank}. Ranks are 0, 1, 2, ... in any order, and every byte is a token."""
+    """Read the ranks of all tokens. They must be 0, 1, 2, ... in any order, and every byte must be
+    a token."""
     data = file.open("rb").read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise DataError(f"{file} is larger than {_MOST_BYTES} bytes")
@@ -190,8 +191,8 @@ def _tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
 
 
 def _special_tokens(file: Path, config: dict[str, Any], first: int) -> list[Any]:
-    """Return the special tokens ordered by id, with names from `added_tokens_decoder` and
-    placeholders for the other reserved ids."""
+    """Return the special tokens ordered by id, named as in `added_tokens_decoder`. The other
+    reserved ids get placeholder names."""
     from tokenizers import AddedToken
 
     named: dict[int, str] = {}
@@ -205,16 +206,17 @@ def _special_tokens(file: Path, config: dict[str, Any], first: int) -> list[Any]
     last = max([first + _RESERVED - 1, *named])
     if min(named, default=first) < first or last >= first + 4 * _RESERVED:
         raise DataError(
-            f"{file}: added_tokens_decoder has ids {min(named)} to {max(named)}, but the tokens of "
-            f"{RANKS} end at {first - 1}; do both files belong to the same model?"
+            f"{file}: added_tokens_decoder has ids {min(named)} to {max(named)}, but the last id "
+            f"in {RANKS} is {first - 1}; do both files belong to the same model?"
         )
     names = [named.get(number, f"<|reserved_token_{number}|>") for number in range(first, last + 1)]
     if len(set(names)) != len(names):
-        raise DataError(f"{file}: added_tokens_decoder has several ids for one token")
+        raise DataError(f"{file}: added_tokens_decoder lists a token under several ids")
     return [AddedToken(name, special=True, normalized=False) for name in names]
 
 
 def _name(config: dict[str, Any], key: str) -> str | None:
-    """Return a special token, given as a string or as an object with its content."""
+    """Return the text of a special token, given as a string or as an object with the key
+    `content`."""
     token = config.get(key)
     return token.get("content") if isinstance(token, dict) else token

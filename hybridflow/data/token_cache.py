@@ -2,7 +2,8 @@
 chat template, settings and code.
 
 The cache is a folder of parquet files that only this user can access. Files are written atomically,
-so runs can share it. It is limited to 8 GiB with LRU eviction, and can be deleted at any time.
+so runs can share it. It is limited to 8 GiB, evicts the least recently used entries, and can be
+deleted at any time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
 class TokenCache:
-    """The cache entry of a dataset. If the cache is unusable, the run logs a warning and continues
+    """The cache entry for a dataset. If the cache is unusable, the run logs a warning and continues
     without it.
 
     Args:
@@ -78,7 +79,7 @@ class TokenCache:
         except (HybridFlowError, OSError) as error:
             log.warning("could not read the cached tokens; rebuilding them: %s", error)
             return None
-        log.info("reading tokens from the cache: %s", self.path)
+        log.info("reading cached tokens: %s", self.path)
         return found
 
     def write(self, tokens: DataProto) -> None:
@@ -89,7 +90,7 @@ class TokenCache:
             write_parquet(self.path, tokens.split(_ROWS_TOGETHER))
             _make_room(self.path.parent)
         except (HybridFlowError, OSError) as error:
-            log.warning("could not cache the tokens for the next run: %s", error)
+            log.warning("could not write the tokens to the cache: %s", error)
 
 
 def _private(folder: Path) -> Path | None:
@@ -108,8 +109,8 @@ def _private(folder: Path) -> Path | None:
 
 
 def _make_room(folder: Path) -> None:
-    """Remove temporary files of killed runs, and the least recently used entries until the total is
-    at most `_MOST_BYTES`."""
+    """Remove the temporary files of killed runs, and evict the least recently used entries until
+    the cache is no larger than `_MOST_BYTES`."""
     left = 0
     found = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
     found.sort(key=lambda one: -one[0].st_mtime)

@@ -26,11 +26,12 @@ _MOST_SETTINGS_BYTES = 8 << 20  # published ones have up to 2 MB
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer reduced to the needs of the trainer. Created by `load_tokenizer`.
+    """A Hugging Face tokenizer, reduced to the interface that the trainer needs. Create it with
+    `load_tokenizer`.
 
     Attributes:
         path: folder the tokenizer was loaded from.
-        eos_id: id that ends a response.
+        eos_id: id of the token that ends a response.
         pad_id: padding id; `eos_id` if the tokenizer has none.
         vocab_size: one more than the largest token id, special tokens included. The model's
             embedding may be larger.
@@ -55,7 +56,7 @@ class Tokenizer:
         self.template_kwargs: Mapping[str, Any] = {}
 
     def digest(self) -> str:
-        """Return a hash of the vocabulary (all pairs of id and token)."""
+        """Return a hash of the vocabulary (all ids with their tokens)."""
         entries = []
         for token, number in self._hf.get_vocab().items():
             entries.append((int(number), str(token)))
@@ -63,7 +64,7 @@ class Tokenizer:
         return sha256(repr(vocabulary).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def digests(self) -> dict[str, str]:
-        """Return hashes of the vocabulary and of the chat template."""
+        """Return one hash of the vocabulary and one of the chat template."""
         template = repr(self._hf.chat_template).encode("utf-8", "surrogatepass")
         return {"vocabulary": self.digest(), "chat template": sha256(template).hexdigest()[:16]}
 
@@ -89,7 +90,7 @@ class Tokenizer:
         """Return a copy of the tokenizer with extra arguments for the chat template.
 
         Raises:
-            DataError: the template does not use one of the arguments.
+            DataError: an argument is not used by the template.
         """
         unread = []
         for name in kwargs:
@@ -113,7 +114,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of the text without added special tokens.
 
-        A special token spelled out in the text ("<|end|>") becomes that token. An unpaired
+        A special token spelled out in the text ("<|end|>") is encoded as that token. An unpaired
         surrogate becomes U+FFFD.
         """
         return self._encode(whole_text(text))
@@ -150,8 +151,8 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render chat messages [{role, content}, ...] as a prompt that ends where the assistant's
-        answer starts, or continues if the last message is the assistant's.
+        """Render chat messages [{role, content}, ...] as a prompt. It ends where the assistant's
+        answer starts or, if the last message is the assistant's, where that message continues.
 
         Args:
             tools: tool declarations to render; None uses the run's.
@@ -196,8 +197,8 @@ class Tokenizer:
         opens_answer: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render chat messages, followed by the generation prompt if `opens_answer`. Raises the
-        same errors as `render_chat`."""
+        """Render chat messages, followed by the generation prompt if `opens_answer` is set. Raises
+        the same errors as `render_chat`."""
         return self._render(messages, tools, add_generation_prompt=opens_answer)
 
     def encode_chat(
@@ -219,8 +220,8 @@ class Tokenizer:
         """Return the token ids between the last answer of a conversation and the next one, as the
         chat template writes them. Earlier tokens are neither needed nor recomputed.
 
-        Special tokens spelled out in a message stay text, so that a tool cannot impersonate another
-        role.
+        Special tokens spelled out in a message are encoded as plain text, so a tool cannot
+        impersonate another role.
 
         Args:
             exchanges: answers, each with the messages after it. Only the messages after the last
@@ -251,14 +252,14 @@ class Tokenizer:
         return PlainText(self._hf)
 
     def token_text(self, token: int) -> str:
-        """Return the token as written in the vocabulary."""
+        """Return the token as it appears in the vocabulary."""
         return str(self._hf.convert_ids_to_tokens(token))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, dropping trailing stop ids and the padding after them.
 
         Other special tokens stay visible, and an unassigned id becomes U+FFFD, so that a response
-        with garbage between the right characters does not look correct.
+        with garbage among the right characters is not mistaken for a correct one.
         """
         kept = list(map(int, ids))
         end = len(kept)
@@ -279,7 +280,8 @@ class Tokenizer:
         return "".join([*pieces, self._decode_known(run)])
 
     def decode_response(self, ids: Sequence[int]) -> str:
-        """Decode a response up to its first stop id, as a verifier should see it."""
+        """Decode a response up to its first stop id. This is the text that a verifier should
+        see."""
         end = next(
             (position for position, token in enumerate(ids) if int(token) in self.stop_ids),
             len(ids),
@@ -326,8 +328,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     for file in _settings(folder):
         if file.stat().st_size > _MOST_SETTINGS_BYTES:
             raise DataError(
-                f"{file} is larger than {_MOST_SETTINGS_BYTES} bytes, too large for tokenizer "
-                "settings; download it again"
+                f"{file} is larger than {_MOST_SETTINGS_BYTES} bytes, more than tokenizer "
+                "settings can be; download it again"
             )
     # transformers creates an empty tokenizer from a folder that has only a model's config.json
     if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
@@ -347,8 +349,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         problem := trial([partial(render_all, partial(hf.apply_chat_template, tokenize=False))])
     ):
         raise DataError(
-            f"{folder}: the chat template is unusable: rendering a conversation of two turns "
-            f"{problem}"
+            f"{folder}: the chat template is unusable: rendering a two-turn conversation {problem}"
         )
     found = Tokenizer(hf, folder, ())
     stops = {found.eos_id}
@@ -360,8 +361,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _settings(folder: Path) -> Iterator[Path]:
-    """Yield the files other than the vocabulary that transformers reads in full without checking
-    their size."""
+    """Yield the non-vocabulary files that transformers reads in full without checking their
+    size."""
     for name in ("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config"):
         yield from folder.glob(f"{name}.json")
     yield from folder.glob("*.jinja")
@@ -371,8 +372,8 @@ def _read(folder: Path) -> Any:
     """Read the tokenizer with transformers.
 
     A tokenizer.json is loaded unchanged. The classes named in tokenizer_config.json for DeepSeek
-    and Mixtral would override its normalizer and patterns unless a config.json with the right
-    model_type is next to it.
+    and Mixtral would override its normalizer and patterns unless the folder has a config.json with
+    the right model_type.
     """
     if is_tiktoken_folder(folder):
         return read_tiktoken(folder)

@@ -1,4 +1,4 @@
-"""Tokenization of the rows of data files, in several processes if there are many."""
+"""Tokenization of the rows of data files, in parallel if there are many rows."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Piece:
 
     Attributes:
         rows: the rows that were encoded.
-        first: number of the first row.
+        first: row number of the first row.
         tokens: columns `ROW`, `CUT` and the encoder's; a row may have any number of token rows.
-        problem: the reason the next row could not be encoded, in which case this piece is the last.
+        problem: the reason why the next row could not be encoded; this piece is then the last one.
     """
 
     rows: Sequence[Row]
@@ -48,14 +48,15 @@ class Piece:
     problem: str | None = None
 
     def counts(self) -> np.ndarray:
-        """Return the number of token rows of each row [rows]."""
+        """Return the number of token rows for each row, [rows]."""
         numbers = self.tokens.dense(ROW)
         return np.bincount(numbers - self.first, minlength=len(self.rows))
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A piece without its rows; the first `done` rows were encoded."""
+    """A tokenized piece as returned by a worker process, without its rows. The first `done` rows
+    were encoded."""
 
     tokens: DataProto
     first: int
@@ -68,11 +69,11 @@ class _Made:
 
 
 def pieces(rows: Iterable[Row], encoder: Encoder) -> Generator[Piece, None, None]:
-    """Tokenize all rows, in order. The first rows are encoded in this process, the others by one
-    process per core.
+    """Tokenize all rows, in order. The first rows are encoded in this process, the others by a pool
+    of one process per core.
 
     Raises:
-        DataError: a process died because it ran out of memory or a row took too long.
+        DataError: a process ran out of memory or a row took too long.
     """
     orders = _orders(rows)
     first = 0
@@ -85,7 +86,7 @@ def pieces(rows: Iterable[Row], encoder: Encoder) -> Generator[Piece, None, None
 
 
 def known_pieces(rows: Iterable[Row], tokens: DataProto) -> Generator[Piece, None, None]:
-    """Yield the pieces of all rows, with tokens from the cache."""
+    """Yield the pieces of all rows, using the cached tokens."""
     first = 0
     numbers = tokens.dense(ROW)
     for order in _orders(rows):
@@ -130,7 +131,7 @@ def _result(order: list[Row], future: Future[_Made]) -> Piece:
 
 
 def _begin(encoder: Encoder, parent: int) -> None:
-    """Initialize a tokenizing process. It ignores SIGINT because the run handles it."""
+    """Initialize a tokenizing process. SIGINT is ignored here because the run handles it."""
     global _encoder
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,5 +1,5 @@
 """Dataset preparation: `prepare("arithmetic", out)` writes parquet files, a tokenizer and a
-manifest into a folder, unless they are already there.
+manifest to a folder, unless it already contains them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def prepare(
     dataset intact.
 
     `out` is written atomically: a temporary folder next to it is filled, with its manifest written
-    last, and then renamed. An `out` that was prepared with other options, or whose files have
-    changed since, is replaced. An `out` with files that no preparation wrote is rejected, so user
+    last, and then renamed. If `out` was prepared with other options, or its files have changed
+    since, it is replaced. If it contains files that no preparation wrote, it is rejected, so user
     files are never deleted.
 
     Args:
@@ -59,11 +59,11 @@ def prepare(
             manifest.json.
         source: folder of raw files, for tasks that need one; without it, tasks for published
             datasets read the Hugging Face cache.
-        options: the task's options by name; missing ones take their defaults.
+        options: the task's options by name; missing ones fall back to their defaults.
 
     Raises:
         ConfigError: an unknown task or option, an option of a wrong type or out of range, or a
-            missing or superfluous `source`.
+            missing or unused `source`.
         DataError: a raw file is missing or malformed, or `out` contains files that no preparation
             wrote.
     """
@@ -99,7 +99,8 @@ def prepare(
 
 
 def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str]:
-    """Return the SHA-256 of each raw file, so that a changed source counts as a new request."""
+    """Return the SHA-256 of each raw file. It is part of the request, so a changed source triggers
+    a new preparation."""
     if not known.source_files:
         if source is not None:
             raise ConfigError(
@@ -128,7 +129,7 @@ def _rows_if_done(
     intact, else None.
 
     Args:
-        any_source: ignore changes of the raw files.
+        any_source: ignore changes to the raw files.
     """
     found = read_manifest(out)
     if found is None or found["request"] is None or not files_are_intact(out, found):
@@ -164,7 +165,8 @@ def _refuse_foreign_files(out: Path) -> None:
 
 
 def _put_in_place(staging: Path, out: Path, request: Mapping[str, object]) -> None:
-    """Rename `staging` to `out`. An older preparation is moved aside first and deleted last."""
+    """Rename `staging` to `out`. A previous preparation is first moved aside, and deleted once the
+    rename succeeds."""
     aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
     try:
         if out.exists():

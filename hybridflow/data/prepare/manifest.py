@@ -18,7 +18,7 @@ _LARGE = 1 << 30
 
 
 def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[str, int]) -> None:
-    """Write manifest.json into `folder`. It must be written last because it lists all other
+    """Write manifest.json into `folder`. Call this last, because the manifest lists all other
     files."""
     files = []
     for path in folder.rglob("*"):
@@ -38,8 +38,8 @@ def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[st
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of `folder`, or None if there is no valid one, so that none of its files
-    are known to be ours."""
+    """Return the manifest of `folder`, or None if there is no valid one. Without a manifest, no
+    file in the folder is known to be ours."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -66,7 +66,7 @@ def listed_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256 (hex) of each named file of `folder`.
 
     Raises:
-        DataError: a file is mostly a hole, whose zeros would be hashed for hours.
+        DataError: a file is mostly a sparse hole, whose zeros would take hours to hash.
     """
     hashes: dict[str, str] = {}
     for name in names:
@@ -81,8 +81,8 @@ def listed_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def _is_hollow(file: int) -> bool:
-    """Return True if a large file has a hole and hardly anything on disk. The latter alone may be a
-    file system that counts no blocks."""
+    """Return True if a large file has a hole and almost no blocks on disk. The block count alone is
+    not enough, because some file systems do not report it."""
     status = os.fstat(file)
     if status.st_size < _LARGE or status.st_blocks * 512 > status.st_size >> 10:
         return False

@@ -1,4 +1,5 @@
-"""Validation of a task's options: annotated ranges, as for configuration keys, and other checks."""
+"""Validation of task options: ranges annotated in the same way as for configuration keys, and other
+checks."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ KEY = "data.prepare.options"
 
 
 def check_ranges(options: Any) -> None:
-    """Raise ConfigError naming an option outside its annotated range."""
+    """Raise a ConfigError that names the option if any is outside its annotated range."""
     for problem in out_of_range(options):
         raise ConfigError(f"{KEY}.{problem}")
 
 
 def require(ok: bool, option: str, value: object, expected: str) -> None:
-    """Raise ConfigError naming the option unless `ok`."""
+    """Raise a ConfigError that names the option unless `ok` is true."""
     if not ok:
         raise ConfigError(f"{KEY}.{option} must be {expected}, got {value!r}")

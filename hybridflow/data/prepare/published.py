@@ -1,7 +1,8 @@
-"""Datasets in the formats of the Hugging Face hub, converted to prompts.
+"""Conversion of datasets from the Hugging Face hub to prompts.
 
 A dataset is read from the cache that `hf download --repo-type dataset ORG/NAME` fills, or from a
-folder of its files. Duplicate questions are dropped: DAPO-Math-17k repeats each about 100 times.
+folder of its files. Duplicate questions are dropped: DAPO-Math-17k repeats each question about 100
+times.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ BOXED = r"Reason step by step, and put the final answer within \boxed{}."
 
 @dataclass(frozen=True)
 class PublishedOptions:
-    """Options of every task that reads a published dataset (`data.prepare.options`).
+    """Options shared by the tasks that read a published dataset (`data.prepare.options`).
 
     Attributes:
-        max_rows: rows taken from the top of each split; -1 takes all.
+        max_rows: use only the first `max_rows` rows of each split; -1 uses all.
         instruction: appended to plain-text questions; null uses the task's default.
-        evaluate: other tasks of this kind, whose held-out rows are written to TASK.parquet.
+        evaluate: other tasks of this kind; the held-out rows of each are written to TASK.parquet.
     """
 
     max_rows: int = -1
@@ -43,7 +44,7 @@ class PublishedOptions:
     evaluate: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ConfigError naming the option that is out of range."""
+        """Raise a ConfigError that names the option if one is out of range."""
         require(
             self.max_rows >= -1 and self.max_rows != 0,
             "max_rows",
@@ -54,7 +55,7 @@ class PublishedOptions:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The result of a dataset's `convert`.
+    """The prompt that a dataset's `convert` returns.
 
     Attributes:
         question: text of the user message, or a list of messages.
@@ -77,7 +78,7 @@ class Published:
         convert: converts a row to a prompt, or returns None to skip it; raises DataError if the row
             is malformed.
         instruction: appended to plain-text questions.
-        splits: available splits, of `train` and `test`.
+        splits: the available splits: `train`, `test` or both.
         subset: the only folder of the snapshot to read.
         optional: columns that a file may have.
     """
@@ -125,7 +126,7 @@ class Published:
                 break
         if repeated or left_out:
             log.info(
-                "%s: skipped %d duplicate rows and %d rows of another kind",
+                "%s: skipped %d duplicate rows and %d rows that the task does not use",
                 self.repository,
                 repeated,
                 left_out,
@@ -147,13 +148,13 @@ def register(name: str, published: Published, tokenizer: bool = False) -> None:
 
 @dataclass(frozen=True)
 class _Reads:
-    """The datasets that a task reads: its own, and the ones listed in `evaluate`."""
+    """The datasets that a task reads: its own and those listed in `evaluate`."""
 
     name: str
     own: Published
 
     def sets(self, options: PublishedOptions) -> dict[str, tuple[Published, tuple[str, ...]]]:
-        """Return {task: (its dataset, splits to write)}."""
+        """Return the dataset and the splits to write, keyed by task."""
         found = {self.name: (self.own, self.own.splits)}
         for other in options.evaluate:
             entry = PREPARATIONS.get(other).published
@@ -167,8 +168,8 @@ class _Reads:
         return found
 
     def place(self, name: str, published: Published, source: Path | None) -> Path | None:
-        """Return the folder of a dataset, or None for the cache. Evaluation datasets missing from
-        `source` are read from the cache."""
+        """Return the folder to read a dataset from, or None to read it from the cache. Evaluation
+        datasets missing from `source` are read from the cache."""
         if (
             source is None
             or name == self.name
@@ -178,7 +179,7 @@ class _Reads:
         return None
 
     def missing(self, options: PublishedOptions, source: Path | None) -> Iterator[str]:
-        """Yield an error message for each dataset whose files are not available."""
+        """Yield an error message for each dataset whose files are unavailable."""
         for name, (published, splits) in self.sets(options).items():
             place = self.place(name, published, source)
             lacking = [split for split in splits if not published.files(split, place)]
@@ -197,7 +198,8 @@ class _Reads:
                 )
 
     def fingerprint(self, options: PublishedOptions, source: Path | None) -> dict[str, str]:
-        """Return {file or dataset: fingerprint}. A cached snapshot is identified by its commit."""
+        """Return fingerprints keyed by file, or by dataset for cached snapshots, which are
+        identified by their commit."""
         from hybridflow.data.prepare.manifest import listed_files
 
         found: dict[str, str] = {}
@@ -291,11 +293,12 @@ def calls_of(code: str, names: Sequence[str]) -> tuple[str, list[Any], list[Any]
 
     Args:
         code: Python source; parsed but not run.
-        names: functions that may be called; if empty, only the first assertion's function.
+        names: functions that may be called; if empty, only the function called in the first
+            assertion.
 
     Returns:
-        (function, arguments of each call, results). None if an assertion has another form, or its
-        arguments or results cannot be represented in JSON.
+        (function, arguments of each call, results), or None if an assertion has another form or
+        contains values that JSON cannot represent.
     """
     import ast
 

@@ -1,5 +1,5 @@
-"""The row formats: prompts {data_source, prompt, ability, reward_model, extra_info}, demonstrations
-{prompt, response}, pairs {prompt, chosen, rejected}."""
+"""Row formats of the prepared files: prompts {data_source, prompt, ability, reward_model,
+extra_info}, demonstrations {prompt, response}, pairs {prompt, chosen, rejected}."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def write_prompts(
     Args:
         path: the parquet file.
         rows: as built by `prompt_row`.
-        extra_info: field types of the extra_info struct, so that an empty file has the same schema
-            as a full one.
-        ground_truth: type of the ground truth; None for text.
+        extra_info: field types of the extra_info struct; with them, an empty file has the same
+            schema as a full one.
+        ground_truth: Arrow type of the ground truth; None means text.
     """
     schema = pa.schema(
         [

@@ -1,5 +1,5 @@
-"""Tiny tokenizers generated in Hugging Face format: characters for arithmetic, bytes for text.
-Nothing is downloaded."""
+"""Generation of tiny tokenizers in Hugging Face format: character-level for arithmetic, byte-level
+for text. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str
 
     Args:
         folder: created; receives tokenizer.json, tokenizer_config.json and chat_template.jinja.
-        characters: the alphabet, each character once; any other becomes the unknown token.
-        words: strings that are always a single token; if several match at the same position, the
-            first in this list wins.
+        characters: the alphabet, without duplicates; any other character becomes the unknown token.
+        words: strings that are always encoded as one token; if several match at the same position,
+            the first in the list wins.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -59,8 +59,8 @@ def write_byte_tokenizer(folder: Path) -> None:
 
 
 def byte_level(specials: Sequence[str]) -> Tokenizer:
-    """Build a tokenizer with the special tokens, from id 0, followed by one token per UTF-8
-    byte."""
+    """Build a tokenizer that consists of the special tokens, starting at id 0, followed by one
+    token per UTF-8 byte."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

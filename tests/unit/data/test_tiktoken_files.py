@@ -208,7 +208,7 @@ def test_a_wrong_line_of_ranks_is_named(
         ),
         (
             {"added_tokens_decoder": {"480": {"content": "x"}, "481": {"content": "x"}}},
-            "has several ids for one token",
+            "lists a token under several ids",
         ),
         ({"eos_token": None}, "has no eos_token"),
     ],

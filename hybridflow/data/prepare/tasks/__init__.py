@@ -1,4 +1,4 @@
-"""Registry of the preparation tasks, one module per task."""
+"""The preparation tasks, one module per task, and their registry."""
 
 from __future__ import annotations
 

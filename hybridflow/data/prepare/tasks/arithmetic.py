@@ -2,8 +2,8 @@
 the least significant digit first).
 
 Every pair of operands is one problem. The held-out problems depend only on the operand range and
-`holdout_seed`, not on `seed`, so runs with different seeds are validated on the same problems and
-never train on them.
+`holdout_seed`, not on `seed`, so runs with different seeds validate on the same problems and never
+train on them.
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ class ArithmeticOptions:
     Attributes:
         operation: add | sub | mul.
         min_operand, max_operand: both operands are drawn from this inclusive range; not negative.
-        reverse_answer: write the answer's digits least significant first (a minus sign stays in
-            front).
+        reverse_answer: write the digits of the answer in reverse, least significant first (a minus
+            sign stays in front).
         zero_pad: write operands and answers with a fixed number of digits.
         num_train: prompts for RL, drawn from all pairs that are not held out; -1 takes all of them.
         num_test: held-out pairs, never in train.parquet or sft.parquet.
         num_sft: demonstrations, drawn from all pairs that are not held out (they may also be RL
             prompts); 0 writes no sft.parquet.
-        num_calls: number of demonstrations, of two rows each, that call the tool calculator in
-            plain tags and copy its result; the tokenizer then includes the tags' characters.
+        num_calls: number of demonstrations that call the calculator tool in plain-text tags and
+            copy its result, two rows each; the tokenizer then includes the characters of the tags.
         num_pairs: preference pairs (right answer, wrong answer) for a reward model. pairs.parquet
             uses prompts that are not held out, several times if there are more pairs than prompts;
             pairs_test.parquet uses the held-out ones. 0 writes neither.
-        pair_errors: kind of errors in wrong answers. "any" redraws one to all digits; "near" shifts
-            them by one or two, as in the answers of a half-trained model. Only "near" teaches a
-            reward model to rank such a model's answers.
+        pair_errors: kind of errors in wrong answers. "any" redraws one or more digits; "near"
+            shifts one or more digits by one or two, like the mistakes of a half-trained model. Only
+            "near" trains a reward model that can rank such mistakes.
         hold_out_swapped: if a pair (a, b) is held out, also exclude (b, a) from training.
         seed: draws the training prompts and demonstrations.
         holdout_seed: draws the held-out pairs.
@@ -103,7 +103,7 @@ class ArithmeticOptions:
     holdout_seed: NonNegativeInt = 20260
 
     def __post_init__(self) -> None:
-        """Raise ConfigError naming the option that is out of range."""
+        """Raise a ConfigError that names the option if one is out of range."""
         check_ranges(self)
         require(
             self.max_operand >= self.min_operand,
@@ -173,8 +173,8 @@ def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[st
 
 
 def _call_demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the two rows of a conversation with a calculator call: one ends with the call, the
-    other with the answer after its result."""
+    """Return two rows for a conversation with a calculator call: one ends with the call, the other
+    with the final answer."""
     question = row["prompt"][0]
     answer = str(row["reward_model"]["ground_truth"])
     call = f"<{CALCULATOR}>{question['content']}</{CALCULATOR}>"
@@ -202,13 +202,13 @@ def _span(options: ArithmeticOptions) -> int:
 
 
 def _held_out(options: ArithmeticOptions) -> np.ndarray:
-    """Return the held-out pair numbers [num_test] int64; pair number = (a - min) * span +
-    (b - min)."""
+    """Return the pair numbers of the held-out problems, [num_test] int64. The pair number of (a, b)
+    is (a - min) * span + (b - min)."""
     total = _span(options) ** 2
     if options.num_test >= total:
         raise ConfigError(
             f"{KEY}.num_test is {options.num_test}, but operands "
-            f"{options.min_operand}..{options.max_operand} make only {total} pairs, and some must "
+            f"{options.min_operand}..{options.max_operand} allow only {total} pairs, and some must "
             "remain for training; lower num_test or raise max_operand"
         )
     return np.random.default_rng(options.holdout_seed).choice(
@@ -261,8 +261,8 @@ def _prompts(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[
 
 
 def _preferences(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[dict[str, Any]]:
-    """Build preference rows: the chosen answer is right, and the rejected one has one to all digits
-    wrong according to `pair_errors`."""
+    """Build preference rows: the chosen answer is correct, and the rejected one has one or more
+    wrong digits, as specified by `pair_errors`."""
     rng = np.random.default_rng([options.seed, 3])
     rows = []
     for row in _prompts(pairs, split, options):

@@ -12,7 +12,7 @@ _MARK = "####"
 
 
 def convert(row: Row) -> Prompt:
-    """Convert a row {question, answer}, whose answer ends with "#### 1,234"."""
+    """Convert a row {question, answer} in which the answer ends with "#### 1,234"."""
     _, found, final = row.text("answer").rpartition(_MARK)
     if not found or not final.strip():
         raise row.malformed("answer", f'text with the final answer after "{_MARK}"')

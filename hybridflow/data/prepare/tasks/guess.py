@@ -1,8 +1,8 @@
-"""Numbers to guess in the environment `guess`: the prompt is "0-9", the ground truth one of these
-numbers.
+"""A number-guessing game for the environment `guess`: the prompt is a range such as "0-9", and the
+ground truth is a number in it.
 
-Train and test set draw from the same numbers: nothing needs to be held out, because the policy has
-to use the environment's answers.
+The training and test sets use the same numbers. Nothing needs to be held out, because the policy
+can only succeed by using the environment's replies.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class GuessOptions:
     Attributes:
         largest: the largest number; the smallest is 0.
         num_train, num_test: number of prompts.
-        num_sft: games of a randomly guessing player, truncated after a random guess, for a warm
+        num_sft: games of a player who guesses at random, each cut off at a random guess, for a warm
             start; 0 writes none.
         max_guesses: maximum number of guesses in these games.
-        seed: seed of all draws.
+        seed: seed for all random draws.
     """
 
     largest: Annotated[int, AtLeast(1), AtMost(10**6 - 1)] = 9
@@ -46,7 +46,7 @@ class GuessOptions:
     seed: NonNegativeInt = 1
 
     def __post_init__(self) -> None:
-        """Raise ConfigError naming the option that is out of range."""
+        """Raise a ConfigError that names the option if one is out of range."""
         check_ranges(self)
 
 
@@ -78,7 +78,8 @@ def _question(options: GuessOptions) -> str:
 
 
 def _game(options: GuessOptions, rng: np.random.Generator) -> dict[str, Any]:
-    """Draw a game so far as messages, with the next guess as the response."""
+    """Draw an unfinished game: its messages so far are the prompt, and the next guess is the
+    response."""
     number = int(rng.integers(options.largest + 1))
     messages = [{"role": "user", "content": _question(options)}]
     for _ in range(int(rng.integers(options.max_guesses))):

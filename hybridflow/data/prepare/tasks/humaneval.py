@@ -1,5 +1,5 @@
-"""HumanEval (openai/openai_humaneval): Python functions to complete, verified by the calls that
-their tests assert."""
+"""HumanEval (openai/openai_humaneval): Python functions to complete, verified by running the calls
+in their tests' assertions."""
 
 from __future__ import annotations
 

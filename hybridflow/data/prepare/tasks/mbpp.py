@@ -1,5 +1,5 @@
-"""MBPP (google-research-datasets/mbpp): short Python functions, verified by the calls that their
-tests assert."""
+"""MBPP (google-research-datasets/mbpp): short Python functions to write, verified by running the
+calls in their tests' assertions."""
 
 from __future__ import annotations
 

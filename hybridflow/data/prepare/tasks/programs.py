@@ -1,10 +1,11 @@
-"""Small Python programs: the prompt is "plus 3 times 2", the answer a program that reads a number
-and prints the result of these steps.
+"""Small Python programs: the prompt is "plus 3 times 2", and the answer is a program that reads a
+number, applies these steps and prints the result.
 
-An answer is verified by running it, so any correct program counts. The held-out problems depend
+Answers are verified by running them, so any correct program counts. The held-out problems depend
 only on the number of steps and `holdout_seed`, not on `seed`. The operations in demonstrations are
-random, so they teach the form of a program but not the meaning of the words. The same holds for
-demonstrations of unit tests ("test plus 3 times 2"), an input and an output in fenced blocks.
+random, so they teach the form of a program but not the meaning of the words. The same applies to
+the demonstrations of unit tests ("test plus 3 times 2"), which consist of an input and an output in
+fenced blocks.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class ProgramsOptions:
     """Options of the task (`data.prepare.options`).
 
     Attributes:
-        num_steps: steps of each problem.
-        operations: the words of the problems.
-        num_train, num_test: number of prompts, without repeated problems.
+        num_steps: number of steps in each problem.
+        operations: words that a problem may use.
+        num_train, num_test: number of prompts, all of them different problems.
         num_sft: demonstrations on problems of train.parquet, with operations drawn at random; 0
             writes no sft.parquet.
-        num_cases: inputs on which an answer is run.
+        num_cases: number of inputs on which an answer is run.
         seed: draws the training prompts and demonstrations.
         holdout_seed: draws the held-out problems.
     """
@@ -69,7 +70,7 @@ class ProgramsOptions:
     holdout_seed: NonNegativeInt = 20260
 
     def __post_init__(self) -> None:
-        """Raise ConfigError naming the option that is out of range."""
+        """Raise a ConfigError that names the option if one is out of range."""
         check_ranges(self)
         require(
             len(set(self.operations)) == len(self.operations) > 0,
@@ -88,11 +89,11 @@ class ProgramsOptions:
 
     @property
     def num_problems(self) -> int:
-        """The number of different problems."""
+        """The number of distinct problems."""
         return int((len(self.operations) * _LARGEST) ** self.num_steps)
 
     def steps(self, number: int) -> list[tuple[str, int]]:
-        """Return the problem of this number."""
+        """Return the steps of the problem with this number."""
         found: list[tuple[str, int]] = []
         for _ in range(self.num_steps):
             number, step = divmod(number, len(self.operations) * _LARGEST)
@@ -151,7 +152,7 @@ def answer(steps: Steps) -> str:
 
 
 def result(steps: Steps, value: int) -> int:
-    """Return what a program that solves the problem prints for this input."""
+    """Return the output that a correct program prints for this input."""
     for name, operand in steps:
         value = _OPERATIONS[name][1](value, operand)
     return value
@@ -163,7 +164,8 @@ def _demonstrations(
     demonstration: Callable[[Steps, Steps, np.random.Generator], dict[str, Any]],
     rng: np.random.Generator,
 ) -> list[dict[str, Any]]:
-    """Return a demonstration for each of the problems of these numbers, with random operations."""
+    """Return a demonstration for each of the problems with these numbers. The operations in its
+    response are random."""
     found = []
     for number in numbers:
         steps = options.steps(int(number))
@@ -172,12 +174,14 @@ def _demonstrations(
 
 
 def _program(steps: Steps, solved: Steps, rng: np.random.Generator) -> dict[str, Any]:
-    """Return the problem with a program that solves another one."""
+    """Return a demonstration that answers the problem `steps` with a program for the problem
+    `solved`."""
     return _demonstration(question(steps), answer(solved))
 
 
 def _unit_test(steps: Steps, solved: Steps, rng: np.random.Generator) -> dict[str, Any]:
-    """Return the request for a unit test of the problem, with one of another problem."""
+    """Return a demonstration that requests a unit test for the problem `steps` and answers with one
+    for the problem `solved`."""
     given = int(rng.integers(_LARGEST_INPUT + 1))
     before, between, after = _TEST_FENCES
     test = f"{before}{given}{between}{result(solved, given)}{after}"
@@ -191,7 +195,7 @@ def _demonstration(asked: str, response: str) -> dict[str, Any]:
 def _other(
     steps: Steps, options: ProgramsOptions, rng: np.random.Generator
 ) -> list[tuple[str, int]]:
-    """Return steps with these operands and random operations."""
+    """Return steps with the same operands but random operations."""
     drawn = []
     for _, operand in steps:
         drawn.append((str(rng.choice(list(options.operations))), operand))
@@ -199,8 +203,8 @@ def _other(
 
 
 def _cases(steps: Steps, count: int) -> str:
-    """Return the problem's tests for the verifier `code`: inputs 2, 9, 16, ... and the expected
-    output."""
+    """Return the tests of the problem for the verifier `code`: inputs 2, 9, 16, ... and the
+    expected outputs."""
     inputs = [2 + 7 * number for number in range(count)]
     outputs = []
     for value in inputs:

@@ -1,4 +1,4 @@
-"""NQ and HotpotQA in the version of Search-R1 (PeterJinGo/nq_hotpotqa_train): questions to answer
+"""NQ and HotpotQA as preprocessed for Search-R1 (PeterJinGo/nq_hotpotqa_train): questions to answer
 with a search tool."""
 
 from __future__ import annotations
