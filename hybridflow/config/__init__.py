@@ -1,2 +1,2 @@
-"""Configuration: typed schema, strict loading, cross-field checks. Imports no torch, so that --help
-is instant."""
+"""Configuration: typed schema, strict loading and cross-field checks. Does not import torch, so
+--help is instant."""

@@ -1,8 +1,8 @@
 """Strict conversion of a plain mapping to frozen dataclasses: every key must exist, and every value
 must have the field's type.
 
-OmegaConf's structured configs would give read-only nodes instead of our dataclasses, and messages
-without the nearest key (ADR 0004).
+OmegaConf's structured configs would return read-only nodes instead of our dataclasses, and their
+errors do not suggest the nearest key (ADR 0004).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hybridflow.errors import ConfigError
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
-    """Build the run configuration from a plain nested mapping. Missing keys have the schema's
-    defaults.
+    """Build the run configuration from a plain nested mapping. Missing keys fall back to the
+    schema's defaults.
 
     Raises:
         ConfigError: unknown key, wrong type or a value outside a field's choices. The message names
@@ -54,8 +54,9 @@ def to_plain(value: Any) -> Any:
 
 
 def build_options(defaults: Any, values: Any, prefix: str) -> Any:
-    """Build a dataclass from `values`, the mapping at the key `prefix`, and `defaults`, which may
-    differ from those of its class (`sft.optim`). Raises ConfigError like `build`."""
+    """Build a dataclass from `values`, the mapping at key `prefix`. Missing fields are taken from
+    `defaults`, which may differ from the class's own defaults (`sft.optim`). Raises ConfigError
+    like `build`."""
     hints = hints_of(type(defaults))
     if not isinstance(values, Mapping):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Cross-field checks: invalid combinations of individually valid keys. Pure, no torch. They run
-before anything is started.
+before anything starts.
 
-All problems of a configuration are reported together, each with its keys, their values and the
+All problems in a configuration are reported together, each with the keys, their values and the
 remedy.
 """
 
@@ -36,8 +36,8 @@ from hybridflow.errors import ConfigError
 
 
 def check(config: RunConfig, job: str = "train") -> None:
-    """Raise one ConfigError with every problem of `config` for `hybridflow train`, `sft` or
-    `train-reward`."""
+    """Raise a single ConfigError that lists every problem in `config` for `hybridflow train`, `sft`
+    or `train-reward`."""
     found = problems(config, job)
     if len(found) == 1:
         raise ConfigError(found[0])
@@ -49,10 +49,9 @@ def check(config: RunConfig, job: str = "train") -> None:
 
 
 def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[str]:
-    """Return every problem as one line; empty if the configuration can run.
+    """Return the problems, one line each; empty if the configuration can run.
 
-    Args:
-        files: also check that the files and folders that a run reads exist; False for a plan.
+    Args: files: also check that the run's input files and folders exist; False for a plan.
     """
     found = [*out_of_range(config), *_names(config)]
     found += own_entries.problems(config) if files else []
@@ -101,8 +100,8 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
 
 
 def _read_sizes(config: RunConfig) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the model's config and no problem, or an empty config and the reason if it cannot be
-    read."""
+    """Return the model's config and an empty list or, if it cannot be read, an empty config and the
+    problem."""
     try:
         return derived.hf_config(config.model), []
     except ConfigError as error:
@@ -150,7 +149,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
 
 
 def _overlap(config: RunConfig) -> Iterator[str]:
-    """Check the overlap of data-parallel communication with computation."""
+    """Check the settings that overlap data-parallel communication with computation."""
     parallel = config.actor.parallel
     if parallel.overlap_param_gather and not parallel.distributed_optimizer:
         yield (
@@ -327,8 +326,8 @@ def _model_folder(config: RunConfig) -> Iterator[str]:
 
 
 def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
-    """Check that the model in the folder has the recipe's sizes. Otherwise suggest recipes for that
-    model."""
+    """Check that the sizes of the model in the folder match the recipe. If not, suggest recipes for
+    that model."""
     model = config.model
     differing = derived.differing_size(model.hf_config, sizes) if model.path is not None else None
     if differing is None:
@@ -364,8 +363,8 @@ def recipes_for(sizes: Mapping[str, Any]) -> list[str]:
 
 
 def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
-    """Check sizes of the model against engines and lengths. `hybridflow.models.check` checks the
-    trainer's layout with its family."""
+    """Check the model's sizes against the engines and length limits. `hybridflow.models.check`
+    checks the trainer's layout for the model's family."""
     tensor = config.actor.parallel.tensor
     experts = derived.num_experts(sizes)
     found = [] if experts else [*_dense_problems(config)]
@@ -397,7 +396,7 @@ def _dense_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _deepep_problems(config: RunConfig) -> Iterator[str]:
-    """Check the requirement of Megatron's flex dispatcher: experts are divided over ranks
+    """Check that experts are sharded across ranks, as Megatron's flex dispatcher requires
     (token_dispatcher.py:1346)."""
     if config.actor.parallel.expert * derived.expert_tensor_size(config.actor.parallel) == 1:
         yield (

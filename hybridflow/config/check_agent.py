@@ -1,4 +1,4 @@
-"""Checks of multi-turn conversations, their tools and MCP servers."""
+"""Checks of the settings for multi-turn conversations, tools and MCP servers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class McpServer:
     """An entry of `rollout.agent.mcp_servers`.
 
     Attributes:
-        command: program and arguments of a server that uses its standard input and output.
-        env: environment variables of the driver passed to this server, in addition to PATH, HOME
-            and the like.
-        url: address of a server that uses streamable HTTP.
-        token_env: name of the driver's environment variable with the bearer token for `url`.
-        tools: tools that the policy may call; empty: all.
-        start_timeout_s: deadline for listing its tools.
-        max_restarts: restarts per hour.
+        command: program and arguments of a server that communicates over stdin and stdout.
+        env: names of driver environment variables to pass to this server, in addition to PATH, HOME
+            and similar ones.
+        url: address of a server that communicates over streamable HTTP.
+        token_env: name of the driver's environment variable that contains the bearer token for
+            `url`.
+        tools: tools that the policy may call; empty allows all.
+        start_timeout_s: timeout for starting the server and listing its tools.
+        max_restarts: maximum number of restarts per hour.
     """
 
     command: tuple[str, ...] = ()
@@ -39,7 +40,8 @@ class McpServer:
 
 
 def mcp_servers(agent: AgentConfig) -> dict[str, McpServer]:
-    """Return the servers by name. Raises ConfigError if a key is unknown or of the wrong type."""
+    """Return the servers keyed by name. Raises ConfigError if a key is unknown or of the wrong
+    type."""
     given = agent.mcp_servers.items()
     servers: dict[str, McpServer] = {}
     for name, server in given:

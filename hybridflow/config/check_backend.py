@@ -1,4 +1,4 @@
-"""Settings that the training backend does not support, by key. Pure, no torch."""
+"""Checks for settings that the training backend does not support. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OF_MEGATRON = (
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield every problem as one line; with Megatron, only those of `actor.megatron`."""
+    """Yield the problems, one line each. With Megatron, only `actor.megatron` is checked."""
     if config.actor.backend != "fsdp":
         yield from megatron_settings.problems(config.actor.megatron)
         return
@@ -70,7 +70,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
 
 
 def family_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Check that the backend can train a model with these sizes."""
+    """Check that the backend supports training a model with these sizes."""
     if config.actor.backend == "fsdp" and derived.num_experts(sizes):
         yield (
             f"model_type={sizes.get('model_type')}: {_FSDP} does not support models with experts; "

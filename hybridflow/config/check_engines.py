@@ -1,5 +1,5 @@
-"""Checks of an engine's shape, by itself and against the model's sizes, for the built-in kind.
-Pure, no torch."""
+"""Checks of a built-in engine's parallel sizes, on their own and against the model's sizes. Pure,
+no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridflow.config.schema import RolloutConfig, RunConfig
 
 
 def shape_problems(config: RunConfig) -> Iterator[str]:
-    """Yield problems that do not depend on the model."""
+    """Yield the problems that do not depend on the model."""
     rollout = config.rollout
     for key in ("expert", "data_parallel_attention"):
         if rollout.tensor % (size := getattr(rollout, key)):
@@ -42,8 +42,8 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _node_problems(config: RunConfig) -> Iterator[str]:
-    """Check that every node has complete stages, or every stage complete nodes, as SGLang requires
-    (sglang/srt/entrypoints/engine.py:2062)."""
+    """Check that each node runs only whole stages, or each stage occupies only whole nodes, as
+    SGLang requires (sglang/srt/entrypoints/engine.py:2062)."""
     rollout = config.rollout
     nodes = config.rollout.nodes_per_engine
     ranks = derived.engine_ranks(config)
@@ -58,13 +58,13 @@ def _node_problems(config: RunConfig) -> Iterator[str]:
     elif nodes % rollout.pipeline and rollout.pipeline % nodes:
         yield (
             f"rollout.nodes_per_engine={nodes} and rollout.pipeline={rollout.pipeline}: one must "
-            "divide the other, because a node must contain complete stages, or a stage complete "
+            "divide the other, because a node must run whole stages, or a stage must occupy whole "
             "nodes"
         )
 
 
 def _open_doors(config: RunConfig) -> Iterator[str]:
-    """Yield settings that would let other users of the machine or network reach an engine."""
+    """Yield the settings that would expose an engine to other users of the machine or network."""
     rollout = config.rollout
     cluster = config.cluster
     if rollout.nodes_per_engine > 1 and not derived.engines_may_span_nodes(config):
@@ -77,8 +77,8 @@ def _open_doors(config: RunConfig) -> Iterator[str]:
 
 
 def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sizes of the model (from its HF config) that the engine's ranks cannot divide evenly.
-    The vocabulary is padded, so any size is allowed."""
+    """Yield the model sizes (from its HF config) that cannot be divided evenly among the engine's
+    ranks. The vocabulary may have any size, because it is padded."""
     tensor = rollout.tensor
     expert = rollout.expert
     experts = derived.num_experts(sizes)

@@ -1,5 +1,5 @@
-"""Checks of the advantage estimator, the policy loss and the trackers: existence, options, and
-compatibility with the other settings."""
+"""Checks that the advantage estimator, the policy loss and the trackers exist, that their options
+are valid, and that they are compatible with the other settings."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def library_problems(config: RunConfig) -> Iterator[str]:
 
 
 def flow_problems(config: RunConfig) -> Iterator[str]:
-    """Check that the flow calls exactly the roles that the other settings start, and that it fits
-    runs that do not train."""
+    """Check that the flow calls exactly the roles that the other settings start, and that a run
+    without training uses a flow that does not train."""
     name = derived.flow_name(config)
     flow = FLOWS.get(name)
     called = flow.roles
@@ -97,8 +97,8 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
         )
     if config.reward_model.trains and config.algorithm.flow is None:
         yield (
-            f"reward_model.trains=true with {given}, which the other settings choose and which "
-            "does not train it: set algorithm.flow=learned_reward, or trains=false"
+            f"reward_model.trains=true has no effect with {given}, which the other settings "
+            "select: set algorithm.flow=learned_reward, or trains=false"
         )
     if config.trainer.rollout_only and name != "rollouts":
         yield (
@@ -110,8 +110,8 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
 
 
 def loss_problems(config: RunConfig) -> Iterator[str]:
-    """Check that the policy loss supports its aggregation and the rollout correction, and that a
-    critic is used."""
+    """Check that the policy loss supports the configured aggregation and rollout correction, and
+    that a configured critic is used."""
     actor = config.actor
     correction = config.actor.rollout_correction
     loss = POLICY_LOSSES.get(actor.policy_loss)
@@ -185,9 +185,9 @@ def _unused_critics(config: RunConfig) -> Iterator[str]:
 
 
 def preference_problems(config: RunConfig) -> Iterator[str]:
-    """Check the settings of a preference loss. It weights each answer by the log-probs at the start
-    of the step and includes a KL term of its own. With several updates, later ones would use
-    outdated weights, and another KL term would penalize the divergence twice."""
+    """Check the settings used with a preference loss. Such a loss weights each answer by the
+    log-probs at the start of the step and includes its own KL term. With several updates per step,
+    later ones would use stale weights; another KL term would penalize the divergence twice."""
     name = config.algorithm.adv_estimator
     if not ESTIMATORS.get(name).preferences:
         return
@@ -207,7 +207,7 @@ def preference_problems(config: RunConfig) -> Iterator[str]:
 
 
 def recorded_problems(config: RunConfig) -> Iterator[str]:
-    """Yield settings that are incompatible with recorded pairs."""
+    """Yield the settings that are incompatible with recorded pairs."""
     if config.data.answers != "pairs":
         return
     pairs = "data.answers=pairs"
@@ -256,7 +256,8 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _bound_problem(name: str, bound: Any) -> str:
-    """Return the problem of a rejection statistic's name or bound; empty if there is none."""
+    """Return the problem with the name or bound of a rejection statistic; empty if there is
+    none."""
     if name not in STATISTICS:
         near = difflib.get_close_matches(name, STATISTICS, n=1, cutoff=0.0)[0]
         return f"unknown statistic; did you mean {near}? (choose one of {', '.join(STATISTICS)})"
@@ -275,8 +276,8 @@ def _bound_problem(name: str, bound: Any) -> str:
 
 
 def sample_problems(config: RunConfig) -> Iterator[str]:
-    """Check that an estimator that compares samples of a prompt gets at least two, that ReMax has a
-    greedy answer, and how a step's samples are selected."""
+    """Check that an estimator that compares the samples of a prompt gets at least two and that
+    ReMax has a greedy answer, and check how a step's samples are selected."""
     algorithm = config.algorithm
     rollout = config.rollout
     reward = config.reward

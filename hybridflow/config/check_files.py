@@ -1,4 +1,4 @@
-"""Checks of the files that a job reads: each exists, or `data.prepare` will write it. Pure, no
+"""Checks that each input file of a job exists or will be written by `data.prepare`. Pure, no
 torch."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str) -> Iterator[str]:
-    """Yield inputs that are missing and will not be written by `data.prepare`."""
+    """Yield the inputs that are missing and that `data.prepare` will not write."""
     wanted: dict[str, tuple[str, ...]] = {}
     if job == "train":
         wanted["data.train_files"] = config.data.train_files
@@ -77,7 +77,7 @@ def _missing(config: RunConfig, wanted: Mapping[str, tuple[str, ...]]) -> Iterat
 
 
 def _output_folders(config: RunConfig) -> Iterator[str]:
-    """Check the folders that the run writes to: each is, or can become, a writable folder."""
+    """Check that each folder that the run writes to is writable or can be created."""
     prepared = config.data.prepare.out if config.data.prepare.task is not None else None
     for key, folder in (
         ("output_dir", str(derived.run_dir(config))),
@@ -100,8 +100,8 @@ def _output_folders(config: RunConfig) -> Iterator[str]:
 
 
 def _absent(file: str) -> str:
-    """Return why a name matches no file: it is a path that does not exist, or a dataset's hub id,
-    with or without a pattern, that matches nothing in the cache."""
+    """Return why a name matches no file. The name is a path, or a dataset's hub id with or without
+    a pattern."""
     repository = file.partition(":")[0]
     if not hub.is_hub_id(repository):
         return "does not exist; check the path, or prepare it with `hybridflow prepare`"
@@ -143,8 +143,8 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
 
 
 def _published(config: RunConfig) -> Iterator[str]:
-    """Yield datasets that `data.prepare` has to read, because its output is missing, but cannot
-    find."""
+    """Yield the datasets that `data.prepare` must read because its output is missing, but that it
+    cannot find."""
     prepare = config.data.prepare
     out = Path(config.data.prepare.out)
     entry = PREPARATIONS.get(prepare.task).published if prepare.task is not None else None

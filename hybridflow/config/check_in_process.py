@@ -1,4 +1,5 @@
-"""Unsupported settings of a job in one process (`cluster.in_process`), by key. Pure, no torch."""
+"""Checks for settings that are not supported in a single-process job (`cluster.in_process`). Pure,
+no torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checks of loop settings against other keys: training on tokens of older weights, generation only,
-training on dumps. Pure, no torch."""
+"""Checks of the training loop's settings: training on tokens from stale weights, generation without
+training, and training on rollout dumps. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def staleness_problems(config: RunConfig) -> Iterator[str]:
     if config.trainer.tail_batching:
         yield (
             f"{stale} trains while long answers are still in flight, but "
-            f"trainer.tail_batching={config.trainer.tail_batching} cuts them off and generates "
-            "them again; set one of them to 0"
+            f"trainer.tail_batching={config.trainer.tail_batching} cuts them off and regenerates "
+            "them; set one of them to 0"
         )
     actor = config.actor
     rollout = config.rollout
@@ -56,7 +56,7 @@ def staleness_problems(config: RunConfig) -> Iterator[str]:
 
 
 def length_problems(config: RunConfig) -> Iterator[str]:
-    """Check that a run's length is set only once."""
+    """Check that the run length is set by only one key."""
     steps = config.trainer.total_steps
     epochs = config.trainer.total_epochs
     if steps is not None and epochs is not None:
@@ -78,7 +78,7 @@ def profile_problems(config: RunConfig) -> Iterator[str]:
 
 
 def dump_problems(config: RunConfig) -> Iterator[str]:
-    """Check runs that only generate, and runs that train on dumps of rollouts."""
+    """Check runs that only generate and runs that train on rollout dumps."""
     trainer = config.trainer
     if trainer.rollout_only and not trainer.dump_rollouts_every_steps:
         yield (

@@ -1,4 +1,4 @@
-"""Unsupported settings of `actor.lora`, by key. Pure, no torch."""
+"""Checks for unsupported settings of `actor.lora`. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridflow.config.schema import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield every problem that does not depend on the model, as one line."""
+    """Yield the problems that do not depend on the model, one line each."""
     actor = config.actor
     lora = config.actor.lora
     if lora.dropout:
@@ -41,7 +41,7 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def target_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield targets that a model with these sizes lacks."""
+    """Yield the targets that do not exist in a model with these sizes."""
     lora = config.actor.lora
     if not lora.rank or not sizes:
         return

@@ -21,7 +21,8 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def sampled(config: RunConfig) -> dict[str, SamplingConfig]:
-    """Return {key: its sampling settings}, for training and every validation set."""
+    """Return the sampling settings for training and for every validation set, keyed by
+    configuration key."""
     named = {}
     for name, one in val_sets(config).items():
         if name:
@@ -58,7 +59,7 @@ def _values(config: RunConfig, key: str, one: SamplingConfig) -> Iterator[str]:
 
 
 def _training(config: RunConfig) -> Iterator[str]:
-    """Yield settings with which the trainer could not compute the log-probs."""
+    """Yield the settings for which the trainer cannot compute log-probs."""
     sampling = config.rollout.sampling
     key = "rollout.sampling"
     for name, value, off in differing(sampling, _PENALTIES):
@@ -98,8 +99,8 @@ def _training(config: RunConfig) -> Iterator[str]:
 
 
 def _tells_support(engine: str) -> bool:
-    """Return the built-in engine package's `TELLS_SUPPORT`; True if it declares none. Importing the
-    package does not import the engine's library."""
+    """Return `TELLS_SUPPORT` of the built-in engine's package, or True if it does not define one.
+    Importing the package does not import the engine's library."""
     return bool(
         getattr(importlib.import_module(f"{ENGINE.package}.{engine}"), "TELLS_SUPPORT", True)
     )

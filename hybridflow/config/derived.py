@@ -1,5 +1,4 @@
-"""Values derived from a configuration. Nothing is stored back: the configuration stays as the user
-wrote it."""
+"""Values derived from a configuration. The configuration itself is not modified."""
 
 from __future__ import annotations
 
@@ -40,40 +39,40 @@ def model_parallel_size(parallel: ParallelConfig) -> int:
 
 
 def virtual_pipeline_size(parallel: ParallelConfig) -> int:
-    """Return the model chunks per pipeline rank; 1 without interleaving."""
+    """Return the number of model chunks per pipeline rank; 1 without interleaving."""
     return parallel.virtual_pipeline or 1
 
 
 def tokens_multiple(parallel: ParallelConfig) -> int:
-    """Return the multiple to which sequences are padded: context parallelism divides a sequence
-    into 2 x context chunks (zigzag)."""
+    """Return the multiple to which sequences are padded. Context parallelism splits a sequence into
+    2 x context chunks (zigzag)."""
     return 2 * parallel.context if parallel.context > 1 else 1
 
 
 def padded_length(tokens: int, parallel: ParallelConfig) -> int:
-    """Return the length of a sequence in a micro-batch, including padding."""
+    """Return the padded length of a sequence in a micro-batch."""
     return -(-tokens // tokens_multiple(parallel)) * tokens_multiple(parallel)
 
 
 def expert_tensor_size(parallel: ParallelConfig) -> int:
-    """Return the tensor parallel size inside an expert, with its default."""
+    """Return the tensor-parallel size within an expert, including its default."""
     if parallel.expert_tensor is not None:
         return parallel.expert_tensor
     return 1 if parallel.expert > 1 else parallel.tensor
 
 
 def expert_model_parallel_size(parallel: ParallelConfig) -> int:
-    """Return the number of processes with one copy of the expert weights."""
+    """Return the number of processes that together hold one copy of the expert weights."""
     return parallel.expert * expert_tensor_size(parallel) * parallel.pipeline
 
 
 def data_parallel_size(config: RunConfig) -> int:
-    """Return the number of model copies that share a batch."""
+    """Return the number of model replicas among which a batch is divided."""
     return world_size(config) // model_parallel_size(config.actor.parallel)
 
 
 def num_experts(sizes: Mapping[str, Any]) -> int:
-    """Return the number of routed experts from a model's HF config, for all families; 0 for a dense
+    """Return the number of routed experts in a model's HF config (of any family); 0 for a dense
     model."""
     return int(
         sizes.get("num_experts")
@@ -85,7 +84,7 @@ def num_experts(sizes: Mapping[str, Any]) -> int:
 
 
 def shared_expert_size(sizes: Mapping[str, Any]) -> int:
-    """Return the total intermediate size of the shared experts; 0 without them."""
+    """Return the total intermediate size of the shared experts; 0 if there are none."""
     if shared := sizes.get("shared_expert_intermediate_size"):
         return int(shared)
     shared = sizes.get("n_shared_experts") or sizes.get("moe_num_shared_experts") or 0
@@ -108,8 +107,8 @@ def has_dense_mlps(sizes: Mapping[str, Any]) -> bool:
 
 
 def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a model's linear layers that support adapters, by Megatron's names. Routed experts do
-    not."""
+    """Return Megatron's names of the linear layers that support adapters. Routed experts do not
+    support them."""
     if sizes.get("kv_lora_rank"):
         query = (
             ("linear_q_down_proj", "linear_q_up_proj")
@@ -124,19 +123,19 @@ def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def engine_ranks(config: RunConfig) -> int:
-    """Return the number of processes of one engine that have weights."""
+    """Return the number of processes per engine that hold weights."""
     return config.rollout.tensor * config.rollout.pipeline
 
 
 def engines_may_span_nodes(config: RunConfig) -> bool:
-    """Return True if an engine may have ranks on several nodes: in a cluster started by this run,
-    or on a trusted network."""
+    """Return True if an engine may have ranks on several nodes: only in a cluster started by this
+    run or on a trusted network."""
     return config.cluster.address is None or config.cluster.trusted_network
 
 
 def logprob_diff_bound(config: RunConfig) -> float | None:
     """Return the bound on the mean difference between the engines' and the trainer's log-probs;
-    None: unlimited."""
+    None means unlimited."""
     rollout = config.rollout
     if rollout.logprob_diff_bound is None or config.model.dtype == "float32":
         return rollout.logprob_diff_bound
@@ -144,35 +143,35 @@ def logprob_diff_bound(config: RunConfig) -> float | None:
 
 
 def is_staged(config: RunConfig, kind: str) -> bool:
-    """Return True if engines on this kind of device (cpu, cuda) stage a sync's weights until all of
-    them have arrived."""
+    """Return True if engines on this kind of device (cpu, cuda) stage the weights of a sync until
+    all of them have arrived."""
     return (config.rollout.sync.commit or ("in_place" if kind == "cuda" else "staged")) == "staged"
 
 
 def samples_per_step(config: RunConfig) -> int:
-    """Return the responses generated per step: prompts x samples per prompt."""
+    """Return the number of responses generated per step: prompts x samples per prompt."""
     return config.data.train_batch_size * config.rollout.n
 
 
 def samples_per_mini_batch(config: RunConfig) -> int:
-    """Return the responses per optimizer update, over all data-parallel ranks."""
+    """Return the number of responses per optimizer update, summed over all data-parallel ranks."""
     return config.actor.ppo_mini_batch_size * config.rollout.n
 
 
 def updates_per_step(config: RunConfig) -> int:
-    """Return the optimizer updates per step."""
+    """Return the number of optimizer updates per step."""
     return (
         config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
     )
 
 
 def scores_before_update(config: RunConfig) -> bool:
-    """Return True if a pass computes the policy's log-probs and entropies of all rows before a
-    step's first update.
+    """Return True if a separate pass computes the policy's log-probs and entropies for all rows
+    before the first update of a step.
 
-    Without it the first update reports those of its own rows, which it computes anyway with the
-    same weights. They are needed earlier if the reward, the estimator or the loss reads them, or if
-    the pass records or compares experts.
+    Without it, the first update reports the values for its own rows, which it computes anyway with
+    the same weights. The separate pass is needed if the reward, the estimator or the loss reads the
+    values, or if it records or compares experts.
     """
     actor = config.actor
     algorithm = config.algorithm
@@ -193,18 +192,19 @@ def scores_before_update(config: RunConfig) -> bool:
 
 
 def scores_later_rows(config: RunConfig) -> bool:
-    """Return True if a pass before a step's first update computes log-probs and entropies only for
-    the rows of later mini-batches.
+    """Return True if a pass before the first update of a step computes log-probs and entropies only
+    for the rows of later mini-batches.
 
-    Their updates use changed weights; the first update reports the values of its own rows.
+    Those are updated with changed weights, whereas the first update reports the values for its own
+    rows.
     """
     several = config.actor.ppo_mini_batch_size != config.data.train_batch_size
     return several and config.actor.old_log_probs == "trainer" and not scores_before_update(config)
 
 
 def share_scored_before_update(config: RunConfig) -> float:
-    """Return the share of a step's rows that a pass of the policy scores before the first
-    update."""
+    """Return the fraction of a step's rows that the policy scores in a separate pass before the
+    first update."""
     if scores_before_update(config):
         return 1.0
     return (
@@ -215,11 +215,9 @@ def share_scored_before_update(config: RunConfig) -> float:
 
 
 def old_log_probs_column(config: RunConfig) -> str | None:
-    """Return the column that updates compare their log-probs with; None: the update's own detached
-    values.
-
-    If no pass has computed old_log_probs for its rows, the first of several updates also uses its
-    own values.
+    """Return the column that updates compare their log-probs with; None means their own detached
+    values. If no pass has computed old_log_probs for its rows, the first of several updates also
+    uses its own values.
     """
     if config.actor.old_log_probs == "engine":
         return "rollout_log_probs"
@@ -229,8 +227,9 @@ def old_log_probs_column(config: RunConfig) -> str | None:
 
 
 def total_steps(config: RunConfig, rows: int | None) -> int | None:
-    """Return the steps of a run on this many rows: `trainer.total_steps`, or the full batches of
-    `trainer.total_epochs`, at least one. None if they depend on an unknown number of rows."""
+    """Return the number of steps in a run on this many rows: `trainer.total_steps`, or the number
+    of full batches in `trainer.total_epochs`, at least one. None if it depends on an unknown number
+    of rows."""
     trainer = config.trainer
     if trainer.total_epochs is None:
         return trainer.total_steps or 1
@@ -242,13 +241,13 @@ def total_steps(config: RunConfig, rows: int | None) -> int | None:
 
 
 def max_sequence_length(config: RunConfig) -> int:
-    """Return the tokens of the longest prompt with the longest response."""
+    """Return the maximum number of tokens in a prompt plus its response."""
     return config.data.max_prompt_length + config.data.max_response_length
 
 
 def engine_margin(config: RunConfig) -> int:
-    """Return the number of tokens at the end of an engine's context in which no prompt may end. A
-    conversation becomes the prompt of its next answer."""
+    """Return the number of tokens at the end of an engine's context that prompts must leave free.
+    In a conversation, everything so far is the prompt of the next answer."""
     return _PROMPT_MARGIN if config.rollout.agent.loop != "single_turn" else 0
 
 
@@ -258,8 +257,8 @@ def needs_reference(config: RunConfig) -> bool:
 
 
 def needs_sum_pi_squared(config: RunConfig) -> bool:
-    """Return True if the estimator needs the sum of squared probabilities at each token, a forward
-    pass of the policy."""
+    """Return True if the estimator needs the sum of squared probabilities at each token, which
+    requires a forward pass of the policy."""
     return "sum_pi_squared" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
 
 
@@ -271,13 +270,13 @@ def short_round_prompts(config: RunConfig) -> int:
 
 
 def needs_engine_routes(config: RunConfig) -> bool:
-    """Return True if engines must return the experts of every token."""
+    """Return True if engines must return the experts that each token was routed to."""
     return config.actor.router_replay in ("compare", "r3")
 
 
 def needs_support(config: RunConfig) -> bool:
-    """Return True if engines must return each token's support, which the trainer needs for
-    log-probs. False for top_k=1, where log-probs are over the whole vocabulary."""
+    """Return True if engines must return each token's support, from which the trainer computes
+    log-probs. False for top_k=1, for which log-probs are over the whole vocabulary."""
     sampling = config.rollout.sampling
     cut = sampling.top_p < 1 or sampling.top_k != -1 or sampling.min_p > 0
     return config.data.answers == "sampled" and cut and sampling.top_k != 1
@@ -299,7 +298,8 @@ def critics(config: RunConfig) -> tuple[str, ...]:
 
 
 def flow_name(config: RunConfig) -> str:
-    """Return the flow of the run: `algorithm.flow`, or the one implied by the other settings."""
+    """Return the name of the run's flow: `algorithm.flow`, or the flow implied by the other
+    settings."""
     if config.algorithm.flow is not None:
         return config.algorithm.flow
     estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
@@ -331,13 +331,13 @@ def has_teacher(config: RunConfig) -> bool:
 
 
 def is_colocated(config: RunConfig, role: str) -> bool:
-    """Return True if a role (`role_table.ROLES`) is in the actor's processes."""
+    """Return True if a role (`role_table.ROLES`) runs in the actor's processes."""
     return role == "actor" or bool(getattr(config, role).placement == "colocated")
 
 
 def models_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
-    """Return the models of `hybridflow train`, `sft` or `train-reward` in start order, including a
-    reference that is a second set of weights on the policy's ranks."""
+    """Return the models that `hybridflow train`, `sft` or `train-reward` uses, in start order. A
+    reference stored as a second set of weights on the policy's ranks is included."""
     if job == "train-reward":
         needs_policy = bool(config.sft.steps) or is_colocated(config, "reward_model")
         return ("actor", "reward_model") if needs_policy else ("reward_model",)
@@ -347,21 +347,21 @@ def models_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
 
 
 def roles_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
-    """Return the roles that have workers: `models_in_use` without a reference on the policy's
-    ranks."""
+    """Return the roles with their own workers: `models_in_use` except for a reference on the
+    policy's ranks."""
     swapped = "reference" if is_colocated(config, "reference") else None
     return tuple(name for name in models_in_use(config, job) if name != swapped)
 
 
 def pool_of(config: RunConfig, section: str) -> str:
-    """Return the section whose devices the processes of `rollout` or of a role use."""
+    """Return the name of the section that provides the devices for `rollout` or for a role."""
     if section != "rollout" and is_colocated(config, section):
         return "actor"
     return getattr(config, section).pool or section
 
 
 def shares_devices(config: RunConfig) -> bool:
-    """Return True if engines share the devices of the trainer's ranks."""
+    """Return True if engines share devices with the trainer's ranks."""
     return pool_of(config, "rollout") == "actor"
 
 
@@ -371,8 +371,8 @@ def generates(config: RunConfig) -> bool:
 
 
 def alternates(config: RunConfig) -> bool:
-    """Return True if engines release the devices that they share with the trainer whenever it uses
-    them, starting when they are created."""
+    """Return True if engines release the devices that they share with the trainer whenever the
+    trainer uses them, including right after their creation."""
     return (
         generates(config)
         and shares_devices(config)
@@ -382,13 +382,14 @@ def alternates(config: RunConfig) -> bool:
 
 
 def role_layout(config: RunConfig, role: str) -> ParallelConfig:
-    """Return the layout of a role: its own, or the actor's if it is in the actor's processes."""
+    """Return the parallel layout of a role: its own, or the actor's if the role runs in the actor's
+    processes."""
     layout: ParallelConfig = getattr(config, layout_section(config, role)).parallel
     return layout
 
 
 def layout_section(config: RunConfig, role: str) -> str:
-    """Return the section of the configuration whose `parallel` applies to a role."""
+    """Return the configuration section whose `parallel` applies to a role."""
     return "actor" if is_colocated(config, role) else role
 
 
@@ -398,7 +399,7 @@ def role_world_size(config: RunConfig, role: str) -> int:
 
 
 def role_data_parallel_size(config: RunConfig, role: str) -> int:
-    """Return the copies of a role's model that share a batch."""
+    """Return the number of replicas of a role's model among which a batch is divided."""
     return role_world_size(config, role) // model_parallel_size(role_layout(config, role))
 
 
@@ -414,7 +415,7 @@ def role_samples_per_mini_batch(config: RunConfig, role: str) -> int:
 
 
 def role_updates_per_step(config: RunConfig, role: str) -> int:
-    """Return the optimizer updates of a trained role per step."""
+    """Return the number of optimizer updates per step of a trained role."""
     if role == "reward_model":
         return 1
     updates = config.data.train_batch_size // role_mini_batch_size(config, role)
@@ -422,9 +423,8 @@ def role_updates_per_step(config: RunConfig, role: str) -> int:
 
 
 def policy_view(config: RunConfig, name: str) -> RunConfig:
-    """Return the configuration from the view of the further policy `roles.NAME`: its sections
-    replace the first policy's, with its number of processes and no other model than its
-    reference."""
+    """Return the configuration as the additional policy `roles.NAME` uses it. Its sections and
+    process count replace those of the first policy, and its reference is the only other model."""
     own = config.roles[name]
     batch = own.train_batch_size or config.data.train_batch_size
     return replace(
@@ -449,8 +449,8 @@ def run_dir(config: RunConfig) -> Path:
 def differing_size(
     wanted: Mapping[str, Any], sizes: Mapping[str, Any]
 ) -> tuple[str, Any, Any] | None:
-    """Return (name, wanted, other) for the first size, or the family, that differs; None if all
-    agree. Lengths may differ, because they only limit positions."""
+    """Return (name, wanted, other) for the first size that differs, or for the family; None if all
+    match. Length limits are ignored, because they only bound positions."""
     for name, value in wanted.items():
         other = sizes.get(name, value)
         is_size = (
@@ -465,7 +465,8 @@ def differing_size(
 
 def hf_config(model: ModelConfig) -> Mapping[str, Any]:
     """Return the Hugging Face configuration: `path`/config.json if `path` is set, else `hf_config`.
-    If `path` is a hub id that is not in the cache, as in a plan, use the recipe's `hf_config`.
+    If `path` is a hub id that is not cached, as may happen in a plan, the recipe's `hf_config` is
+    used.
 
     Raises:
         ConfigError: config.json is missing or not a JSON object, or a field has an impossible value

@@ -1,6 +1,6 @@
-"""Arguments of an engine's server that `rollout.extra_args` must not set: they change sampling,
-weights, the data for the trainer, or access to the engine. SGLang's and vLLM's names; `*` matches
-any ending."""
+"""Engine server arguments that `rollout.extra_args` must not set, because they affect sampling,
+weights, the data returned to the trainer, or access to the engine. Uses the names of SGLang and
+vLLM; `*` matches any ending."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _WHY: dict[str, list[str]] = {
 
 
 def refusals(arguments: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name as given, reason) for each rejected argument of SGLang's or vLLM's server."""
+    """Yield (name as given, reason) for each rejected SGLang or vLLM server argument."""
     for given in arguments:
         if why := _why(given):
             yield given, why

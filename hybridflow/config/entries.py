@@ -1,9 +1,9 @@
 """Declarations and registries of advantage estimators, policy losses, trackers and data
 preparations.
 
-Checks, `--explain`, the roles of a run and the columns of its steps are derived from these
-declarations. Entries are in `hybridflow/algorithms`, `hybridflow/observe/trackers` and
-`hybridflow/data/prepare/tasks`; this package contains only what is needed before importing torch.
+The checks, `--explain`, a run's roles and the columns of its batches are derived from them. Entries
+are in `hybridflow/algorithms`, `hybridflow/observe/trackers` and `hybridflow/data/prepare/tasks`;
+this package contains only the parts needed before torch is imported.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Estimator:
     """An advantage estimator; `hybridflow.algorithms.estimators.base` documents its function.
 
     Attributes:
-        reads: columns over response tokens that it needs in addition to the scores, e.g. "values".
-        needs_critic: it needs a critic, which writes `values` and learns from its returns.
+        reads: per-token columns that it needs in addition to the scores, e.g. "values".
+        needs_critic: it needs a critic, which computes `values` and is trained on the returns.
         compares_samples: it needs at least two samples per prompt.
         options: a frozen dataclass; every field has a default.
-        aggregations: the values of actor.loss_agg_mode that match its paper's definition; empty:
-            any.
-        takes_parts: it uses rewards of individual turns or tokens.
+        aggregations: values of actor.loss_agg_mode that match the definition in its paper; empty
+            allows any.
+        takes_parts: it uses the rewards of individual turns or tokens.
         preferences: it learns from preferred answers, which may be recorded (`data.answers=pairs`).
     """
 
@@ -66,8 +66,8 @@ class Flow:
     """The algorithm of a run; `hybridflow.flows.base` defines its interface.
 
     Attributes:
-        body: the async function over the run.
-        roles: the attributes of the run that it calls, for example "critic".
+        body: the async function that executes the run.
+        roles: names of the run's roles that it calls, for example "critic".
         options: a frozen dataclass; every field has a default.
         policy_losses: the values of actor.policy_loss that match its paper's definition; empty:
             any.
@@ -89,10 +89,10 @@ class TokenLoss:
     """A policy loss; `hybridflow.algorithms.policy_losses.base` documents its function.
 
     Attributes:
-        reads: columns over response tokens that it needs.
+        reads: per-token columns that it needs.
         options: a frozen dataclass; every field has a default.
-        aggregations: the values of actor.loss_agg_mode that match its paper's definition; empty:
-            any.
+        aggregations: values of actor.loss_agg_mode that match the definition in its paper; empty
+            allows any.
     """
 
     function: Callable[..., Any]
@@ -124,12 +124,12 @@ class Preparation:
     Attributes:
         options: frozen dataclass; its fields are the option names, with types, ranges and defaults
             as in `hybridflow.config.schema`.
-        write: writes every file of the task into an existing empty folder and returns rows per
-            parquet file; called with the options, that folder, and `data.prepare.source`.
+        write: called with the options, an existing empty folder and `data.prepare.source`; writes
+            all files of the task to that folder and returns the number of rows per parquet file.
         source_files: names of the raw files that the task reads from `data.prepare.source`; empty
             if it needs none.
         published: the Hugging Face hub dataset that the task reads
-            (`hybridflow.data.prepare.published`); None: it reads none.
+            (`hybridflow.data.prepare.published`); None if it reads none.
     """
 
     options: type
@@ -139,14 +139,15 @@ class Preparation:
 
 
 class PublishedSet(Protocol):
-    """The published data that a preparation reads, queried before anything is read."""
+    """The published datasets that a preparation reads. It can be queried before anything is
+    read."""
 
     def missing(self, options: Any, source: Path | None) -> Iterable[str]:
-        """Yield one line per dataset whose files cannot be read; empty if all are available."""
+        """Yield one line for each dataset whose files are unavailable."""
         ...
 
     def fingerprint(self, options: Any, source: Path | None) -> dict[str, str]:
-        """Return {file or dataset: its fingerprint}."""
+        """Return fingerprints keyed by file or dataset."""
         ...
 
 
@@ -194,8 +195,8 @@ def policy_loss_options(actor: ActorConfig) -> Any:
 
 
 def _options(wanted: type, section: Any, name: str, given: Mapping[str, Any], key: str) -> Any:
-    """Build the options. Those that are also keys of the section (`algorithm.gamma`) are taken from
-    there, all others from the mapping."""
+    """Build the options. Options that are also keys of the section (`algorithm.gamma`) are read
+    from the section, all others from the mapping."""
     fields = [field.name for field in dataclasses.fields(wanted)]
     shared = {field: getattr(section, field) for field in fields if hasattr(section, field)}
     for field in shared.keys() & given.keys():

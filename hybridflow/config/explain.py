@@ -1,5 +1,5 @@
-"""`--explain`: how prompts, samples, mini-batches, micro-batches, ranks and accumulation multiply,
-and the origin of each number."""
+"""`--explain`: shows how prompts, samples, mini-batches, micro-batches, ranks and accumulation
+steps multiply, and the origin of each number."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ _KEYS = (  # shown to the user, in this order
 
 @dataclass(frozen=True)
 class Origins:
-    """The origin of each key: an override, a YAML file (the last that sets it), or the schema."""
+    """The origin of each key's value: an override, the last YAML file that sets it, or the
+    schema."""
 
     overrides: frozenset[str]
     files: dict[str, str]
@@ -137,7 +138,7 @@ def _staleness(config: RunConfig) -> str:
         short = derived.short_round_prompts(config)
         return (
             f"tail batching: a step submits {short} prompts and trains on the {size} that finish "
-            f"first; once {size} prompts have been cut off, a separate step generates them again"
+            f"first; once {size} prompts have been cut off, a separate step regenerates them"
         )
     if not steps:
         return "a step waits for all of its samples, generated with the current weights"
@@ -154,7 +155,7 @@ def _staleness(config: RunConfig) -> str:
 
 
 def _engine_shape(config: RunConfig) -> str:
-    """Describe an engine's ranks, the grouping of experts and attention over them, and their
+    """Describe an engine's ranks, how experts and attention are distributed across them, and their
     nodes."""
     rollout = config.rollout
     ranks = derived.engine_ranks(config)

@@ -1,4 +1,5 @@
-"""Warnings about valid settings that are far from those of published runs of such a model."""
+"""Warnings about settings that are valid but far from those of published runs with similar
+models."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _FAR = 4.0
 
 
 def warnings(config: RunConfig) -> Iterator[str]:
-    """Yield one line for each setting that is far from those of published runs."""
+    """Yield one line for each setting that is far from the values in published runs."""
     if config.model.path is None:
         return
     usual = _USUAL_LORA if config.actor.lora.rank else _USUAL
@@ -35,8 +36,8 @@ def warnings(config: RunConfig) -> Iterator[str]:
 
 
 def _parameters(config: RunConfig) -> float | None:
-    """Estimate the active parameters per token from the model's config; None if it lacks the
-    sizes."""
+    """Estimate the active parameters per token from the model's config; None if the sizes are
+    missing."""
     try:
         sizes: Any = derived.hf_config(config.model)
     except ConfigError:

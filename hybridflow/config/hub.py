@@ -1,4 +1,5 @@
-"""Hugging Face hub ids in place of folders or data files: `ORG/NAME`, optionally `@REVISION`.
+"""Resolution of Hugging Face hub ids (`ORG/NAME`, optionally `@REVISION`), which may be set instead
+of folders or data files.
 
 An id refers to this machine's cache, as filled by `hf download`. Nothing is downloaded, and no
 setting of the library (such as HF_HUB_OFFLINE) is changed.
@@ -32,8 +33,8 @@ def is_hub_id(text: str) -> bool:
 
 
 def cached(hub_id: str, kind: Kind) -> Path | None:
-    """Return the folder of the cached snapshot; None if it is not in the cache or some of its
-    weight files are missing."""
+    """Return the folder of the cached snapshot, or None if there is none or some of its weight
+    files are missing."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -52,8 +53,8 @@ def cached(hub_id: str, kind: Kind) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return True if every weight file is present: a snapshot also exists after an interrupted or
-    partial download."""
+    """Return True if every weight file is present: A snapshot folder may also be left by an
+    interrupted or partial download."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
@@ -65,8 +66,8 @@ def _has_weights(folder: Path) -> bool:
 
 
 def located(config: RunConfig) -> RunConfig:
-    """Return the configuration with hub ids replaced by their folders and files. Ids that are not
-    in the cache stay, and `config.check` reports them."""
+    """Return the configuration with hub ids replaced by the cached folders and files. Ids that are
+    not cached are kept, and `config.check` reports them."""
     for section in ("model", *ROLES):
         if section == "actor":
             continue  # its model is `model`
@@ -103,7 +104,7 @@ def _of_model(part: Any) -> Any:
 
 
 def _of_val_set(given: Any) -> Any:
-    """Resolve an entry of `data.val_sets`, which has not been checked yet."""
+    """Resolve an entry of `data.val_sets`, which has not been validated yet."""
     files = given.get("files") if isinstance(given, Mapping) else None
     if not isinstance(files, (list, tuple)) or not all(isinstance(file, str) for file in files):
         return given
@@ -121,12 +122,12 @@ def _files(names: Sequence[str], split: str) -> tuple[str, ...]:
 
 
 def split_files(folder: Path, split: str, pattern: str = "", subset: str = "") -> list[Path]:
-    """Return the data files of one split of a published dataset, sorted.
+    """Return the sorted data files of one split of a published dataset.
 
     Args:
         split: `train` or `test`; `validation` is used if there is no `test`.
-        pattern: a glob below `folder` that selects files; empty: files whose path contains the
-            split's name, or all files if no path contains any split's name.
+        pattern: a glob relative to `folder`. If empty, select the files whose path contains the
+            split's name, or all files if no path contains the name of a split.
         subset: read only this folder of the dataset, such as gsm8k's `main`, if it exists.
     """
     if pattern:

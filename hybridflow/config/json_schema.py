@@ -1,5 +1,5 @@
-"""The JSON schema of recipes, generated from the typed schema. Editors use it to complete and check
-keys and values.
+"""The JSON schema of recipes, generated from the typed schema. Editors use it for completion and
+validation.
 
 A recipe may set any subset of the keys, and any value may be an interpolation
 (`${data.train_batch_size}`) or `???`.
@@ -19,7 +19,7 @@ _FILLED_LATER = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return the schema of a recipe. `$defs` has the schemas of group files."""
+    """Return the schema of a recipe. `$defs` contains the schemas of group files."""
     groups: dict[str, Any] = {}
     top = _group(RunConfig(), groups)
     top["properties"]["defaults"] = {

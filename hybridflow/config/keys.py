@@ -27,7 +27,7 @@ from hybridflow.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """One end of a range of numbers; `keyword` is its name in JSON Schema."""
+    """A lower or upper bound on a number; `keyword` is its name in JSON Schema."""
 
     limit: float
     words: ClassVar[str]
@@ -35,7 +35,7 @@ class Bound:
     compare: ClassVar[Callable[[float, float], bool]]
 
     def holds(self, number: float) -> bool:
-        """Return True if the number is within the bound."""
+        """Return True if the number satisfies the bound."""
         return type(self).compare(number, self.limit)
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Bound:
 
 
 class AtLeast(Bound):
-    """Values of at least `limit`."""
+    """A bound that requires values of at least `limit`."""
 
     words = "at least"
     keyword = "minimum"
@@ -59,7 +59,7 @@ class Above(Bound):
 
 
 class AtMost(Bound):
-    """Values of at most `limit`."""
+    """A bound that requires values of at most `limit`."""
 
     words = "at most"
     keyword = "maximum"
@@ -84,15 +84,15 @@ Decay = Annotated[float, AtLeast(0), Below(1)]
 
 @dataclasses.dataclass(frozen=True)
 class Aliases:
-    """Alternative names of values, (name, value), as used by other trainers."""
+    """Alternative names for values, used by other trainers, as pairs (name, value)."""
 
     pairs: tuple[tuple[str, str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A key whose value is an entry of this package's registry, an entry in a user's file
-    (`path/to/file.py:name`), or one of `also`, which are not entries."""
+    """Marks a key whose value names an entry in the package's registry or in a user file
+    (`path/to/file.py:name`), or is one of the extra values in `also`."""
 
     kind: str
     package: str
@@ -135,7 +135,7 @@ VERIFIER = Entry("verifier", "hybridflow.rewards.verifiers")
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A parsed annotation. `type` is the bare type (of an item, for a list)."""
+    """A parsed annotation. `type` is the bare type, or the item type of a list."""
 
     type: Any
     is_list: bool = False
@@ -146,23 +146,23 @@ class Kind:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed values of a key with choices, or the built-in entries of its registry."""
+        """The allowed values: the key's choices, or the built-in entries of its registry."""
         if typing.get_origin(self.type) is typing.Literal:
             return typing.get_args(self.type)
         return self.entry.names() if self.entry else ()
 
     @property
     def is_mapping(self) -> bool:
-        """True if the value is a mapping with free keys (`model.hf_config`)."""
+        """True if the value is a mapping with arbitrary keys (`model.hf_config`)."""
         return typing.get_origin(self.type) is dict
 
     @property
     def plain(self) -> Any:
-        """`type`, with str for choices."""
+        """The type `type`, or str for a key with choices."""
         return str if typing.get_origin(self.type) is typing.Literal else self.type
 
     def accepts(self, value: Any) -> bool:
-        """Return True if `value` is one of the choices, or there are no choices."""
+        """Return True if `value` is one of the choices or if the key has no choices."""
         return (
             not self.choices
             or value in self.choices
@@ -170,7 +170,7 @@ class Kind:
         )
 
     def __str__(self) -> str:
-        """Return the type in the user's words: `whole number or null`, `list of strings`."""
+        """Return the type in user-facing terms: `whole number or null`, `list of strings`."""
         names = {str: "string", bool: "true/false", int: "whole number", float: "number"}
         name = "mapping" if self.is_mapping else names.get(self.plain, "group of keys")
         return (f"list of {name}s" if self.is_list else name) + (
@@ -205,14 +205,15 @@ def kind_of(annotation: Any) -> Kind:
 
 
 def named_group(annotation: Any) -> type | None:
-    """Return the dataclass of a mapping's values (`roles`); None for other annotations."""
+    """Return the dataclass of the values in a mapping such as `roles`; None for other
+    annotations."""
     args = typing.get_args(annotation)
     of_names = args[1] if typing.get_origin(annotation) is dict and len(args) == 2 else None
     return of_names if isinstance(of_names, type) and dataclasses.is_dataclass(of_names) else None
 
 
 def hints_of(cls: type) -> Mapping[str, Any]:
-    """Return {field: annotation} of a group, including `Annotated`."""
+    """Return the annotations of a group's fields, keyed by field, with `Annotated` preserved."""
     return _hints(cls)
 
 
@@ -231,8 +232,8 @@ def all_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Kind]]:
 
 
 def require_key(root: type, dotted: str) -> None:
-    """Raise unless `dotted` names a group or key under `root`, or an entry inside a mapping (such
-    as `model.hf_config.X`)."""
+    """Raise a ConfigError unless `dotted` names a group or key under `root`, or an entry in a
+    mapping (such as `model.hf_config.X`)."""
     annotation: Any = root
     seen: list[str] = []
     for part in dotted.split("."):
@@ -263,9 +264,9 @@ def exists(root: type, dotted: str) -> bool:
 
 def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: str) -> ConfigError:
     """Return the error for `dotted`, whose `part` does not exist in the group `prefix`. It suggests
-    the first match of: the equivalent of verl's key, a key of the group with this ending
-    (`data.batch_size` -> `data.train_batch_size`), the key of this name in another group, and the
-    nearest name in this or another group."""
+    the first of these that exists: the equivalent of a verl key, a key in the group with the same
+    ending (`data.batch_size` -> `data.train_batch_size`), a key with the same name in another
+    group, the nearest name in this or another group."""
     if (known := _of_verl(root, dotted)) is not None:
         return known
     longer = [name for name in valid if name.endswith(f"_{part}")]
@@ -280,7 +281,7 @@ def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: st
 
 
 def _of_verl(root: type, dotted: str) -> ConfigError | None:
-    """Return the error for one of verl's keys; None if it is not one."""
+    """Return the error for a verl key, or None if it is not one."""
     key, note = counterpart(dotted)
     if key and exists(root, key):
         return ConfigError(
@@ -292,7 +293,8 @@ def _of_verl(root: type, dotted: str) -> ConfigError | None:
 
 def _elsewhere(root: type, part: str, group: str, cutoff: float) -> str:
     """Return a key in another group whose last name is close to `part` (`actor.lr` ->
-    `actor.optim.lr`). Of several, return the one that shares the most groups with `group`."""
+    `actor.optim.lr`). If there are several, return the one that shares the most parent groups with
+    `group`."""
     wanted = group.split(".")
     by_name: dict[str, list[str]] = {}
     for key, _ in all_keys(root):
@@ -306,7 +308,7 @@ def _elsewhere(root: type, part: str, group: str, cutoff: float) -> str:
 
 
 def value_at(config: Any, dotted: str) -> Any:
-    """Return the value of a key by its dotted name."""
+    """Return the value of the key with this dotted name."""
     return operator.attrgetter(dotted)(config)
 
 
@@ -341,15 +343,15 @@ def out_of_range(config: Any) -> Iterator[str]:
 
 
 def _carried(key: str, kind: Kind) -> tuple[Bound, ...]:
-    """Return the bounds that apply to all numbers: integers must fit in JSON and 64 bits, and
-    deadlines must be below about 30 years."""
+    """Return the bounds that apply to every number: integers must be exact in JSON and fit in 64
+    bits, and deadlines must be below about 30 years."""
     if kind.type is int:
         return (AtMost(1e15), AtLeast(-1e15))
     return (AtMost(1e9),) if key.endswith("_s") else ()
 
 
 def description(root: type, dotted: str) -> str:
-    """Return the comment of a key; empty without one."""
+    """Return the comment of a key; empty if it has none."""
     *groups, name = dotted.split(".")
     names = iter(groups)
     for group in names:
@@ -363,8 +365,8 @@ def description(root: type, dotted: str) -> str:
 
 
 def descriptions(cls: type) -> dict[str, str]:
-    """Return {key: comment} for a group, read from the source. The comment is after the key, or on
-    the lines before it."""
+    """Read the comments of a group's keys from the source. A comment is after its key or on the
+    lines before it."""
     found: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
         before: list[str] = []

@@ -2,7 +2,7 @@
 
 Hydra composes the YAML groups and parses the overrides; everything it accepts is then checked
 against the schema by `build`. Hydra is used through its compose API only: it neither changes the
-working directory nor writes a folder.
+working directory nor creates folders.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def load_config(
         name: file name of a recipe, with or without `.yaml`.
         overrides: `key=value` for any key of the schema, or `group=choice` for a folder under
             configs/.
-        config_dir: your own folder with recipes and groups; searched before the shipped one.
+        config_dir: your own folder of recipes and groups; searched before the shipped folder.
 
     Raises:
         ConfigError: unknown recipe, key or choice; wrong type; bad YAML; bad override syntax.
@@ -44,15 +44,15 @@ def load_config(
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Return the whole configuration as YAML, a recipe without groups that `load_config` reads back
-    equal."""
+    """Return the whole configuration as YAML: a recipe without groups from which `load_config`
+    restores an equal configuration."""
     import yaml
 
     return yaml.safe_dump(to_plain(config), sort_keys=False, default_flow_style=None, width=120)
 
 
 def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
-    """Return all overrides in Hydra's form. A ConfigError lists every invalid one, because a
+    """Return all overrides in Hydra's form. The ConfigError lists all invalid overrides, because a
     command line written for another trainer has many."""
     accepted: list[str] = []
     refused: list[str] = []
@@ -72,10 +72,10 @@ def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
 
 
 def normalise_override(text: str, dirs: Sequence[Path]) -> str:
-    """Rewrite an override so that Hydra accepts it whether or not a YAML contains its key.
+    """Rewrite an override so that Hydra accepts it even if no YAML file contains its key.
 
-    Hydra rejects keys that no YAML contains unless they have a `+`. Our schema defines all keys, so
-    the key is checked here and then forced. Group choices (`algorithm=grpo`) are left to Hydra.
+    Hydra rejects such keys unless they are prefixed with `+`. Our schema defines all keys, so the
+    key is checked here and then forced. Group choices (`algorithm=grpo`) are left to Hydra.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -117,12 +117,12 @@ def normalise_override(text: str, dirs: Sequence[Path]) -> str:
 
 
 def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Any:
-    """Compose with Hydra over the schema's defaults, with interpolations resolved, as plain
-    containers.
+    """Compose the recipe with Hydra on top of the schema's defaults, resolve interpolations and
+    return plain containers.
 
-    Composing groups takes Hydra a tenth of a second, so a process composes the groups of a shipped
-    recipe once and sets keys in a copy. Up to the last deletion all overrides are left to Hydra,
-    which applies them in order.
+    Hydra needs a tenth of a second to compose groups, so the groups of a shipped recipe are
+    composed once per process and keys are set in a copy. If an override deletes a key, it and all
+    overrides before it are left to Hydra, which applies them in order.
     """
     import yaml
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -162,7 +162,7 @@ def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -
 
 
 def _over_defaults(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Any:
-    """Compose over the schema's defaults, so that ${...} can refer to a key that no YAML
+    """Compose on top of the schema's defaults, so that ${...} can refer to a key that no YAML file
     contains."""
     from hydra import compose
     from omegaconf import OmegaConf
@@ -187,8 +187,8 @@ def _kept(recipe: str, overrides: tuple[str, ...], folder: Path, versions: objec
 
 
 def _merge(defaults: Any, given: Any) -> Any:
-    """Merge `given` over `defaults`, mapping by mapping. Uses plain containers, because OmegaConf's
-    own merge is slow."""
+    """Merge `given` into `defaults` recursively. Uses plain containers, because OmegaConf's own
+    merge is slow."""
     if not isinstance(defaults, dict) or not isinstance(given, dict):
         return given
     return {**defaults, **{key: _merge(defaults.get(key), value) for key, value in given.items()}}
@@ -197,7 +197,7 @@ def _merge(defaults: Any, given: Any) -> Any:
 def files_of(
     recipe: str, overrides: Sequence[str], dirs: Sequence[Path]
 ) -> Iterator[tuple[Path, str]]:
-    """Yield (file, key at which its content is placed) for each file of a recipe, in order of
+    """Yield each file of a recipe with the key at which its content is inserted, in order of
     increasing precedence."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
@@ -222,7 +222,8 @@ def files_of(
 def _ask_hydra(
     ask: Callable[[list[str]], Any], recipe: str, overrides: list[str], dirs: Sequence[Path]
 ) -> Any:
-    """Return the result of `ask` with Hydra set up to find recipes and groups in these folders."""
+    """Configure Hydra to search for recipes and groups in these folders, and return the result of
+    `ask`."""
     from hydra import initialize
     from hydra.core.config_store import ConfigStore
     from hydra.errors import ConfigCompositionException
@@ -283,8 +284,8 @@ def _missing(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the message without Hydra's trailers, with the innermost cause if the outer one is
-    generic."""
+    """Return the message without Hydra's trailing hints. If the outer error is generic, use its
+    innermost cause."""
     lines = [line.strip() for line in str(error).split("Config search path")[0].splitlines()]
     text = " ".join(line for line in lines if line and not line.startswith("object_type"))
     cause = str(error.__cause__ or "").strip()
@@ -292,8 +293,9 @@ def _reason(error: Exception) -> str:
 
 
 def _files_meant(error: Exception, recipe: str, dirs: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files that an error may refer to: the recipe's own, then those in the user's folder
-    that the message contains. Encoding errors contain no name, so all files count."""
+    """Yield the files that an error may refer to: the recipe's own files, then the files in the
+    user's folder that the message names. Encoding errors name no file, so all files are
+    candidates."""
     yield from (folder / f"{recipe}.yaml" for folder in dirs)
     for folder in dirs[:-1]:
         for path in sorted(folder.rglob("*.yaml")):

@@ -1,4 +1,4 @@
-"""Locations and names of recipes. Does not import Hydra, so that listing them is instant."""
+"""Search for recipes and listing of their names. Does not import Hydra, so listing is instant."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Recipe:
-    """A runnable file of a configs folder: its name and its first comment line."""
+    """A runnable file in a configs folder: its name and first comment line."""
 
     name: str
     summary: str
 
 
 def shipped_dir(name: str) -> Path:
-    """Return the folder `name` of the checkout, or the one installed in the package. Raises
+    """Return the folder `name` in the checkout, or the copy installed with the package. Raises
     ConfigError if neither exists."""
     root = Path(__file__).resolve().parents[2]
     checkout = root / name
@@ -39,7 +39,7 @@ def shipped_config_dir() -> Path:
 
 
 def config_dirs(extra: Path | None) -> list[Path]:
-    """Return the folders to search, the user's first."""
+    """Return the folders to search, starting with the user's."""
     if extra is None:
         return [shipped_config_dir()]
     if not extra.is_dir():
@@ -48,8 +48,8 @@ def config_dirs(extra: Path | None) -> list[Path]:
 
 
 def list_recipes(dirs: list[Path]) -> list[Recipe]:
-    """Return all recipes in `dirs` by name. A recipe in an earlier folder hides one of the same
-    name in a later folder."""
+    """Return all recipes in `dirs`, keyed by name. A recipe shadows recipes of the same name in
+    later folders."""
     found: dict[str, Recipe] = {}
     for folder in dirs:
         for path in sorted(filter(Path.is_file, folder.glob("*.yaml"))):
@@ -58,8 +58,7 @@ def list_recipes(dirs: list[Path]) -> list[Recipe]:
 
 
 def model_groups(dirs: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (name, sizes) for each file of the group `model` in `dirs` that defines a model's
-    sizes."""
+    """Yield (name, sizes) for each file in the group `model` in `dirs` that defines model sizes."""
     import yaml
 
     for path in sorted(path for folder in dirs for path in (folder / "model").glob("*.yaml")):
@@ -68,8 +67,8 @@ def model_groups(dirs: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def require_recipe(name: str, dirs: list[Path]) -> str:
-    """Return the recipe's name without suffix if it exists in `dirs`. Otherwise raises a
-    ConfigError that lists the recipes."""
+    """Return the recipe's name without suffix. Raises a ConfigError that lists all recipes if it is
+    not in `dirs`."""
     stem = name.removesuffix(".yaml")
     names = [recipe.name for recipe in list_recipes(dirs)]
     if stem in names:

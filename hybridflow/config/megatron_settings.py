@@ -1,8 +1,8 @@
-"""Fields of Megatron's TransformerConfig that `actor.megatron` sets.
+"""Validation of the fields of Megatron's TransformerConfig that are set in `actor.megatron`.
 
-A field is rejected if another key sets it, if config.json describes it, or if the job relies on its
-own value of it. Names and types are read from Megatron's source file, because importing Megatron
-would import torch.
+A field is rejected if another key controls it, if it is derived from config.json, or if the job
+depends on the value that it sets itself. Names and types are read from Megatron's source file,
+because importing Megatron would import torch.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ _ENUMS = {"AttnBackend": ("flash", "fused", "unfused", "local", "auto")}
 
 
 def problems(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each rejected setting. Where Megatron is not installed, only names that
-    are never allowed are found."""
+    """Yield one line for each rejected setting. If Megatron is not installed, only names that are
+    never allowed are detected."""
     types = field_types()
     for name, value in settings.items():
         given = f"actor.megatron.{name}={value}"
@@ -126,7 +126,7 @@ def problems(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unknown(name: str) -> str:
-    """Return the remedy for a name that Megatron does not have: it may be verl's."""
+    """Return the remedy for an unknown field name, which may be one of verl's."""
     verl = f"actor.megatron.{name}"
     if f"ROLE.megatron.{name}" in {**RENAMED, **ABSENT}:
         key, note = counterpart(verl)
@@ -137,7 +137,7 @@ def _unknown(name: str) -> str:
 
 
 def refusal(name: str) -> str:
-    """Return why `actor.megatron` must not set this field; empty if it may."""
+    """Return why `actor.megatron` must not set this field; empty if it is allowed."""
     for why, patterns in _WHY.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return why
@@ -168,8 +168,8 @@ def _annotations(path: Path) -> dict[str, ast.expr]:
 
 
 def _fits(value: Any, kind: ast.expr) -> bool:
-    """Return True if a value read from YAML matches an annotation. Annotations of other forms match
-    everything; Megatron itself checks those."""
+    """Return True if a value read from YAML matches an annotation. Unsupported forms of annotations
+    match everything; Megatron itself checks those."""
     match kind:
         case ast.Constant(value=str(text)):
             fits = _fits(value, ast.parse(text, mode="eval").body)

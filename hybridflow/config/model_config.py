@@ -1,5 +1,5 @@
-"""Reader of a model's config.json. Fields that layouts and plans are computed from are checked for
-type and range, so that an untrusted or damaged file gives a one-line error and cannot exhaust
+"""Reader of a model's config.json. The fields used to compute layouts and plans are checked for
+type and range, so an untrusted or corrupt file leads to a one-line error and cannot exhaust
 memory."""
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def read_model_config(file: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: as for `read_outside_json`, or a field has a wrong type or an absurd value. The
-            message contains the field's name but not the file's.
+        ValueError: as for `read_outside_json`, or a field has the wrong type or an absurd value.
+            The message names the field but not the file.
     """
     values = read_outside_json(file)
     if wrong := wrong_fields(values):
@@ -76,7 +76,7 @@ def read_model_config(file: Path) -> dict[str, Any]:
 
 
 def wrong_fields(values: Mapping[str, Any]) -> list[str]:
-    """Return one line for each invalid field. Missing and null fields are handled by the family."""
+    """Return one line for each invalid field. Missing and null fields are left to the family."""
     return [*_wrong_scalars(values), *_wrong_groups(values)] or _wrong_products(values)
 
 
@@ -120,7 +120,7 @@ def _wrong_quantisation(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_products(values: Mapping[str, Any]) -> list[str]:
-    """Check the product of individually valid sizes."""
+    """Check the products of sizes that are valid individually."""
     layers = values.get("num_hidden_layers") or 0
     experts = max(values.get(name) or 0 for name in _EXPERTS)
     if layers * experts <= _MOST_EXPERTS:

@@ -20,7 +20,7 @@ def read_outside_json(
     """Return the JSON object in a file.
 
     Args:
-        unique: reject an object with duplicate keys, which readers resolve differently.
+        unique: reject objects with duplicate keys, because readers resolve them differently.
 
     Raises:
         OSError: the file is missing or cannot be read.

@@ -16,8 +16,8 @@ def read_outside_bytes(path: Path, most_bytes: int) -> bytes:
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: not a regular file (a pipe or a device would block or never end), larger than
-            `most_bytes`, or growing. The message does not name the file.
+        ValueError: the file is not a regular file (a pipe or device would block or never end), is
+            larger than `most_bytes`, or is still growing. The message does not name the file.
     """
     if not path.exists():
         raise FileNotFoundError(2, "No such file or directory", str(path))
@@ -36,7 +36,7 @@ def read_outside_bytes(path: Path, most_bytes: int) -> bytes:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Return True if `path`, with links followed, is inside `folder`. False for circular links."""
+    """Return True if `path` is inside `folder` after resolving links. False for circular links."""
     try:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):
@@ -44,6 +44,6 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes such as \\x1b for characters that move the cursor, set colours
-    or change the writing direction."""
+    """Return the text with escapes such as \\x1b in place of characters that move the cursor, set
+    colours or change the writing direction."""
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

@@ -1,6 +1,6 @@
 """Checks of custom entries, `path/to/file.py:name`, for every key that refers to a registry: the
-file exists, a separate process can import it, and it registers the right kind. They run before the
-run starts anything."""
+file exists, can be imported in a separate process, and registers an entry of the right kind. They
+run before anything starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MARK = "\nown entries: "  # marks the start of the result, because a user's fil
 
 
 def named(config: RunConfig) -> Iterator[tuple[str, Entry, str]]:
-    """Yield (key, registry, value) for each entry in a user's file."""
+    """Yield (key, registry, value) for each entry defined in a user file."""
     for key, kind in all_keys(RunConfig):
         if kind.entry is None:
             continue
@@ -50,7 +50,7 @@ def named(config: RunConfig) -> Iterator[tuple[str, Entry, str]]:
 
 def code_of(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, value) for each setting that makes a run execute code from outside this package:
-    Python files, programs, and a cluster to join."""
+    Python files, programs, or an existing cluster."""
     yield from ((key, value) for key, _, value in named(config))
     single = {
         "model.family": config.model.family
@@ -67,7 +67,7 @@ def code_of(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield every problem as one line. Starts a process if there are custom entries."""
+    """Yield the problems, one line each. Starts a process if there are custom entries."""
     asked = []
     for key, entry, value in named(config):
         path = Path(value.rpartition(":")[0])
@@ -84,8 +84,8 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def _imported(asked: Sequence[Sequence[str]]) -> list[str]:
-    """Import these entries (key, package, value, and required arguments of an engine's `generate`)
-    in a separate process, and return its list of problems."""
+    """Import these entries in a separate process and return the problems it reports. An entry is
+    (key, package, value, required arguments of an engine's `generate`)."""
     command = [sys.executable, "-P", "-m", "hybridflow.config.own_entries", json.dumps(asked)]
     values = ", ".join(f"{key}={value}" for key, _, value, *_ in asked)
     try:
@@ -115,7 +115,7 @@ def _imported(asked: Sequence[Sequence[str]]) -> list[str]:
 
 
 def main(asked: Sequence[Sequence[str]]) -> list[str]:
-    """Import each entry and return one line for each that cannot be used."""
+    """Import all entries and return one line for each unusable one."""
     found = []
     for key, package, value, *needs in asked:
         try:
@@ -139,7 +139,7 @@ def main(asked: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _registry_of(package: str) -> Registry[Any]:
-    """Return the registry whose built-in entries are in this package."""
+    """Return the registry whose built-in entries are defined in this package."""
     for module in (f"{package}.base", package):
         if importlib.util.find_spec(module) is None:
             continue
@@ -150,8 +150,8 @@ def _registry_of(package: str) -> Registry[Any]:
 
 
 def _lacks_what_nodes_have(cause: BaseException | None) -> bool:
-    """Return True if an import failed because a library is missing that a submit-only machine does
-    not need."""
+    """Return True if an import failed only because of a missing library that is not required on a
+    submit-only machine."""
     return isinstance(cause, ModuleNotFoundError) and importlib.util.find_spec("torch") is None
 
 

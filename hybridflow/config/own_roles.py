@@ -1,5 +1,6 @@
-"""Checks of further policies (`roles`): their names, unsupported features of runs with several
-policies, and each policy's settings checked as a separate run. Part of `config.check`."""
+"""Checks of additional policies (`roles`): their names, features that runs with several policies do
+not support, and the settings of each policy, which are checked like those of a separate run. Part
+of `config.check`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _TAKEN = {
 def problems(
     config: RunConfig, job: str, own_problems: Callable[[RunConfig], list[str]]
 ) -> Iterator[str]:
-    """Yield every problem as one line.
+    """Yield the problems, one line each.
 
     Args:
         own_problems: returns the problems of one policy's configuration (`derived.policy_view`).

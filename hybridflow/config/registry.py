@@ -1,8 +1,8 @@
-"""Registries of the entries that a configuration selects by name, one file each: estimators,
-losses, transports, rewards and custom code.
+"""Registries of the entries that a configuration selects by name: estimators, losses, transports,
+rewards and custom code.
 
-A built-in entry is a module of the registry's package with the same name: the names are known
-without imports, so `--help` and the loader need no torch. A custom entry is written
+A built-in entry is a module with the same name in the registry's package. Listing the names
+requires no imports, so `--help` and the loader do not need torch. A custom entry is written
 `path/to/file.py:name`. There is no other list of entries; an entry declares its requirements where
 it is registered.
 """
@@ -32,15 +32,13 @@ _OFFERED = "__hybridflow_offered__"
 
 
 class Registry(Generic[T]):
-    """Finds entries of one kind by name.
+    """Looks up entries of one kind by name.
 
-    Args:
-        kind: description of an entry for messages, for example "policy loss".
-        package: dotted name of the package whose modules are the built-in entries; `base` and
-            modules with a leading underscore are not entries.
-        key: the configuration key that names an entry, for messages.
-        packages: entries are subpackages of `package`, not modules; each is registered by its
-            module `engine`.
+    Args: kind: description of an entry in messages, for example "policy loss". package: dotted name
+        of the package whose modules are the built-in entries; `base` and modules with a leading
+        underscore are not entries. key: the configuration key that names an entry, for messages.
+        packages: entries are subpackages of `package` rather than modules; the module `engine` of
+        each registers it.
     """
 
     def __init__(self, kind: str, package: str, key: str, *, packages: bool = False) -> None:
@@ -53,12 +51,11 @@ class Registry(Generic[T]):
         self._places: dict[str, tuple[dict[str, Any], int]] = {}
 
     def register(self, name: str, entry: T) -> T:
-        """Add an entry under `name`, and return it. Entries registered by a user's file are
+        """Add an entry under `name`, and return it. Entries registered by a user file are
         namespaced by its path and never shadow built-ins.
 
-        Raises:
-            ConfigError: the user's file has already registered this name; the message contains the
-                line.
+        Raises: ConfigError: the user file has already registered this name; the message contains
+        the line.
         """
         frame = self._importing_frame()
         if frame is not None:
@@ -88,8 +85,8 @@ class Registry(Generic[T]):
         return tuple(self._entries.values())
 
     def _importing_frame(self) -> FrameType | None:
-        """Return the frame of the user's file whose import is registering an entry; None for a
-        built-in entry, even if a user's file imports it."""
+        """Return the frame of the user file that is registering an entry during its import; None
+        for a built-in entry, even if a user file imports it."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_name == "<module>":
@@ -102,8 +99,8 @@ class Registry(Generic[T]):
         return None
 
     def names(self) -> tuple[str, ...]:
-        """Return the sorted names of the built-in entries, listed from the package's folder, and of
-        entries registered at run time."""
+        """Return the sorted names of the built-in entries, as listed in the package's folder, and
+        of the entries registered at run time."""
         files = package_folder(self.package).glob("*/__init__.py" if self._packages else "*.py")
         stems = {path.parent.name if self._packages else path.stem for path in files}
         builtin = set()
@@ -113,11 +110,11 @@ class Registry(Generic[T]):
         return tuple(sorted(builtin | {name for name in self._entries if not is_user_entry(name)}))
 
     def get(self, name: str) -> T:
-        """Return the entry called `name`, or the one in a user's file (`path/to/file.py:name`).
+        """Return the built-in entry `name`, or the entry in a user file (`path/to/file.py:name`).
 
         Raises:
-            ConfigError: there is no such entry (the message suggests the nearest name), or the file
-                cannot be imported or does not register it.
+            ConfigError: there is no such entry (the message suggests the nearest name), the file
+                cannot be imported, or it does not register the entry.
         """
         if is_user_entry(name):
             return self._of_file(name)
@@ -161,13 +158,13 @@ def package_folder(package: str) -> Path:
 
 
 def is_user_entry(name: str) -> bool:
-    """Return True if `name` refers to a user's file: `path/to/file.py:name`."""
+    """Return True if `name` refers to an entry in a user file: `path/to/file.py:name`."""
     return ".py:" in name
 
 
 def absolute_entry(name: str) -> str:
-    """Return `name` with an absolute path if it is a user entry, for use in a process with another
-    working directory."""
+    """If `name` is a user entry, make its path absolute, so that it is valid in a process with a
+    different working directory."""
     path, _, attribute = name.rpartition(":")
     return f"{Path(path).resolve()}:{attribute}" if is_user_entry(name) else name
 
@@ -175,15 +172,15 @@ def absolute_entry(name: str) -> str:
 def import_file(path: Path, key: str) -> ModuleType:
     """Import a user's Python file as a separate module.
 
-    The module name contains a hash of the path, so that files of the same name do not clash. A file
-    is executed once per process.
+    Its module name contains a hash of the path, so files with the same name do not clash. A file is
+    executed once per process.
 
     Raises:
         ConfigError: the file does not exist or fails to import; the message contains `key`, the
             file and the line.
     """
     if path.suffix != ".py":
-        raise ConfigError(f"{key}: {str(path)!r} is not a python file (its name must end in .py)")
+        raise ConfigError(f"{key}: {str(path)!r} is not a Python file (its name must end in .py)")
     if not path.is_file():
         raise ConfigError(f"{key}: file {str(path)!r} not found (looked in {Path.cwd()})")
     path = path.resolve()
@@ -211,8 +208,8 @@ def import_file(path: Path, key: str) -> ModuleType:
 
 
 def forget_edited_files() -> None:
-    """Forget the users' files that were edited since their import: the next run of this process (a
-    notebook's) executes them anew."""
+    """Forget user files that were edited since their import, so that the next run in the same
+    process (such as a notebook) re-executes them."""
     with _import_lock:
         for name, (path, state) in list(_imported.items()):
             if _state(path) != state:
@@ -233,8 +230,8 @@ def _module_name(path: Path) -> str:
 
 
 def offer(path: Path, **objects: Any) -> None:
-    """Make `import_file` in this process and its forks return a module with these objects for a
-    file, without executing the file."""
+    """Make `import_file` return a module with these objects for a file instead of executing it, in
+    this process and its forks."""
     module = ModuleType(_module_name(path))
     module.__file__ = str(path.resolve())
     vars(module).update(objects, **{_OFFERED: True})
@@ -253,8 +250,8 @@ def attribute_of(
     messages, for example "a function".
 
     Raises:
-        ConfigError: the module has no such name, or it is of another kind; the message suggests the
-            nearest name.
+        ConfigError: the module has no such name, or its value is of the wrong kind; the message
+            suggests the nearest name.
     """
     found = getattr(module, name, None)
     if wanted(found):
@@ -274,8 +271,8 @@ def attribute_of(
 
 
 def describe_error(error: BaseException, path: Path) -> str:
-    """Return the type and message of an error in user code, with the line in the user's file; only
-    the message for a HybridFlowError."""
+    """Return the type and message of an error in user code, with the line in the user's file. For a
+    HybridFlowError, return only its message."""
     line = line_of(error, path)
     # the text of a SyntaxError already contains the line
     text = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -284,7 +281,8 @@ def describe_error(error: BaseException, path: Path) -> str:
 
 
 def line_of(error: BaseException, path: Path) -> int | None:
-    """Return the innermost line of the user's file in the traceback; None without one."""
+    """Return the line number of the innermost frame in the user's file; None if the traceback does
+    not include the file."""
     if isinstance(error, SyntaxError):
         return error.lineno
     lines = []

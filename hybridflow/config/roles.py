@@ -15,8 +15,8 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
-    """Return every problem as one line, for `hybridflow train` or `train-reward`. Unless `files`,
-    folders may be missing."""
+    """Return the problems for `hybridflow train` or `train-reward`, one line each. Missing folders
+    are reported only if `files` is set."""
     found: list[str] = []
     if job == "train":
         found += [
@@ -146,8 +146,8 @@ def _layout(section: Role, role: str) -> Iterator[str]:
 
 
 def _other_model(config: RunConfig) -> Iterator[str]:
-    """Check that a colocated reference uses the policy's model: it is a second set of the policy's
-    weights."""
+    """Check that a colocated reference uses the policy's model, because it is stored as a second
+    set of the policy's weights."""
     reference = config.reference
     if reference.placement != "colocated":
         return
@@ -164,10 +164,11 @@ def _other_model(config: RunConfig) -> Iterator[str]:
 
 
 def _vocabulary(config: RunConfig, role: str, path: str) -> Iterator[str]:
-    """Check that the policy's token ids mean the same in the role's model, and are within its
+    """Check that the policy's token ids have the same meaning in the role's model and fit its
     embedding.
 
-    A teacher must have exactly the same tokens, because the policy learns its most likely tokens.
+    A teacher's vocabulary must be identical, because the policy learns from the teacher's most
+    likely tokens.
     """
     own = _tokens(path)
     policy = _tokens(config.model.tokenizer or config.model.path)
@@ -175,7 +176,8 @@ def _vocabulary(config: RunConfig, role: str, path: str) -> Iterator[str]:
         other = sum(policy.get(token) != index for token, index in own.items())
         yield (
             f"{role}.path={path} has a different tokenizer ({other} of its {len(own)} tokens have "
-            "other ids than the policy's), so it would read different text from what the policy "
+            f"different ids than the policy's), so it would read different text from what the "
+            "policy "
             "wrote; use a model with the policy's tokenizer"
         )
         return
@@ -211,7 +213,8 @@ def _vocab_size(model: ModelConfig) -> int | None:
 
 
 def _tokens(folder: str | None) -> dict[str, int]:
-    """Return {token: id} of a folder's tokenizer.json; empty if there is no readable one."""
+    """Return {token: id} from the tokenizer.json in a folder; empty if it is missing or
+    unreadable."""
     try:
         values = read_outside_json(Path(folder or "") / "tokenizer.json")
         vocabulary = values["model"]["vocab"]
@@ -266,8 +269,8 @@ def _pairs(config: RunConfig) -> Iterator[str]:
 
 
 def pool_problems(config: RunConfig, job: str) -> Iterator[str]:
-    """Check for pools that no section creates, and for pool keys without effect. `placement` checks
-    whether pools fit a cluster."""
+    """Check for pools that no section creates and for pool keys that have no effect. `placement`
+    checks whether the pools fit the cluster."""
     roles = derived.roles_in_use(config, job)[1:]
     apart = [
         *(role for role in roles if not derived.is_colocated(config, role)),

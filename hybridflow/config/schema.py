@@ -1,4 +1,4 @@
-"""Every configuration key, its type, default and meaning. Configurations are frozen once built.
+"""Every configuration key, its type, default and meaning. Configurations are immutable.
 
 Units are part of the name (`_s` seconds, `_tokens`, `_steps`) or stated in the comment. "prompts"
 counts rows of the dataset, "samples" counts generated responses: samples = prompts x `rollout.n`.
@@ -83,8 +83,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """State to offload from the device (on CPU: to this process's memory) while it is not needed,
-    restored bitwise."""
+    """State to offload from the device while it is not needed (on CPU: to this process's memory).
+    It is restored bit for bit."""
 
     # while the engines generate (critic, reward model: whenever idle); the reference's weights:
     # whenever it is not computing
@@ -200,7 +200,7 @@ class RoleConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig(RoleConfig):
-    """The reference model of KL terms, if one is in use."""
+    """The reference model for KL terms, if any is used."""
 
     # own: HF folder of another model with the same vocabulary (a teacher); null: the policy at the
     # start of RL
@@ -212,7 +212,7 @@ class ReferenceConfig(RoleConfig):
 @dataclass(frozen=True)
 class TeacherConfig(RoleConfig):
     """A model with the policy's vocabulary whose most likely tokens become columns of the batch,
-    for `actor.distillation`. `path: null`: none."""
+    for `actor.distillation`. `path: null` disables it."""
 
     path: str | None = None  # HF folder of a causal model
     placement: Placement = "own"
@@ -238,8 +238,8 @@ class CriticConfig(RoleConfig):
 
 @dataclass(frozen=True)
 class RewardModelConfig(RoleConfig):
-    """A trained model that scores prompt and response, added to the verifier's score. `path: null`:
-    none."""
+    """A trained model that scores prompt and response, added to the verifier's score. `path: null`
+    disables it."""
 
     # HF folder (*ForSequenceClassification), as exported by `hybridflow train-reward`
     path: str | None = None
@@ -289,7 +289,7 @@ class ValSamplingConfig(SamplingConfig):
 
 @dataclass(frozen=True)
 class SyncConfig:
-    """Transfer of new weights to the engines after a step: slices from each Megatron rank to each
+    """Transfer of new weights to the engines after a step. Each Megatron rank sends slices to each
     engine rank, in one transaction per engine."""
 
     # auto: on GPUs cuda_ipc for engines that share the trainer's devices and p2p for others, else
@@ -345,7 +345,7 @@ class AgentConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The engines and their sampling."""
+    """The engines and their sampling settings."""
 
     # kind of engine: a package of hybridflow.engines, or your own
     engine: Annotated[str, ENGINE] = "sglang"
@@ -399,8 +399,8 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """A further trained policy with separate engines, called by the flow as run.NAME
-    (docs/flows.md). Missing keys default to the values of the run's own sections."""
+    """An additional trained policy with separate engines, which the flow calls as run.NAME
+    (docs/flows.md). Missing keys fall back to the values in the run's main sections."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

@@ -1,4 +1,4 @@
-"""The keys of a run's data: prompts (`data`), demonstrations (`sft`) and preference pairs
+"""Configuration keys for data: prompts (`data`), demonstrations (`sft`) and preference pairs
 (`reward_training`). Part of `hybridflow.config.schema`, which documents the conventions."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from hybridflow.config.schema_megatron import OptimConfig
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Dataset preparation, which runs before training if its output is missing. `task: null` skips
-    it."""
+    """Dataset preparation, which runs before training if its output does not exist. `task: null`
+    skips it."""
 
     # task of `hybridflow prepare`; null: no preparation
     task: Annotated[str, PREPARE_TASK] | None = None
@@ -83,7 +83,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RewardTrainingConfig:
-    """`hybridflow train-reward`: a reward model from preference pairs, parquet rows {prompt,
+    """`hybridflow train-reward`: trains a reward model on preference pairs, parquet rows {prompt,
     chosen, rejected}."""
 
     steps: NonNegativeInt = 0

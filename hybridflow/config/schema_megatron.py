@@ -1,5 +1,5 @@
-"""The keys of Megatron's layout, optimizer and recomputation. Part of `hybridflow.config.schema`,
-which documents the conventions."""
+"""Configuration keys for Megatron's layout, optimizer and recomputation. Part of
+`hybridflow.config.schema`, which documents the conventions."""
 
 from __future__ import annotations
 

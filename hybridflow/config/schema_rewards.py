@@ -1,6 +1,6 @@
-"""The keys of the learning signal: scores (`reward`), advantages (`algorithm`), and corrections of
-and additions to the policy loss (parts of `actor`). Part of `hybridflow.config.schema`, which
-documents the conventions."""
+"""Configuration keys for the learning signal: scores (`reward`), advantages (`algorithm`), and
+corrections and additions to the policy loss (parts of `actor`). Part of `hybridflow.config.schema`,
+which documents the conventions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ DistillationLoss = Annotated[
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The source of a response's score: the verifier of its data_source, or your own function."""
+    """The source of response scores: the verifier for the row's data_source, or your own
+    function."""
 
     # your own verifiers, [path/to/file.py:name], in addition to the built-in ones
     verifiers: tuple[Annotated[str, VERIFIER], ...] = ()
@@ -80,7 +81,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """The dataflow of a step, and the computation of advantages from rewards."""
+    """The dataflow of a step, and how advantages are computed from rewards."""
 
     # the algorithm's dataflow as a program (docs/flows.md), or your own, path/to/file.py:name;
     # null: ppo with a critic, else remax, dpo, distill or grpo depending on the estimator and the
@@ -114,8 +115,8 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """Correction for tokens whose probability differs between engine and trainer: low precision,
-    other kernels, weights of an earlier step (docs/rollout-correction.md; verl's names in
+    """Correction for tokens whose probability differs between engine and trainer because of low
+    precision, different kernels or stale weights (docs/rollout-correction.md; verl's names in
     brackets)."""
 
     # importance weight, trainer / engine, of each token's loss; token: its own; sequence: the

@@ -1,5 +1,5 @@
-"""The validation sets of a run: the unnamed set `data.val_files`, and the sets of `data.val_sets`.
-No torch."""
+"""The validation sets of a run: the unnamed set `data.val_files` and the sets in `data.val_sets`.
+Does not import torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class ValSet:
 
 
 def val_sets(config: RunConfig) -> dict[str, ValSet]:
-    """Return {name: set}. The set of `data.val_files` has the name ""; it always exists and may
-    have no files.
+    """Return the validation sets, keyed by name. The set of `data.val_files` is always included
+    under the name "", even if it has no files.
 
     Raises:
-        ConfigError: an entry of `data.val_sets` has an unknown key or a value of a wrong type, or
+        ConfigError: an entry of `data.val_sets` has an unknown key or a value of the wrong type, or
             is not a group of keys.
     """
     unnamed = _unnamed(config)
@@ -51,14 +51,14 @@ def sampling_of(config: RunConfig, name: str) -> SamplingConfig:
 
 
 def tag(name: str) -> str:
-    """Return the suffix of a set's metrics and dumps after "val" or "validation"; empty without a
-    name."""
+    """Return the suffix that follows "val" or "validation" in the names of a set's metrics and
+    dumps; empty for the unnamed set."""
     return f"-{name}" if name else ""
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems of each entry of `data.val_sets`, and of each set's temperature and number
-    of answers."""
+    """Yield the problems with the entries of `data.val_sets`, and with the temperature and number
+    of answers of each set."""
     unnamed = _unnamed(config)
     found = dict[str, ValSet]()
     for name, given in config.data.val_sets.items():

@@ -1,5 +1,5 @@
 """Mapping of verl's keys to ours. The prefix `actor_rollout_ref.` is omitted; ROLE stands for the
-sections actor, ref, critic and reward_model, and a name that ends with `.*` for all keys below
+sections actor, ref, critic and reward_model. A name that ends with `.*` stands for all keys below
 it."""
 
 from __future__ import annotations
@@ -393,11 +393,11 @@ ABSENT |= dict.fromkeys(
 
 
 def counterpart(name: str) -> tuple[str, str]:
-    """Return (our key, how its values differ) for a name that may be verl's; ("", reason) if there
-    is no equivalent; ("", "") if the tables do not contain the name.
+    """Look up a name that may be a verl key. Return (our key, how its values differ), ("", reason)
+    if there is no equivalent, or ("", "") if the name is not in the tables.
 
-    A name in a section with a different name here (`actor_rollout_ref.actor.ppo_epochs`) is
-    returned with our section's name; if we have no such key, it includes the reason.
+    If the section has a different name here (`actor_rollout_ref.actor.ppo_epochs`), the key is
+    returned with our section's name; if we have no such key, the second value is the reason.
     """
     own = name.removeprefix(_PREFIX)
     section, _, rest = own.partition(".")
@@ -415,6 +415,6 @@ def counterpart(name: str) -> tuple[str, str]:
 
 
 def _patterns(name: str) -> list[str]:
-    """Return the table keys that match the name, most specific first."""
+    """Return the table keys that match the name, starting with the most specific."""
     parts = name.split(".")
     return [name, *(".".join((*parts[:end], "*")) for end in range(len(parts), 0, -1))]
