@@ -51,7 +51,8 @@ def check(config: RunConfig, job: str = "train") -> None:
 def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[str]:
     """Return the problems, one line each; empty if the configuration can run.
 
-    Args: files: also check that the run's input files and folders exist; False for a plan.
+    Args:
+        files: also check that the run's input files and folders exist; False for a plan.
     """
     found = [*out_of_range(config), *_names(config)]
     found += own_entries.problems(config) if files else []

@@ -34,11 +34,13 @@ _OFFERED = "__hybridflow_offered__"
 class Registry(Generic[T]):
     """Looks up entries of one kind by name.
 
-    Args: kind: description of an entry in messages, for example "policy loss". package: dotted name
-        of the package whose modules are the built-in entries; `base` and modules with a leading
-        underscore are not entries. key: the configuration key that names an entry, for messages.
+    Args:
+        kind: description of an entry in messages, for example "policy loss".
+        package: dotted name of the package whose modules are the built-in entries; `base` and
+            modules with a leading underscore are not entries.
+        key: the configuration key that names an entry, for messages.
         packages: entries are subpackages of `package` rather than modules; the module `engine` of
-        each registers it.
+            each registers it.
     """
 
     def __init__(self, kind: str, package: str, key: str, *, packages: bool = False) -> None:
@@ -54,8 +56,9 @@ class Registry(Generic[T]):
         """Add an entry under `name`, and return it. Entries registered by a user file are
         namespaced by its path and never shadow built-ins.
 
-        Raises: ConfigError: the user file has already registered this name; the message contains
-        the line.
+        Raises:
+            ConfigError: the user file has already registered this name; the message contains the
+                line.
         """
         frame = self._importing_frame()
         if frame is not None:

@@ -22,15 +22,16 @@ class Combination(Verifier):
     """The weighted sum of the scores of `parts`, {name: (verifier, weight)}, for rows of any data
     source.
 
-    Each part's score is recorded under its name, together with its extra values: `gdpo` normalises
-    the parts separately.
+    The score and extra values of each part are recorded under its name, so that `gdpo` can
+    normalise the parts separately.
     """
 
     parts: Mapping[str, tuple[Verifier, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, weights: Mapping[str, Any]) -> Combination:
-        """Combine the verifiers in `weights`, {name or `path/to/file.py:name`: weight}.
+        """Combine the verifiers in `weights`, which maps names (or `path/to/file.py:name`) to
+        weights.
 
         Raises:
             ConfigError: a verifier does not exist, or a weight is not a number.
@@ -91,7 +92,7 @@ class Combination(Verifier):
 
     @property
     def facts(self) -> set[str]:
-        """The facts that any part accepts."""
+        """The facts that any part accepts as arguments."""
         return {fact for one, _ in self.parts.values() for fact in one.facts}
 
     def check_truth(self, ground_truth: Any) -> None:

@@ -1,9 +1,9 @@
-"""Mathematical answers as text: extraction from a response, removal of decoration, and a test for
-literals.
+"""Text processing of mathematical answers: extraction from a response, removal of decoration, and a
+test for literals.
 
-A literal is a number as one writes a result: an integer, decimal, fraction, root or multiple of pi,
-with a percent sign, an exponent of ten or a base. `6+1`, `13!` and `3^5 \\bmod 7` are not literals,
-whatever their value.
+A literal is a fully evaluated number: an integer, decimal, fraction, root or multiple of pi,
+optionally with a percent sign, a power of ten or a base. `6+1`, `13!` and `3^5 \\bmod 7` are not
+literals, regardless of their value.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _OPENED = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
 
 
 def stated_answer(answer: str) -> str | None:
-    """Extract the result that an answer states: its last box; otherwise the text after the last
-    "the answer is"; otherwise the last expression of its last sentence. Return None if there is
-    none, or if the last box is not closed."""
+    """Extract the result that an answer states: the last box, or else the text after the last "the
+    answer is", or else the last expression of the last sentence. Returns None if there is none or
+    if the last box is not closed."""
     box = last_box(answer)
     if box is not None:
         return box.content
@@ -149,8 +149,8 @@ def plain(text: str) -> str:
 
 
 def words(text: str) -> str | None:
-    """Return a name or phrase without digits or operators ("east", "No solution", "(C)", "CAT",
-    "星期三"), or None."""
+    """Return the answer if it is a name or phrase without digits or operators ("east", "No
+    solution", "(C)", "CAT", "星期三"), else None."""
     bare = text.strip().strip("$").strip()
     was_wrapped = _WRAPPED.search(bare) is not None
     while bare != (inner := _WRAPPED.sub(r" \1 ", bare)):
@@ -170,8 +170,8 @@ def words(text: str) -> str | None:
 
 
 def same_words(one: str, other: str) -> bool:
-    """Compare two results of `words`. Case is ignored in phrases only: AB is not BA, and x is not
-    X."""
+    """Compare two results of `words`. Case is ignored only in phrases; x and X differ, as do AB and
+    BA."""
     if len(one) == 1 or (one.isupper() and other.isupper()):
         return one == other
     return one.casefold() == other.casefold()
@@ -188,8 +188,8 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def without_name(text: str) -> tuple[str, str]:
-    """Split an answer from its name: "x = 5" gives ("5", "x"). A chain of equations gives its last
-    term."""
+    """Split an answer from its name: "x = 5" gives ("5", "x"). For a chain of equations, the last
+    term is used."""
     found = _NAME.match(text)
     if found is None or any(sign in text for sign in ("<", ">", "\\le", "\\ge", ",", ";")):
         return text, ""
@@ -228,8 +228,8 @@ _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>|\\in(?![A-Za-z])"
 
 
 def rational(text: str) -> Fraction | None:
-    """Return the exact value of a literal without roots and pi; a percent sign divides by 100. None
-    for any other text."""
+    """Return the exact value of a literal without roots or pi; a percent sign divides it by 100.
+    None for any other text."""
     found = _RATIONAL_PATTERN.fullmatch(
         text if " " in text and "/" in text else text.replace(" ", "")
     )
@@ -245,8 +245,8 @@ def rational(text: str) -> Fraction | None:
 
 
 def canonical(text: str) -> str:
-    """Return a canonical text, equal for answers that differ only in decoration, and for equal
-    rational numbers."""
+    """Return a canonical form that is the same for answers that differ only in decoration and for
+    equal rational numbers."""
     bare = without_unit(without_name(plain(text))[0])[0] if readable(text) else text
     value = rational(bare)
     return (
@@ -257,7 +257,7 @@ def canonical(text: str) -> str:
 
 
 def in_base(text: str) -> tuple[str, str] | None:
-    """Return the digits and the base of a number like 1101_2, or None."""
+    """Return the digits and the base of a number such as 1101_2; None for any other text."""
     found = _IN_BASE.fullmatch(re.sub(r"\\text\{(.*?)\}|\s", r"\1", text))
     return (found[1], found[2]) if found else None
 
@@ -268,8 +268,8 @@ def is_literal(text: str) -> bool:
 
 
 def literals(text: str) -> list[str] | None:
-    """Return the literals of an answer that consists only of literals: the number itself, or the
-    parts of a pair, set, interval, union, matrix or inequality. None if any part is not a
+    """Return the literals in an answer that consists only of literals: a single number, or the
+    elements of a pair, set, interval, union, matrix or inequality. None if any part is not a
     literal."""
     text = without_name(text)[0]
     bare = without_unit(text)[0]

@@ -1,7 +1,7 @@
-"""Scoring of rows, by the custom function of `reward.path` or by the verifier of each row's data
+"""Scoring of rows by the custom function in `reward.path` or by the verifier for each row's data
 source.
 
-A row contains JSON values: (data_source, response text, ground truth, extra_info). An outcome is
+A row consists of JSON values: (data_source, response text, ground truth, extra_info). An outcome is
 `{"score": s, "extra": {...}}`, or `{"failure": text}` if the function raised or returned an invalid
 value.
 """
@@ -47,7 +47,7 @@ Outcome = dict[str, Any]
 
 
 class Scoring:
-    """The function or the verifiers configured in the `reward` section.
+    """Loads and calls the function or verifiers configured in the `reward` section.
 
     A function that takes data_sources, solution_strs, ground_truths and extra_infos is called once
     for all samples of a prompt and returns a list; other functions are called per row. Both may be
@@ -94,8 +94,8 @@ class Scoring:
 
     @property
     def sources(self) -> list[str] | None:
-        """Data sources with a verifier (a name may end in `*`); None if a function scores all
-        rows."""
+        """The data sources that have a verifier (names may end in `*`); None if a function scores
+        all rows."""
         return None if self._function else sorted(self._verifiers)
 
     def runs_in_driver(self, source: str) -> bool:
@@ -110,10 +110,10 @@ class Scoring:
             check_installed(self._verifier(source), f"the verifier of data_source {source!r}")
 
     def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Score the rows of one call: a single row, or the rows of a group. Rows without a response
-        (None) only have their ground truths checked.
+        """Score the rows of one call: a single row, or the rows of a group. If a row has no
+        response (None), only its ground truth is checked.
 
-        Must be called outside an event loop, so that the function may run one.
+        Must be called outside an event loop, because the function may start one.
         """
         if rows[0][1] is None:
             return self.truths(rows)
@@ -127,7 +127,7 @@ class Scoring:
         return self._checked(rows, found)
 
     async def outcomes_while_others_wait(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Score rows like `outcomes`, within an event loop, for async functions."""
+        """Async version of `outcomes` for async functions, to be called within an event loop."""
         if rows[0][1] is None:
             return self.truths(rows)
         try:
@@ -139,8 +139,8 @@ class Scoring:
         return self._checked(rows, found)
 
     def truths(self, rows: Sequence[Row]) -> list[Outcome]:
-        """For each row without a response, return a failure if its ground truth is invalid, else
-        {}."""
+        """Check the ground truths of rows without a response. Returns a failure for each invalid
+        one, and {} for all others."""
         return [self._truth(str(source), truth) for source, _, truth, _ in rows]
 
     def _truth(self, source: str, ground_truth: Any) -> Outcome:
@@ -207,8 +207,8 @@ class Scoring:
 
 
 def matching(source: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
-    """Return the entry of `known` that matches a data source: the same name, or the longest pattern
-    ending in `*`."""
+    """Return the entry of `known` that matches a data source: the entry of the same name, or the
+    longest matching pattern that ends in `*`."""
     if source in known:
         return source
     patterns = [
@@ -237,9 +237,9 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
     group.
 
     Raises:
-        ConfigError: the file is missing or fails to import, has no such function, or the function
-            does not accept data_source, solution_str, ground_truth and extra_info (or the group
-            arguments) and the keys of reward.kwargs.
+        ConfigError: the file is missing or fails to import, does not define the function, or the
+            function does not accept data_source, solution_str, ground_truth and extra_info (or the
+            group  arguments) and the keys of reward.kwargs.
     """
     module = import_file(Path(str(config.path)), "reward.path")
     function: Callable[..., Any] = attribute_of(
@@ -257,8 +257,8 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
 
 
 def checked(who: str, found: Any, weight: float = 1.0) -> Outcome:
-    """Convert the return value of a function or verifier to an outcome. `who` is the subject of the
-    failure text."""
+    """Convert the return value of a function or verifier to an outcome. `who` is used as the
+    subject of the failure message."""
     try:
         result = result_of(found, weight)
     except ValueError as error:
@@ -272,8 +272,8 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 
 @contextmanager
 def leaving_no_alarm() -> Iterator[None]:
-    """Disarm timers that a call left running and restore the signal handlers it replaced, so that a
-    late alarm does not interrupt another call."""
+    """Context manager: disarm the timers that a call leaves running and restore the signal handlers
+    that it replaces, so that a late alarm does not interrupt another call."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

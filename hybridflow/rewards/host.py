@@ -1,9 +1,9 @@
-"""The process that owns the reward pool: it loads the scoring code once, forks the pool's
-processes, distributes rows, and kills and replaces processes that exceed the deadline.
+"""The host process of the reward pool. It loads the scoring code once, forks the worker processes,
+distributes rows among them, and kills and replaces workers that exceed the deadline.
 
-`python -m hybridflow.rewards.host SOCKET` exchanges JSON lines over an inherited socket. First it
-receives the `reward` section and answers {"ready": data sources} or {"refused": text}. Then {"id":
-n, "rows": [...]} is answered with {"id": n, "outcomes": [...]}, in any order.
+`python -m hybridflow.rewards.host SOCKET` exchanges JSON lines over an inherited socket. It first
+receives the `reward` section and replies with {"ready": data sources} or {"refused": text}. It then
+replies to each {"id": n, "rows": [...]} with {"id": n, "outcomes": [...]}, in any order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ASYNC_GRACE_S = 2.0
 
 @dataclass
 class _Job:
-    """One call and its rows."""
+    """A queued or running call and its rows."""
 
     number: int
     rows: list[Any]
@@ -47,13 +47,13 @@ class _Job:
 
     @property
     def truth(self) -> tuple[Any, Any]:
-        """The data source and the ground truth of its first row."""
+        """The data source and ground truth of the first row."""
         return self.rows[0][0], self.rows[0][2]
 
 
 @dataclass
 class _Process:
-    """A process of the pool and its current calls."""
+    """A worker process and its current calls."""
 
     pid: int
     lines: Lines
@@ -62,13 +62,14 @@ class _Process:
 
 
 class Host:
-    """Distributes rows over the pool's processes until the driver closes its end.
+    """Distributes rows among the worker processes until the driver closes its end of the
+    connection.
 
     Args:
         driver: the connection to the driver.
         scoring: the scoring code.
         processes: number of processes.
-        timeout_s: deadline of a call.
+        timeout_s: time limit for a call.
     """
 
     def __init__(self, driver: Lines, scoring: Scoring, processes: int, timeout_s: float) -> None:
@@ -106,7 +107,8 @@ class Host:
                 self._flush(process.lines, process)
 
     def _flush(self, lines: Lines, data: _Process | None) -> None:
-        """Send as much as possible without blocking, and wait for writability if data is left."""
+        """Send as much as possible without blocking. If data is left, watch for the connection to
+        become writable."""
         unsent = selectors.EVENT_WRITE if lines.flush() else 0
         self.events.modify(lines.socket, selectors.EVENT_READ | unsent, data)
 
@@ -152,10 +154,10 @@ class Host:
             process.lines.queue({"id": job.number, "rows": job.rows})
 
     def _next(self, process: _Process) -> _Job:
-        """Remove the next call for a process from the queue.
+        """Pop the next call for a process from the queue.
 
-        Verifiers cache parsed ground truths, so a call with the same ground truth as the process's
-        previous one comes first, then one whose ground truth no other process is working on.
+        Verifiers cache parsed ground truths, so calls with the ground truth of the process's
+        previous call are preferred, then calls whose ground truth no other process is working on.
         """
         near = list(itertools.islice(self.waiting, _NEAR))
         others = [other.truth for other in self.processes if other is not process and other.jobs]
@@ -195,7 +197,7 @@ class Host:
                     self.waiting.appendleft(job)
 
     def _end(self, process: _Process) -> int:
-        """Kill a process with its descendants and start a replacement. Returns its exit code."""
+        """Kill a process and its descendants and start a replacement. Returns its exit code."""
         self.events.unregister(process.lines.socket)
         process.lines.socket.close()
         self.processes.remove(process)
@@ -212,19 +214,19 @@ class Host:
 
 
 def late_text(timeout_s: float) -> str:
-    """Return the failure text of a call that exceeded its deadline."""
+    """Return the failure message for a call that exceeded its time limit."""
     return f"no score within {timeout_s:g} s (reward.timeout_s)"
 
 
 def _score(connection: socket.socket, scoring: Scoring) -> None:
-    """Run a process of the pool: answer calls one at a time."""
+    """Main loop of a worker process: handle calls one at a time."""
     for line in connection.makefile("rb"):
         message = decoded(line)
         connection.sendall(_answer(message["id"], scoring.outcomes(message["rows"])))
 
 
 async def _score_many(connection: socket.socket, scoring: Scoring, timeout_s: float) -> None:
-    """Run a process of the pool for an async function: answer calls concurrently."""
+    """Main loop of a worker process for an async function: handle calls concurrently."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 30)
     at_work: set[asyncio.Task[None]] = set()
 

@@ -1,9 +1,9 @@
-"""math-verify's LaTeX parser, using the cheaper of ANTLR's two prediction modes first.
+"""A variant of math-verify's LaTeX parser that tries the cheaper of ANTLR's two prediction modes
+first.
 
-ANTLR predicts with the full context of a decision (LL), which it recomputes for each decision of
-each text, or without it (SLL), from a table that grows with use. Its manual (`PredictionMode.SLL`)
-guarantees that a text accepted by SLL has the same tree with LL. A text that SLL rejects is parsed
-again with LL.
+ANTLR predicts either with the full context of a decision (LL), recomputed for each decision, or
+without it (SLL), from a table that grows with use. Its manual (`PredictionMode.SLL`) guarantees
+that if SLL accepts a text, LL produces the same tree. Texts that SLL rejects are re-parsed with LL.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @contextmanager
 def cheap_prediction() -> Iterator[None]:
-    """Make math-verify parse with SLL first inside this context."""
+    """Context manager that makes math-verify try SLL first."""
     from latex2sympy2_extended import latex2sympy2
 
     before = latex2sympy2.PSParser
@@ -29,7 +29,8 @@ def cheap_prediction() -> Iterator[None]:
 
 @functools.cache
 def parser() -> type[Any]:
-    """Return the parser class that uses SLL first. Its tables are separate from those of LL."""
+    """Return the parser class that tries SLL first. Its tables are separate from those used by
+    LL."""
     from antlr4.atn.ParserATNSimulator import ParserATNSimulator
     from antlr4.atn.PredictionMode import PredictionMode
     from antlr4.dfa.DFA import DFA
@@ -38,7 +39,7 @@ def parser() -> type[Any]:
     tables = [DFA(state, number) for number, state in enumerate(PSParser.atn.decisionToState)]
 
     class Parser(PSParser):
-        """A parser whose error listener must raise, so that parsing stops at the first error."""
+        """A parser that stops at the first error; its error listener must raise."""
 
         def math(self) -> Any:
             """Parse the whole text."""

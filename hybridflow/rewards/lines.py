@@ -1,5 +1,5 @@
-"""JSON lines over a socket, and functions that start processes connected by one. Bytes and dates,
-which parquet columns may contain, keep their types."""
+"""Exchange of JSON lines over a socket, and functions that start processes connected by a socket.
+Bytes and dates, which parquet columns may contain, keep their types."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POLL_S = 0.01
 
 
 class Lines:
-    """One end of a connection. Blocking unless its socket is set otherwise."""
+    """One end of a connection. It blocks unless the socket is set to non-blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -57,7 +57,7 @@ class Lines:
         return bool(self._out)
 
     def received(self) -> list[dict[str, Any]] | None:
-        """Return the complete messages after one read; None if the peer has closed the
+        """Read once and return all messages that are now complete; None if the peer has closed the
         connection."""
         try:
             part = self.socket.recv(1 << 20)
@@ -75,18 +75,18 @@ class Lines:
         return [decoded(line) for line in whole.split(b"\n")]
 
     def first(self) -> dict[str, Any] | None:
-        """Wait for the first message; None if the peer has closed the connection. Requires a
-        blocking socket."""
+        """Wait for the first message and return it, or None if the peer has closed the connection.
+        Requires a blocking socket."""
         while (messages := self.received()) == []:
             continue
         return messages[0] if messages else None
 
 
 def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[bytes], Lines]:
-    """Start `python -m module DESCRIPTOR`, connected to this process and without the job's
+    """Start `python -m module DESCRIPTOR`, connected to this process but without the job's
     credentials. Returns the process and this end of the connection.
 
-    The process writes its output to `log_path`; None: to the output of this process.
+    Its output goes to `log_path` or, if that is None, to this process's output.
     """
     ours, theirs = socket.socketpair()
     with ExitStack() as opened:
@@ -106,14 +106,14 @@ def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[
 
 
 class Forked:
-    """A forked process, with the methods of `subprocess.Popen` that its owner uses."""
+    """A forked process with the subset of the `subprocess.Popen` interface that its owner needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
+        """Return the exit code, or None if the process is still running."""
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -124,7 +124,7 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
-        """Send SIGKILL unless it has exited."""
+        """Send SIGKILL unless the process has exited."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -143,7 +143,7 @@ def fork_process(
     main: Callable[[Sequence[str]], None], log_path: Path | None
 ) -> tuple[Forked, Lines]:
     """Run `main([DESCRIPTOR])` in a fork of this process. Like `start_process`, except that the
-    child keeps the objects of this process. Other open files are closed in the child."""
+    child inherits this process's objects. All other open files are closed in the child."""
     ours, theirs = socket.socketpair()
     driver = os.getpid()
     sys.stdout.flush()
@@ -174,7 +174,8 @@ def fork_process(
 
 
 def _keep_only(descriptor: int, log_path: Path | None) -> None:
-    """Close all other descriptors and redirect output to `log_path`."""
+    """Close all descriptors except this one and the standard ones, and redirect output to
+    `log_path`."""
     if log_path is not None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -189,21 +190,21 @@ def _keep_only(descriptor: int, log_path: Path | None) -> None:
 
 
 def connection_of(argv: Sequence[str]) -> Lines:
-    """Open the connection inside a process started by `start_process`, and ignore Ctrl-C, which the
-    driver handles."""
+    """Open the connection in a process started by `start_process`. Ctrl-C is ignored, because the
+    driver handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     print_whole_lines()
     return Lines(socket.socket(fileno=int(argv[0])))
 
 
 def encoded(message: dict[str, Any]) -> bytes:
-    """Encode a message as a line. Raises ValueError with the type of a value that is not plain
-    data."""
+    """Encode a message as a line. Raises a ValueError that names the type of any value that is not
+    plain data."""
     return json.dumps(message, default=_plain).encode() + b"\n"
 
 
 def decoded(line: bytes | bytearray) -> dict[str, Any]:
-    """Decode the message of a line."""
+    """Decode a line to a message."""
     message: dict[str, Any] = json.loads(line, object_hook=_restored)
     return message
 

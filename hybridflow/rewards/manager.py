@@ -1,5 +1,5 @@
-"""`RewardManager`: scores responses with the verifier of each row's data source or with a custom
-function, in a pool of processes."""
+"""`RewardManager`: scores responses in a process pool, with the verifier for each row's data source
+or with a custom function."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _TRUTHS = 4096  # ground truths checked per call of the pool
 
 @dataclass(frozen=True)
 class Submitted:
-    """Rows being scored. Each call consists of its number in the pool, or its rows if this process
-    scores them when they are collected, and the positions of its rows."""
+    """Rows being scored. A call is either the number of a call in the pool, or rows that this
+    process scores when they are collected, together with the positions of its rows."""
 
     calls: Sequence[tuple[int | list[Row], list[int]]]
 
@@ -33,20 +33,20 @@ class RewardManager:
     """Scores responses as configured by the `reward` section. The scoring code is loaded in the
     background.
 
-    Without `reward.path`, each row is scored by the verifier of its data source, built-in or from
-    `reward.verifiers`, with the `reward.kwargs` that it accepts. With `reward.path`, the function
-    in that file scores every row. Calls run in `reward.processes` processes with the deadline
-    `reward.timeout_s`. Built-in verifiers that cannot hang run in this process. With
-    `reward.processes=0` all calls do, without a deadline.
+    Without `reward.path`, each row is scored by the verifier for its data source, which is built-in
+    or from `reward.verifiers` and receives the `reward.kwargs` that it accepts. With `reward.path`,
+    the function in that file scores every row. Calls run in `reward.processes` processes, each
+    limited to `reward.timeout_s`. Built-in verifiers that cannot hang run in this process. With
+    `reward.processes=0`, all calls run in this process, without a time limit.
 
     Args:
         config: the `reward` section.
-        log_path: log file of the processes; None: the output of this process.
+        log_path: log file of the processes; None uses the output of this process.
 
     Raises:
         ConfigError: with `reward.processes=0`, the function or a verifier cannot be loaded or
-            called, or no verifier accepts a key of `reward.kwargs`. Otherwise the first call of
-            another method raises it.
+            called, or no verifier accepts a key of `reward.kwargs`. Otherwise the first method call
+            raises it.
     """
 
     def __init__(self, config: RewardConfig, log_path: Path | None = None) -> None:
@@ -59,12 +59,12 @@ class RewardManager:
         self._pool = RewardPool(config, log_path) if self._scoring is None else None
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
-        """Wait until the scoring code is loaded, and check that all data sources have a verifier.
-        Call it with the dataset's sources before the first rollout.
+        """Wait until the scoring code is loaded, and check that every data source has a verifier.
+        Call this with the dataset's sources before the first rollout.
 
         Raises:
             DataError: a data source has no verifier.
-            ConfigError: a verifier lacks a package.
+            ConfigError: a package that a verifier needs is not installed.
         """
         known, _ = self._loaded()
         for source in dict.fromkeys(data_sources if known is not None else ()):
@@ -78,10 +78,10 @@ class RewardManager:
     def check_truths(
         self, data_source: Sequence[str], ground_truth: Sequence[Any], places: Sequence[str]
     ) -> None:
-        """Raise DataError for the first ground truth that is invalid for its verifier.
+        """Raise a DataError for the first ground truth that is invalid for its verifier.
 
-        `places` [B] are the rows' files, for the message. Verifiers in custom files run in the
-        pool.
+        `places` [B] contains the file of each row, for the message. Verifiers in custom files run
+        in the pool.
         """
         rows: list[Row] = [
             (*row, {}) for row in zip(data_source, [None] * len(places), ground_truth, strict=True)
@@ -112,12 +112,13 @@ class RewardManager:
         extra_info: Sequence[Mapping[str, Any]] | None = None,
         groups: Sequence[Any] | None = None,
     ) -> list[ScoreResult]:
-        """Score B responses, in order: `submit` and `collect` for callers outside an event loop.
+        """Score B responses and return the results in order. Equivalent to `submit` followed by
+        `collect`, for callers outside an event loop.
 
         Raises:
-            DataError: a data source has no verifier; or a row failed and `reward.on_failure` is
-                "stop", or all rows failed. Names the first such row, and for a custom function its
-                file, name and line.
+            DataError: a data source has no verifier, a row failed and `reward.on_failure` is
+                "stop", or all rows failed. The message names the first such row and, for a custom
+                function, its file, name and line.
         """
         [results] = asyncio.run(
             self.collect(
@@ -135,15 +136,15 @@ class RewardManager:
         extra_info: Sequence[Mapping[str, Any]] | None = None,
         groups: Sequence[Any] | None = None,
     ) -> Submitted:
-        """Start scoring B responses, without waiting for the results.
+        """Start scoring B responses without waiting for the results.
 
         Args:
-            data_source: [B] selects the verifier of each row.
-            response_text: [B] text without the end token.
+            data_source: [B] selects the verifier for each row.
+            response_text: [B] response text without the end token.
             ground_truth: [B] as in the dataset.
-            extra_info: [B] as in the dataset; None: empty.
-            groups: [B] equal for the samples of a prompt, which a group function receives together;
-                None: one group.
+            extra_info: [B] as in the dataset; None means empty.
+            groups: [B] the same value for all samples of a prompt, which a group function receives
+                together; None means one group.
 
         Raises:
             DataError: a data source has no verifier, or a column contains values that are not plain
@@ -181,8 +182,8 @@ class RewardManager:
         return Submitted(begun)
 
     async def collect(self, parts: Sequence[Submitted]) -> list[list[ScoreResult]]:
-        """Wait for the results of each part, in the order of its rows. Calls that run in this
-        process start together."""
+        """Wait for the results and return them per part, in row order. Calls that run in this
+        process are started together."""
         calls = [call for part in parts for call, _ in part.calls]
         pooled = [call for call in calls if isinstance(call, int)]
         here = [call for call in calls if not isinstance(call, int)]
@@ -213,7 +214,7 @@ class RewardManager:
 
     def check(self, results: Sequence[ScoreResult]) -> None:
         """Apply `reward.on_failure` to a whole batch. If every row failed, the bug is in the reward
-        function: stop in any case.
+        function, so always stop.
 
         Raises:
             DataError: a row failed and `reward.on_failure` is "stop", or all rows failed.
@@ -228,14 +229,14 @@ class RewardManager:
 
     @property
     def reads_prompt(self) -> bool:
-        """True if extra_info must contain the prompt's text as "prompt". Waits for the scoring
-        code."""
+        """True if extra_info must contain the text of the prompt under "prompt". Waits for the
+        scoring code to load."""
         return PROMPT in self._facts
 
     @property
     def reads_thinking(self) -> bool:
-        """True if extra_info must contain "thinking_open": whether the prompt ends inside a
-        thinking block."""
+        """True if extra_info must contain "thinking_open", which is true for a prompt that ends
+        inside a thinking block."""
         return THINKING_OPEN in self._facts
 
     @property
@@ -244,16 +245,16 @@ class RewardManager:
         return (self._scoring or self._started_pool()).facts
 
     def _loaded(self) -> tuple[list[str] | None, bool]:
-        """Return the data sources with a verifier (None: a function scores all rows), and True if
-        calls are per group."""
+        """Return the data sources that have a verifier (None if a function scores all rows), and
+        True if calls are per group."""
         if self._scoring is not None:
             return self._scoring.sources, self._scoring.by_group
         pool = self._started_pool()
         return pool.sources, pool.by_group
 
     def _runs_here(self, source: str, text: str) -> bool:
-        """Return True if this process scores a text itself: with processes=0 always, else short
-        texts with a fast verifier."""
+        """Return True if this process scores the text itself: always with processes=0, otherwise
+        only short texts with a fast verifier."""
         quick = len(text) <= DRIVER_CHARACTERS
         return self._scoring is not None and (
             self.config.processes == 0 or (quick and self._scoring.runs_in_driver(source))
@@ -283,8 +284,8 @@ async def _all(scoring: Scoring, calls: Sequence[Sequence[Row]]) -> list[list[Ou
 
 @contextmanager
 def _no_running_loop() -> Iterator[None]:
-    """Allow a custom function to run its own event loop (`asyncio.run`) while the driver's is
-    blocked."""
+    """Context manager that allows a custom function to run its own event loop (`asyncio.run`) while
+    the driver's event loop is blocked."""
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)
     try:

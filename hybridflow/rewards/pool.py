@@ -29,11 +29,11 @@ class RewardPool:
     """Starts the host (`rewards.host`) in the background; `start` waits for it.
 
     Calls run as soon as they are submitted. If the host dies, it is restarted and unanswered calls
-    are submitted again. Not thread-safe; one task at a time may collect.
+    are resubmitted. Not thread-safe; only one task at a time may collect.
 
     Args:
         config: the `reward` section.
-        log_path: log file of the host and the functions; None: the output of this process.
+        log_path: log file of the host and the functions; None uses the output of this process.
     """
 
     def __init__(self, config: RewardConfig, log_path: Path | None = None) -> None:
@@ -97,8 +97,8 @@ class RewardPool:
         self._is_ready = True
 
     def submit(self, rows: list[Row]) -> int:
-        """Start a call with these rows. Returns its number. Raises ValueError for a type that JSON
-        cannot represent."""
+        """Submit a call with these rows and return its number. Raises ValueError for a type that
+        JSON cannot represent."""
         self.start()
         self._submitted += 1
         self._jobs[self._submitted] = rows
@@ -107,7 +107,7 @@ class RewardPool:
         return self._submitted
 
     async def collect(self, numbers: Sequence[int]) -> list[list[Outcome]]:
-        """Wait for the outcomes of these calls' rows."""
+        """Wait for these calls and return the outcomes of their rows."""
         while any(number in self._jobs for number in numbers):
             try:
                 await _readable(self._lines.socket, self.config.timeout_s + _PATIENCE_S)

@@ -1,7 +1,7 @@
-"""Program tests of datasets, converted to inputs for the sandbox and expected results.
+"""Conversion of a dataset's program tests to inputs for the sandbox and expected results.
 
-Expected values stay outside the sandbox, so that a program cannot look them up: for `assert f(1) ==
-2`, the sandbox evaluates `f(1)` and the comparison with 2 is made here.
+Expected values stay outside the sandbox, so a program cannot look them up: for `assert f(1) == 2`,
+the sandbox evaluates `f(1)`, and the result is compared with 2 here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SETUPS = ("setup", "test_setup_code", "test_imports")
 
 @dataclass(frozen=True)
 class ProgramTest:
-    """One run of a program.
+    """A test that runs a program once.
 
     Attributes:
-        given: its standard input.
-        judge: checks its output; returns the reason of a failure, or None.
+        given: standard input for the program.
+        judge: checks the output; returns the reason for a failure, or None.
         calls: the test calls a function of the program (`Sandbox.run`).
     """
 
@@ -40,7 +40,7 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
     """Parse the tests of a ground truth. `verifiers.code` documents the formats.
 
     Raises:
-        ValueError: it has none of these formats, or contains no tests.
+        ValueError: it is in none of these formats, or contains no tests.
     """
     tests = _from_text(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(tests, Sequence) and tests and all(isinstance(one, str) for one in tests):
@@ -98,7 +98,7 @@ def _of_program(given: Any, wanted: Any) -> ProgramTest:
 
 def same_output(said: str, expected: str) -> bool:
     """Compare the tokens of two outputs. Numbers with a decimal point are compared with a
-    tolerance; an expected integer also matches 4.0, exactly."""
+    tolerance. An expected integer such as 4 also matches 4.0, but without a tolerance."""
     tokens = said.split()
     wanted = expected.split()
     return len(tokens) == len(wanted) and all(map(_same_token, tokens, wanted))
@@ -122,8 +122,8 @@ def _same_token(token: str, wanted: str) -> bool:
 
 
 def _of_function(name: str) -> Callable[[Any, Any], ProgramTest]:
-    """Return a constructor of function tests: an input is the list of arguments, or JSON with one
-    argument per line."""
+    """Return a constructor for tests that call a function. Their input is a list of arguments, or
+    text with one JSON argument per line."""
 
     def make(given: Any, wanted: Any) -> ProgramTest:
         arguments = (
@@ -227,15 +227,15 @@ def _result(statements: str, expected: Any) -> ProgramTest:
 
 
 def _statements(text: str) -> ProgramTest:
-    """Test that statements run to completion. A random value, unknown to the program, is returned
-    after them."""
+    """Build a test that checks that the statements run to completion. They are followed by a random
+    value, unknown to the program, as the result."""
     mark = secrets.token_hex(16)
     return _result(f"{text}\n_result = {mark!r}", mark)
 
 
 def _of_check(test: str, entry_point: str, setup: str) -> list[ProgramTest]:
-    """Build tests from HumanEval's format, a function `check` with asserts about its argument. Each
-    assert is a separate test if `check` contains nothing else."""
+    """Build tests from HumanEval's format: a function `check` that makes assertions about its
+    argument. Each assert is a separate test if `check` contains nothing else."""
     try:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -1,6 +1,6 @@
-"""Parsing of responses: thinking and answer, and the answer's boxes, fenced blocks and tagged
-sections. Shared by verifiers, judges, tools and the completions server. Each function is linear in
-the length of the text.
+"""Parsing of responses into thinking and answer, and of the boxes, fenced blocks and tagged
+sections in an answer. Shared by verifiers, judges, tools and the completions server. Every function
+runs in time linear in the length of the text.
 
 Reasoning models end their thinking with a closing marker. Many chat templates (R1 distillations,
 Qwen3-Thinking) put the opening marker at the end of the prompt, so the response starts inside the
@@ -51,7 +51,8 @@ _MAX_LONGER = 4  # later closing fences to which a block may be extended
 
 @dataclass(frozen=True)
 class Reading:
-    """A response split into thinking and answer. `closed` is False if the thinking never ended."""
+    """A response split into thinking and answer. `closed` is False if the thinking block never
+    ended."""
 
     thinking: str
     answer: str
@@ -59,7 +60,7 @@ class Reading:
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Return True if the prompt ends with an opening marker, so that the response starts inside a
+    """Return True if the prompt ends with an opening marker; the response then starts inside a
     thinking block."""
     return prompt.rstrip().endswith(tuple(_OPENERS))
 
@@ -74,12 +75,12 @@ def read_response(
 ) -> Reading:
     """Split a response into its thinking and the answer after the last thinking block.
 
-    With `thinking_open`, the prompt ended with an opening marker. An unclosed block gives an empty
-    answer. Without markers the whole text is the answer. After a quotation mark, or after the first
-    block, a marker opens another block only at the start of a line, so that an answer (for example
-    a call's arguments) may mention markers. A closing marker without an opening one ends a block
-    only if it starts or ends a line, or is followed by a tag. Markers inside `verbatim`, ordered
-    spans of the text, are ignored.
+    `thinking_open` indicates that the prompt ended with an opening marker. If a block is not
+    closed, the answer is empty. Without markers, the whole text is the answer. After a quotation
+    mark, or after the first block, a marker opens another block only at the start of a line, so an
+    answer (for example in the arguments of a call) may mention markers. A closing marker without an
+    opening one ends a block only if it starts or ends a line, or is followed by a tag. Markers
+    inside `verbatim`, ordered spans of the text, are ignored.
     """
     if _FIRST_MESSAGE.match(text):
         return _read_messages(text)
@@ -120,8 +121,8 @@ def read_response(
 
 
 def _read_messages(text: str) -> Reading:
-    """Split gpt-oss's messages. The answer is the last one in the channel final, or without any the
-    text between the analyses (calls)."""
+    """Split a response in gpt-oss's message format. The answer is the last message in the channel
+    `final`; if there is none, it is the text between the analysis messages (calls)."""
     thinking, rest = list[str](), list[str]()
     ended = 0
     for head in _ANALYSIS.finditer(text):
@@ -161,17 +162,16 @@ def _stands_apart(text: str, marker: re.Match[str]) -> bool:
 
 @dataclass(frozen=True)
 class Box:
-    r"""The content of \boxed{} or \fbox{} and its position; the content is None if the box is not
-    closed."""
+    r"""A \boxed{} or \fbox{} in a text: its content (None if the box is not closed) and its
+    position."""
 
     content: str | None
     start: int
 
 
 def last_box(text: str) -> Box | None:
-    r"""Return the last box of a text. Boxes separated only by a comma or "and" are merged:
-    \boxed{1},
-    \boxed{2}.
+    r"""Return the last box in a text. Boxes separated only by a comma or "and" are merged:
+    \boxed{1}, \boxed{2}.
     """
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
@@ -205,7 +205,7 @@ def last_box(text: str) -> Box | None:
 
 
 def boxed(content: str) -> str:
-    """Return a box with this content."""
+    """Return the LaTeX text of a box with this content."""
     return f"\\boxed{{{content}}}"
 
 
@@ -214,11 +214,11 @@ class Block:
     """A fenced block.
 
     Attributes:
-        label: the language of the opening fence in lower case, or "".
-        text: the text between the fences, without the indentation of the opening one.
+        label: the language after the opening fence in lower case, or "".
+        text: the text between the fences, dedented by the indentation of the opening fence.
         closed: True if there is a closing fence.
-        longer: the texts up to later closing fences, shortest first, for programs that contain a
-            fence.
+        longer: alternative texts that extend to later closing fences, shortest first, for programs
+            that contain a fence.
     """
 
     label: str
@@ -286,8 +286,8 @@ def _body(lines: list[str], begin: int, end: int, indent: str) -> str:
 
 
 def last_section(text: str, name: str) -> str | None:
-    """Return the text of the last <name>...</name>, or None if there is none or it is not
-    closed."""
+    """Return the text of the last <name>...</name>, or None if there is no such section or it is
+    not closed."""
     start = text.rfind(f"<{name}>")
     end = text.find(f"</{name}>", start)
     return None if start < 0 or end < 0 else text[start + len(name) + 2 : end]

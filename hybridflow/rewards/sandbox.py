@@ -34,8 +34,8 @@ class ProgramResult:
     """The result of a program.
 
     Attributes:
-        code: its exit code, negative for a signal; None if it hit a limit.
-        why: "timeout" or "output" for the limit that it hit, `ENDED`, or empty.
+        code: the exit code, negative for a signal; None if the program hit a limit.
+        why: the limit that the program hit ("timeout" or "output"), `ENDED`, or empty.
     """
 
     code: int | None
@@ -46,8 +46,8 @@ class ProgramResult:
 
 
 def _packages() -> list[str]:
-    """Return arguments for the folders of numpy, which programs of public datasets import, and of
-    the libraries in its wheel."""
+    """Return the arguments that pass the folders of numpy, which programs in public datasets
+    import, and of the libraries bundled in its wheel."""
     found = importlib.util.find_spec("numpy")
     folder = Path(str(found and found.origin)).parent
     return [
@@ -56,11 +56,11 @@ def _packages() -> list[str]:
 
 
 class Sandbox:
-    """Starts the process from which programs are forked (`sandbox_process`), so that a program does
-    not need to start an interpreter. The process ends with the thread that created this object.
+    """Starts the process from which programs are forked (`sandbox_process`), so that no interpreter
+    has to be started per program. The process ends with the thread that created this object.
 
     Raises:
-        ResourceError: this machine does not allow user namespaces or another required feature.
+        ResourceError: this machine does not provide user namespaces or another required feature.
     """
 
     def __init__(self) -> None:
@@ -110,13 +110,13 @@ class Sandbox:
         Args:
             code: the program.
             stdin: its standard input.
-            limits: limits of this run; None: the defaults.
-            calls: call a function of the program afterwards. The standard input is [name,
-                [argument, ...]] as JSON, and the result is the last line printed, as JSON.
-                Alternatively, the standard input is a JSON string of statements that set `_result`,
-                and the last line is its `repr` as JSON.
-            goes_on: the same program is expected to run next, and reuses the namespaces. This costs
-                one fork; the process and /tmp are new in any case.
+            limits: limits for this run; None uses the defaults.
+            calls: after running the program, call one of its functions. The standard input is the
+                JSON list [name, [argument, ...]], and the last line printed is the result as JSON.
+                Alternatively, the standard input is a JSON string with statements that set
+                `_result`, and the last line is its `repr` as JSON.
+            goes_on: the same program is expected to run next and will reuse the namespaces, which
+                costs only one fork. The process and /tmp are always new.
         """
         limits = limits or Limits()
         if self.has_ended:
@@ -136,11 +136,11 @@ class Sandbox:
 
     @property
     def has_ended(self) -> bool:
-        """True if its process is known to have exited."""
+        """True if the sandbox process is known to have exited."""
         return self._process.returncode is not None
 
     def close(self) -> None:
-        """Kill the process and the program that it runs."""
+        """Kill the sandbox process and the program that it is running."""
         self._process.kill()
         self._process.wait(_PATIENCE_S)
         self._connection.close()

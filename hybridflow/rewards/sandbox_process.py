@@ -1,12 +1,12 @@
 """The process from which programs are forked. Standard library only: `python -I -S
-sandbox_process.py` with a socket as standard input imports nothing else, has an empty environment
-and no secrets that a fork could read.
+sandbox_process.py` with a socket as standard input imports nothing else, and has an empty
+environment and no secrets that a fork could read.
 
 It enters new user, mount, network, IPC and UTS namespaces once, with a separate root without /proc.
-A fork of it, the nursery, creates a PID and a mount namespace for each program, one ahead of need.
-Each run of the program is a fork of the first process there, with an empty /tmp, limits and a
-seccomp filter that allows computing, using /tmp and starting threads, and nothing else: no fork,
-exec, socket, mount or ptrace.
+A fork of it, the nursery, creates a PID and a mount namespace for each program, one ahead of
+demand. Each run of the program is a fork of the init process in that namespace, with an empty /tmp,
+resource limits and a seccomp filter that allows only computing, using /tmp and starting threads: no
+fork, exec, socket, mount or ptrace.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "
 
 
 def _enter_namespaces() -> None:
-    """Enter the namespaces. Root also maps `nobody`, the user of the programs; another user maps
-    only itself."""
+    """Enter the namespaces. Root also maps `nobody`, the user that runs the programs; any other
+    user maps only itself."""
     uid = os.getuid()
     gid = os.getgid()
     pid = os.getpid()
@@ -249,8 +249,8 @@ def _enter_namespaces() -> None:
 
 
 def _enter_root() -> None:
-    """Switch to a read-only root with only the interpreter's library, shared libraries and four
-    devices."""
+    """Switch to a read-only root that contains only the interpreter's library, shared libraries and
+    four devices."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     root = "/tmp"
     packages = [given.removeprefix(_GIVEN) for given in sys.argv if given.startswith(_GIVEN)]
@@ -358,8 +358,8 @@ def _run_program(order: dict[str, Any], limits: _Limits, files: list[int]) -> No
 def _call(names: dict[str, Any]) -> None:
     """Call a function or a method of `Solution`, or run statements that set `_result`.
 
-    The request comes over standard input. The last line of output is the result, as JSON or as a
-    `repr`. The expected value stays outside.
+    The request is read from standard input. The last line of output is the result, as JSON or as a
+    `repr`. The expected value stays outside the sandbox.
     """
     request = json.loads(sys.stdin.read())
     if isinstance(request, str):
@@ -373,11 +373,12 @@ def _call(names: dict[str, Any]) -> None:
 
 
 def _run_init(requests: socket.socket) -> None:
-    """Run the first process of a PID namespace. When it ends, the kernel kills all others. Does not
-    return.
+    """Run the init process of a PID namespace. When it exits, the kernel kills all other processes
+    in the namespace. Does not return.
 
-    Each request has four descriptors: the three of a run, and one for its exit status. The first
-    request also has a file with the program before them, and its message contains the limits.
+    Each request passes four descriptors: three for the run, and one for its exit status. In the
+    first request they are preceded by a file that contains the program, and the message contains
+    the limits.
     """
     try:
         _isolate(requests)
@@ -412,7 +413,8 @@ def _run_init(requests: socket.socket) -> None:
 
 
 def _isolate(connection: socket.socket) -> None:
-    """End with the parent, and close all descriptors except the standard ones and this one."""
+    """Exit when the parent exits, and close all descriptors except the standard ones and this
+    one."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, 1 << 16)
@@ -427,8 +429,8 @@ def _read_order(message: bytes, file: int) -> tuple[dict[str, Any], _Limits]:
 
 
 def _state_of_tmp() -> tuple[int, ...]:
-    """Return a state that is unchanged only if no program touched /tmp. Creating a name takes an
-    inode; deleting it, changing a mode or listing the folder sets a timestamp."""
+    """Return a value that stays the same only if no program has touched /tmp. Creating a file uses
+    an inode; deleting it, changing a mode or listing the folder updates a timestamp."""
     folder = os.stat("/tmp")
     system = os.statvfs("/tmp")
     times = folder.st_atime_ns, folder.st_mtime_ns, folder.st_ctime_ns
@@ -444,7 +446,7 @@ def _state_of_tmp() -> tuple[int, ...]:
 
 
 def _ended(order: dict[str, Any], limits: _Limits, files: list[int]) -> int:
-    """Run the program once and return its exit code. All its processes are killed."""
+    """Run the program once and return its exit code. All its processes are killed afterwards."""
     program = os.fork()
     if program == 0:
         _run_program(order, limits, files)
@@ -461,10 +463,10 @@ def _ended(order: dict[str, Any], limits: _Limits, files: list[int]) -> int:
 
 
 def _run_nursery(requests: socket.socket) -> None:
-    """Run the process that creates namespaces ahead of the programs. Does not return.
+    """Run the process that creates namespaces ahead of demand. Does not return.
 
-    It never sees a program, so no program can find another's data in its memory. Namespaces end in
-    the order of their creation.
+    It never reads a program, so no program can find another's data in its memory. Namespaces are
+    destroyed in the order of their creation.
     """
     try:
         _isolate(requests)
@@ -490,10 +492,10 @@ def _run_nursery(requests: socket.socket) -> None:
 
 
 class _Space:
-    """A PID and a mount namespace for running one program, with one input after another.
+    """A PID and a mount namespace in which one program runs, with one input at a time.
 
     Args:
-        nursery: a connection to the process that creates and ends it.
+        nursery: a connection to the process that creates and destroys it.
     """
 
     def __init__(self, nursery: socket.socket) -> None:
@@ -541,15 +543,16 @@ class _Space:
 
     @property
     def has_ended(self) -> bool:
-        """True if its init was killed. The init never writes to its requests, so only their end is
-        readable."""
+        """True if the namespace's init process was killed. Init never writes to the request
+        connection, so it is readable only once closed."""
         return bool(select.select([self._requests], [], [], 0)[0])
 
     def close(self, *, waits: bool) -> None:
-        """Kill its processes. Raises BrokenPipeError if the nursery was killed.
+        """Kill the processes in the namespace. Raises BrokenPipeError if the nursery was killed.
 
         Args:
-            waits: wait for the end. Not needed once the end of the program was reported.
+            waits: wait until they have exited. Not needed if the exit of the program was already
+                reported.
         """
         self._requests.close()
         self._nursery.send(_END_AND_REPLY if waits else _END)
@@ -568,7 +571,7 @@ def _file_with(text: str) -> int:
 
 
 def _read(found: dict[int, bytearray], status: int, most: int, deadline: float) -> str:
-    """Read the output until the program ends. Returns the limit that it hit, or ""."""
+    """Read the output until the program exits. Returns the limit that the program hit, or ""."""
     open_files = set(found)
     while open_files:
         if status not in open_files and not select.select(open_files, [], [], 0)[0]:
@@ -591,7 +594,7 @@ def _read(found: dict[int, bytearray], status: int, most: int, deadline: float) 
 
 
 def main() -> None:
-    """Answer requests, one JSON line each, until the other end closes."""
+    """Handle requests, one JSON line each, until the peer closes the connection."""
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open("/dev/null", os.O_RDWR), 0)
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
@@ -634,7 +637,8 @@ def _nursery() -> socket.socket:
 
 
 def _answer(lines: io.BufferedRWPair, nursery: socket.socket, as_root: bool) -> None:
-    """Run the programs, each in a namespace that was created during an earlier one."""
+    """Run the programs, each in a namespace that was created while an earlier program was
+    running."""
     space = None
     spare = _Space(nursery)
     for line in lines:

@@ -1,7 +1,7 @@
-"""Validation of the values that rewards return: a score that is finite in float32, and plain extra
-values.
+"""Validation of the return values of reward functions: a score that is finite in float32, and plain
+extra values.
 
-Later code relies on this: scores, parts of `gdpo` and turn rewards are finite in float32.
+Later code relies on scores, `gdpo` parts and turn rewards being finite in float32.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ def finite_number(value: Any, factor: float = 1.0) -> float | None:
 
 
 def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any]]:
-    """Split a returned score, or mapping with a "score", into the score and the extra values.
+    """Split a returned value, a score or a mapping with the key "score", into the score and the
+    extra values.
 
     Args:
-        weight: factor applied to the score later (`reward.weight`).
+        weight: factor by which the score will be multiplied (`reward.weight`).
 
     Raises:
-        ValueError: there is no finite score of at most 1e30, or turn or token rewards are not a
-            list of such numbers.
+        ValueError: the score is missing, not finite or above 1e30 in magnitude, or turn or token
+            rewards are not a list of valid numbers.
     """
     extra: dict[str, Any] = {}
     score = found
@@ -77,7 +78,8 @@ def _part_rewards(name: str, values: Any, weight: float) -> list[float]:
 
 
 def shown(value: Any) -> str:
-    """Return the start of a value's text, even if its own methods raise."""
+    """Return the beginning of a value's string form. Works even if the value's own methods
+    raise."""
     try:
         return repr(str(value)[:120])
     except Exception as error:

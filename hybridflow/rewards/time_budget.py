@@ -10,16 +10,16 @@ from types import FrameType
 
 
 class OverBudget(BaseException):
-    """The budget is used up. Not an `Exception`, because libraries that try several methods would
-    catch it and continue."""
+    """Raised when the time budget is used up. Not a subclass of `Exception`, because libraries that
+    try several methods would catch it and continue."""
 
 
 @contextmanager
 def time_budget(seconds: float) -> Iterator[None]:
-    """Raise `OverBudget` in this context after `seconds` of wall clock.
+    """Context manager that raises `OverBudget` after `seconds` of wall-clock time.
 
-    Only the main thread of a process can be interrupted. Elsewhere, or if an alarm is already set,
-    there is no limit.
+    Only the main thread of a process can be interrupted: in other threads, or if an alarm is
+    already set, there is no limit.
     """
     if (
         threading.current_thread() is not threading.main_thread()

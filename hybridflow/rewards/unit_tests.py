@@ -1,21 +1,22 @@
-"""Unit tests written by a policy, and their rewards by running programs on them (CURE, Wang et al.,
-arXiv 2506.03136).
+"""Rewards for unit tests written by a policy, obtained by running programs on them (CURE, Wang et
+al., arXiv 2506.03136).
 
-For the programs l and the unit tests k that were written for a task, B[l, k] says whether program l
-passes unit test k, and I[l] whether it passes all ground-truth tests. The reward of unit test k is
+For the programs l and the unit tests k written for a task, B[l, k] is 1 if program l passes unit
+test k, and I[l] is 1 if it passes all ground-truth tests. The reward of unit test k is
 
     R[k] = -sum_l (1 - I[l]) B[l, k] + (prod_{l: I[l]=1} B[l, k]) sum_l (1 - I[l]).
 
-A unit test that all right programs pass counts as right, and gains by each wrong program that fails
-it; any other loses by each wrong program that passes it. The mean of R over the unit tests, divided
-by the number of wrong programs, estimates
+A unit test that all correct programs pass counts as correct and is rewarded for each wrong program
+that fails it; any other is penalized for each wrong program that passes it. The mean of R over the
+unit tests, divided by the number of wrong programs, estimates
 
     mu = p_u (1 - p_01) - (1 - p_u) p_00
 
-with p_u the probability that a unit test is right, and p_01 and p_00 those that a wrong program
-passes a right and a wrong one. Ranking programs by how many unit tests they pass puts a right
-program before a wrong one with a probability (the reward precision) that goes to 1 with the number
-of tests if mu is positive, and is at least 1 - exp(-m mu^2 / 2).
+where p_u is the probability that a unit test is correct, and p_01 and p_00 are the probabilities
+that a wrong program passes a correct and a wrong unit test. If programs are ranked by the number of
+unit tests they pass, the probability that a correct program ranks above a wrong one (the reward
+precision) is at least 1 - exp(-m mu^2 / 2) and approaches 1 as the number of tests m grows,
+provided that mu is positive.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _MAX_SANDBOXES = 16
 
 @dataclass(frozen=True)
 class UnitTest:
-    """What a program reads from standard input, and what it is expected to print."""
+    """A unit test: the standard input of a program and its expected output."""
 
     given: str
     wanted: str
@@ -48,7 +49,7 @@ class UnitTest:
 
 def unit_test_of(response: str) -> UnitTest | None:
     """Return the unit test of a response: its last two fenced blocks, an input and the expected
-    output. None if one of them is missing or was cut off, or if no output is expected."""
+    output. None if either is missing or was cut off, or if the expected output is empty."""
     blocks = fenced_blocks(read_response(response).answer)[-2:]
     if len(blocks) < 2 or not all(block.closed for block in blocks):
         return None
@@ -59,17 +60,17 @@ def unit_test_of(response: str) -> UnitTest | None:
 def unit_test_rewards(
     passed: np.ndarray, is_right: np.ndarray, is_test: np.ndarray
 ) -> tuple[np.ndarray, float | None]:
-    """Return R of each unit test [m], and the estimate of mu.
+    """Return R for each unit test [m] and the estimate of mu.
 
-    Zeros and None where no program, or every program, is right. Without a right program nothing
-    says which unit tests are right, and the product over none would call all of them so. A response
-    that is no unit test gets the lowest reward there is: that of the formula, 0, is more than a
-    wrong unit test gets.
+    If no program or every program is correct, returns zeros and None: without a correct program
+    there is no evidence which unit tests are correct, and the empty product would count all of them
+    as correct. A response that is not a unit test gets the lowest possible reward, because the 0
+    that the formula gives it would exceed the reward of a wrong unit test.
 
     Args:
-        passed: [n, m] bool, whether a program passes a unit test.
-        is_right: [n] bool, whether a program passes all ground-truth tests.
-        is_test: [m] bool, whether a response is a unit test.
+        passed: [n, m] bool, True if the program passes the unit test.
+        is_right: [n] bool, True if the program passes all ground-truth tests.
+        is_test: [m] bool, True if the response is a unit test.
     """
     wrong = int((~is_right).sum())
     if wrong in (0, len(is_right)) or not passed.shape[1]:
@@ -82,14 +83,14 @@ def unit_test_rewards(
 
 
 class ProgramRuns:
-    """Runs programs on unit tests, in a sandbox for each core. Use it as a context manager.
+    """Runs programs on unit tests, in one sandbox per core. Use it as a context manager.
 
     Args:
-        test_timeout_s: wall clock limit of a program on a unit test. After the first timeout a
-            program fails its remaining unit tests.
+        test_timeout_s: wall-clock limit for running a program on a unit test. After its first
+            timeout, a program fails all remaining unit tests.
 
     Raises:
-        ResourceError: from `passed`; this machine does not support the sandbox.
+        ResourceError: this machine does not support the sandbox; raised by `passed`.
     """
 
     def __init__(self, test_timeout_s: float) -> None:
@@ -102,9 +103,9 @@ class ProgramRuns:
     async def passed(
         self, responses: Sequence[str], tests: Sequence[UnitTest | None]
     ) -> np.ndarray:
-        """Return [n, m] bool: whether the program of a response passes a unit test. A response
-        without a program passes none, and None is passed by no program. Equal programs, and equal
-        unit tests, are run once."""
+        """Return [n, m] bool, True if the response's program passes the unit test. A response
+        without a program passes no unit test, and no program passes a unit test that is None.
+        Duplicate programs and duplicate unit tests are run only once."""
         programs = [program_of(read_response(response).answer) for response in responses]
         found = [program for program in dict.fromkeys(programs) if program is not None]
         different = [test for test in dict.fromkeys(tests) if test is not None]
@@ -120,7 +121,7 @@ class ProgramRuns:
         return np.array(table, dtype=bool).reshape(len(programs), len(tests))
 
     def _row(self, program: str, tests: Sequence[UnitTest]) -> dict[UnitTest | None, bool]:
-        """Return whether the program passes each unit test, run in this thread."""
+        """Return True for each unit test that the program passes. Runs in the calling thread."""
         sandbox = getattr(self._own, "sandbox", None)
         if sandbox is None:
             sandbox = self._own.sandbox = Sandbox()
@@ -137,7 +138,7 @@ class ProgramRuns:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait for the programs that are running, and end the sandboxes."""
+        """Wait for running programs to finish, and close the sandboxes."""
         self._threads.shutdown(cancel_futures=True)
         for sandbox in self._sandboxes:
             sandbox.close()

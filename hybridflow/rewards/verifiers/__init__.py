@@ -1,1 +1,1 @@
-"""Verifiers, one file each. `base.py` defines a verifier's interface and the registration."""
+"""Verifiers, one file each. `base.py` defines the interface of a verifier and its registration."""

@@ -1,6 +1,7 @@
 """The interface of a verifier, and its registration for data sources.
 
-A built-in verifier is a file of this package with the same name; `reward.verifiers` adds your own.
+A built-in verifier is defined in the file of the same name in this package; `reward.verifiers` adds
+your own.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ FACTS = {PROMPT, THINKING_OPEN, TIMEOUT}  # arguments about a row or a call, not
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """The score of one response, with extra values to record.
+    """The score of a response, with extra values to record.
 
     Attributes:
         score: the reward; finite.
-        extra: more values by name, e.g. the parsed answer. They are recorded in rollout dumps, and
-            numbers also in metrics and the report. They do not affect the advantage.
-        failure: why there is no score, if the function hung, raised or returned an invalid value;
-            the score is then 0.
+        extra: additional values by name, e.g. the parsed answer. They are recorded in rollout
+            dumps; numbers also appear in metrics and in the report. They do not affect the
+            advantage.
+        failure: the reason why there is no score: the function hung, raised or returned an invalid
+            value. The score is then 0.
     """
 
     score: float
@@ -48,15 +50,15 @@ class Verifier:
     """Compares the text of a response with the ground truth of its row.
 
     Attributes:
-        function: (response, ground_truth, *, options) -> a score, a dict with a "score", or a
-            `ScoreResult`. It may be async. Arguments named in `FACTS` receive facts about the row
-            and the call.
-        data_sources: values of the column data_source that it scores.
-        runs_in_driver: True if it takes microseconds and cannot hang, so rows need no process and
-            no deadline.
-        requires: an optional package that it imports; None: none.
+        function: called as (response, ground_truth, *, options); returns a score, a dict with a
+            "score", or a `ScoreResult`. It may be async. Arguments named in `FACTS` receive facts
+            about the row and the call.
+        data_sources: values of the column data_source for which it is used.
+        runs_in_driver: True if it takes microseconds and cannot hang, so its rows need neither a
+            separate process nor a time limit.
+        requires: an optional package that it imports; None if there is none.
         truth: parses a ground truth and raises ValueError if it is invalid. All rows are checked
-            before a run starts. None: no check.
+            before a run starts. None disables the check.
     """
 
     function: Callable[..., Any]
@@ -67,12 +69,12 @@ class Verifier:
 
     @property
     def options(self) -> set[str]:
-        """Names of the function's keyword-only arguments, which can be set in `reward.kwargs`."""
+        """Names of the function's keyword-only arguments; they can be set in `reward.kwargs`."""
         return self._keywords() - FACTS
 
     @property
     def facts(self) -> set[str]:
-        """The `FACTS` that the function takes."""
+        """The `FACTS` that the function accepts."""
         return self._keywords() & FACTS
 
     @property
@@ -94,7 +96,7 @@ class Verifier:
         return inspect.iscoroutinefunction(self.function)
 
     def given(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Select the arguments that the function takes from these options and facts."""
+        """Return those of the options and facts that the function accepts as arguments."""
         taken = self.options | self.facts
         return {name: value for name, value in options.items() if name in taken}
 
@@ -119,7 +121,7 @@ def result_of(found: Any, weight: float = 1.0) -> ScoreResult:
 
 
 def text_truth(ground_truth: Any) -> str:
-    """Return a ground truth that is a string or a number as text: 72 and 72.0 are "72".
+    """Convert a ground truth, a string or a number, to text: 72 and 72.0 become "72".
 
     Raises:
         ValueError: it is neither a string nor a number.
@@ -133,12 +135,12 @@ def text_truth(ground_truth: Any) -> str:
 
 
 def check_installed(entry: Verifier, what: str) -> None:
-    """Raise ConfigError if the package that a verifier imports is not installed. `what` names the
+    """Raise a ConfigError if a package that the verifier imports is not installed. `what` names the
     verifier in the message."""
     if entry.requires is not None and importlib.util.find_spec(entry.requires) is None:
         package = entry.requires.replace("_", "-")
         raise ConfigError(
-            f"{what} needs the python package {package}, which is not installed; install it (pip "
+            f"{what} needs the Python package {package}, which is not installed; install it (pip "
             f"install {package}), or add your own verifier to reward.verifiers"
         )
 
@@ -163,11 +165,11 @@ def verifier(
 
 
 def by_data_source(own: Sequence[str] = ()) -> dict[str, Verifier]:
-    """Return {data source: its verifier}. Verifiers of `own` (`path/to/file.py:name`) take
+    """Return the verifiers keyed by data source. Verifiers in `own` (`path/to/file.py:name`) take
     precedence over built-in ones.
 
     Raises:
-        ConfigError: a file of `own` cannot be imported, or does not register the verifier.
+        ConfigError: a file in `own` cannot be imported, or does not register the verifier.
     """
     entries = [VERIFIERS.get(name) for name in (*VERIFIERS.names(), *own)]
     return {source: entry for entry in entries for source in entry.data_sources}

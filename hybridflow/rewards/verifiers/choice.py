@@ -1,4 +1,4 @@
-"""Multiple choice: the letter of the answer."""
+"""Multiple choice: compares the letter chosen in the response."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _RULED_OUT = re.compile(
 
 
 def _letter(ground_truth: Any) -> str:
-    """Return the letter of a ground truth: "B", "(b)", or the 0-based index of an option, as in
-    MMLU."""
+    """Return the letter of a ground truth: "B", "(b)", or, as in MMLU, the 0-based index of an
+    option."""
     if (
         isinstance(ground_truth, int)
         and not isinstance(ground_truth, bool)
@@ -85,14 +85,14 @@ def choice(
 ) -> ScoreResult:
     r"""Return 1.0 if the response's choice is the ground truth.
 
-    The choice is the last of: the letter in the last \boxed{} or <answer>, and the letter after
-    "answer" or "choice"; without any, the last option that is not ruled out ("option A is wrong");
-    without that, the letter that ends the response or is the whole of it. A statement with several
+    The choice is the letter in the last \boxed{} or <answer>, or after "answer" or "choice",
+    whichever comes last. If there is none, it is the last option that is not ruled out ("option A
+    is wrong"), or else the letter that ends the response or is all of it. A statement with several
     letters is not a choice; neither are the words "I" and "a".
 
     Args:
         ground_truth: one letter, or the 0-based index of the option.
-        thinking_open: whether the prompt opened the thinking.
+        thinking_open: True if the prompt ended inside a thinking block.
 
     Returns:
         extra["answer"] is the parsed letter, or None.
@@ -123,9 +123,9 @@ def _read(text: str) -> str | None:
 
 
 def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | None]]:
-    """Yield position and letter of the last "the answer is B" and the last "B is correct". The
-    letter is None if several are named or the statement is negated. Words that announce a box are
-    not a separate statement."""
+    """Yield the position and letter of the last "the answer is B" and the last "B is correct". The
+    letter is None if several are named or the statement is negated. Text that merely introduces a
+    boxed answer does not count as a separate statement."""
     near = max(len(text) - _NEAR_END, 0)
     for found in reversed(list(_ANNOUNCED.finditer(text, near))[-_MOST_STATEMENTS:]):
         after = text[found.end() : found.end() + _REACH]
@@ -146,7 +146,7 @@ def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | No
 
 
 def _options(text: str) -> Iterator[str]:
-    """Yield the letters of "option B" that are not ruled out, last one first."""
+    """Yield the letter of each "option B" that is not ruled out, from last to first."""
     for found in reversed(
         list(_NAMED.finditer(text, max(len(text) - _NEAR_END, 0)))[-_MOST_STATEMENTS:]
     ):
@@ -159,8 +159,8 @@ def _options(text: str) -> Iterator[str]:
 
 
 def _letters(text: str) -> list[str]:
-    """Return the letters that a statement names before it ends. Lower-case letters count only alone
-    or in parentheses."""
+    """Return the letters named up to the end of a statement. Lower-case letters count only if they
+    stand alone or are in parentheses."""
     bare = _DECORATION.sub("", text.lstrip(" \t\n*_:：="))
     first = _FIRST.match(bare)
     if first and (first[1].isupper() or "(" in first.group()):

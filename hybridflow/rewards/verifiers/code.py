@@ -1,4 +1,4 @@
-"""A program verified by running tests in the sandbox."""
+"""Programs: verified by running tests in the sandbox."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARE = 0.9
 
 
 def _plausible(ground_truth: Any) -> None:
-    """Reject values that cannot contain tests, without parsing megabytes of them."""
+    """Reject values that cannot contain tests, without parsing megabytes of data."""
     if not isinstance(ground_truth, (str, Mapping, Sequence)) or not ground_truth:
         raise ValueError(f"the ground truth {ground_truth!r} contains no tests")
 
@@ -40,28 +40,29 @@ def code(
     timeout_s: float | None = None,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """Return the share of tests that the response's program passes.
+    """Return the fraction of tests that the response's program passes.
 
-    The program is the last fenced block labelled as Python, or the last one without a label. An
-    unclosed block was cut off and does not count. The sandbox has the standard library and numpy;
-    `failed_with` names a module that is missing.
+    The program is the last fenced block labelled as Python, or else the last block without a label.
+    An unclosed block was cut off and does not count. The sandbox has the standard library and
+    numpy; `failed_with` names a module that is missing.
 
     Args:
-        response: text with the program in a fenced block.
-        ground_truth: one of these, or JSON of it. {"inputs": [...], "outputs": [...]}: an input is
-            the program's standard input and an output its expected output, compared by token;
-            numbers with a decimal point within 1e-6. A list of {"input", "output"} is the same.
-            With "fn_name" an input is the list of arguments of this function or method of
-            `Solution` (or JSON, one argument per line), and an output its result. {"asserts":
-            [...]} (or "test_list", as in MBPP, or only the list, or its text): each assert is a
-            test. {"test": ..., "entry_point": ...}, as in HumanEval: the asserts of its `check`.
-            "setup" (or "test_setup_code", "test_imports") runs before each.
-        partial_credit: False gives 1.0 if all tests pass, else 0.0, and stops at the first failing
-            test.
-        test_timeout_s: wall clock limit of a test.
+        response: text that contains the program in a fenced block.
+        ground_truth: in one of these formats, or the same as JSON. {"inputs": [...], "outputs":
+            [...]}: each input is passed to the program as standard input, and its output is
+            compared with the expected output token by token; numbers with a decimal point must
+            agree within 1e-6. A list of {"input", "output"} is equivalent. With "fn_name", an input
+            is the list of arguments (or JSON, one argument per line) for this function or method of
+            `Solution`, and an output is the expected result. {"asserts": [...]} (or "test_list", as
+            in MBPP, or only the list, or its text): each assert is a test. {"test": ...,
+            "entry_point": ...}, as in HumanEval: each assert in `check` is a test. "setup" (or
+            "test_setup_code", "test_imports") runs before each test.
+        partial_credit: if False, return 1.0 if all tests pass, else 0.0, and stop at the first
+            failing test.
+        test_timeout_s: wall-clock limit per test.
         max_slow_tests: after this many timeouts, the remaining tests count as failed.
-        timeout_s: deadline of the call. Tests that do not run in time count as failed.
-        thinking_open: whether the prompt opened the thinking.
+        timeout_s: time limit for the whole call. Tests that do not run in time count as failed.
+        thinking_open: True if the prompt ended inside a thinking block.
 
     Returns:
         extra: `passed` and `tests` (counts), `failed_with` (reason of the first failure).
@@ -92,7 +93,7 @@ def code(
 
 
 def program_of(answer: str) -> str | None:
-    """Return the program of an answer, or None."""
+    """Return the program in an answer, or None."""
     blocks = fenced_blocks(answer)
     labelled = [block for block in blocks if _LABEL.fullmatch(block.label)]
     chosen = labelled or [block for block in blocks if not block.label]
@@ -100,8 +101,8 @@ def program_of(answer: str) -> str | None:
 
 
 def _whole(block: Block) -> str:
-    """Return the text of a block. If it is not valid Python but a longer one is, the program
-    contains a fence."""
+    """Return the program in a block. If the text is not valid Python but one that extends to a
+    later fence is, return that one, because the program itself contains a fence."""
     return next((text for text in (block.text, *block.longer) if _is_python(text)), block.text)
 
 
@@ -119,7 +120,7 @@ def _sandbox() -> Sandbox:
 
 
 def _failure(program: str, test: ProgramTest, timeout_s: float, *, goes_on: bool) -> str | None:
-    """Run one test. Returns the reason of a failure, or None."""
+    """Run one test. Returns the reason if it fails, else None."""
     result = _sandbox().run(
         program, test.given, Limits(timeout_s=timeout_s), calls=test.calls, goes_on=goes_on
     )

@@ -1,4 +1,4 @@
-"""Exact comparison of the response with the ground truth."""
+"""Exact match: compares the response with the ground truth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of a response, regardless of its content."""
+"""Format: checks the structure of a response, regardless of its content."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def format(
     sections: tuple[str, ...] = ("think", "answer"),
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """Return 1.0 if the response consists of exactly these sections, each once and not empty:
-    <think>...</think> <answer>...</answer>.
+    """Return 1.0 if the response consists of exactly these sections, each of them once and not
+    empty: <think>...</think> <answer>...</answer>.
 
     Args:
         sections: names of the tags, in order.
-        thinking_open: whether the prompt ends with the first tag, so that the response starts after
-            it. None: unknown; a response without the tag is then assumed to start after it.
+        thinking_open: True if the prompt ends with the first tag, so that the response starts after
+            it. None means unknown: a response without the tag is assumed to start after it.
     """
     tags = [tag for name in sections for tag in (f"<{name}>", f"</{name}>")]
     text = response.strip()

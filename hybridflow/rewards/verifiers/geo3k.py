@@ -1,4 +1,5 @@
-"""Geometry3K: mostly the correctness of the answer, plus a small share for its format."""
+"""Geometry3K: the score is mostly for the correctness of the answer, with a small share for its
+format."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ def geo3k(
     comparison_s: float = 5.0,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    r"""Return the `math` score, with `format_share` of the total for a thinking block that ends
-    before a \boxed{} answer.
+    r"""Return the `math` score, except that `format_share` of the total is awarded for a thinking
+    block followed by a \boxed{} answer.
     """
     judged = math(
         response,

@@ -1,4 +1,4 @@
-"""GSM8K: the number after "####" compared with the ground truth."""
+"""GSM8K: compares the number after "####" with the ground truth."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def gsm8k(
     """Return 1.0 if the final answer equals the ground truth as an exact decimal number ("72" =
     "72.0" = "+72").
 
-    The strict mode requires the dataset's "####". Decoration around the number after it is allowed:
-    bold type, a box, dollars and other currencies, parentheses, "Answer:". Words before the number
-    are not, nor an approximation ("~72"). verl's strict mode accepts neither; its flexible mode is
-    `flexible`.
+    Strict mode requires the dataset's "####". The number after it may be decorated: bold type, a
+    box, dollars and other currencies, parentheses, "Answer:". Words before the number are not
+    allowed, nor is an approximation ("~72"). verl's strict mode accepts no decoration either;
+    `flexible` corresponds to its flexible mode.
 
     Args:
         response: text with the final answer after "####".
         ground_truth: a number, or a number as text.
         flexible: if no number follows a "####", use the number in the last box, or the last number
-            of the whole text. An unclosed last box gives no answer.
-        thinking_open: whether the prompt opened the thinking.
+            of the whole text. If the last box is not closed, there is no answer.
+        thinking_open: True if the prompt ended inside a thinking block.
 
     Returns:
         extra["answer"] is the parsed number in canonical form, or None.
@@ -72,12 +72,13 @@ def gsm8k(
 
 
 def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
-    """Extract the final answer of a response as plain digits, e.g. "-1234.5", or None.
+    """Extract the final answer of a response as plain digits, e.g. "-1234.5". Returns None if there
+    is none.
 
     Uses the last "####" with digits on its line (one without is a heading): an optional sign and
-    "$", then one number with or without thousands separators. Words, a unit ("540 m2"), a full
-    stop, and a number that belongs to them ("18 dollars for 2 eggs") may follow. A second answer
-    ("3 or 4", "3/4", "18 (or 25)") may not.
+    "$", then one number with or without thousands separators. The number may be followed by words,
+    a unit ("540 m2"), a full stop, or a number that belongs to the words ("18 dollars for 2 eggs"),
+    but not by a second answer ("3 or 4", "3/4", "18 (or 25)").
     """
     lines = (_first_line(after) for after in reversed(text.split(_MARK)[1:]))
     found = _leading_number(next((line for line in lines if re.search("[0-9]", line)), ""))
@@ -100,7 +101,7 @@ def _first_line(text: str) -> str:
 
 
 def _bare(line: str) -> str:
-    """Return a line without decoration around its number."""
+    """Strip the decoration around the number on a line."""
     box = last_box(line)
     if box is not None:
         line = (box.content or "") if not re.search("[0-9]", line[: box.start]) else line

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server that grades responses."""
+"""Model judge: a model behind an OpenAI-compatible server grades the responses."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ async def judge(
     judge_request: dict[str, Any] | None = None,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """Return the grade that a model gives the answer, divided by the best grade.
+    """Return the grade that a judge model assigns to the answer, divided by the best grade.
 
-    The judge sees the response after its thinking. A response whose thinking never ended scores 0
-    and is not sent. The judge's own thinking is ignored.
+    The judge receives the response without its thinking. A response whose thinking never ended
+    scores 0 and is not sent. The judge's own thinking is ignored.
 
     Args:
-        prompt: the prompt as the policy saw it.
+        prompt: the prompt given to the policy.
         judge_url: base address of the server, e.g. http://judge:8000/v1.
-        judge_model: the name of the model there.
-        judge_key_variable: the environment variable with the server's key; "": no key is needed.
-            The key itself is never part of a configuration or record.
-        judge_template: the message to the judge, with {prompt}, {ground_truth} and {response}.
+        judge_model: name of the model on that server.
+        judge_key_variable: name of the environment variable that contains the server's API key; ""
+            if no key is needed.  The key itself is never part of a configuration or record.
+        judge_template: message template with the placeholders {prompt}, {ground_truth} and
+            {response}.
         judge_score: regular expression whose first group is the grade; the last match in the
-            judge's answer counts.
+            judge's answer is used.
         judge_best: the best grade; the worst is 0.
-        judge_request: extra fields of the request, e.g. {max_tokens: 512}; the default temperature
-            is 0.
-        thinking_open: whether the prompt opened the thinking.
+        judge_request: extra request fields, e.g. {max_tokens: 512}; the default temperature  is 0.
+        thinking_open: True if the prompt ended inside a thinking block.
 
     Returns:
         extra: `judge_said` (the judge's text).
@@ -114,7 +114,7 @@ def read_grade(said: str, pattern: str = SCORE, best: float = 10.0) -> float:
     """Parse the last grade in a judge's answer, ignoring its thinking.
 
     Raises:
-        ValueError: there is none, or it is not between 0 and `best`.
+        ValueError: there is no grade, or it is not between 0 and `best`.
     """
     grades = re.findall(pattern, read_response(said).answer)
     if not grades:
@@ -130,7 +130,7 @@ def read_grade(said: str, pattern: str = SCORE, best: float = 10.0) -> float:
 
 
 def _client(url: str, key_variable: str) -> Any:
-    """Return the client of this event loop. Its connections are reused."""
+    """Return the client for the current event loop. Its connections are reused."""
     import openai
 
     if key_variable and not os.environ.get(key_variable):

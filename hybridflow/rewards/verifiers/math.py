@@ -1,4 +1,4 @@
-"""Mathematics: equality of the answer with the ground truth in any notation, using the package
+"""Mathematics: checks that the answer equals the ground truth in any notation, using the package
 math-verify."""
 
 from __future__ import annotations
@@ -56,26 +56,25 @@ def math(
     comparison_s: float = 5.0,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    r"""Return 1.0 if the answer of the response equals the ground truth: 1/2, 0.5 and \frac{1}{2}
-    are
+    r"""Return 1.0 if the response's answer equals the ground truth: 1/2, 0.5 and \frac{1}{2} are
     equal.
 
-    The answer is the content of the last \boxed{}; without any, the text after the last "the answer
-    is"; without that, the last expression of the last sentence. An unclosed box or thinking block
-    was cut off and has no answer. Several numbers are wrong if one is expected.
+    The answer is the content of the last \boxed{}, or else the text after the last "the answer is",
+    or else the last expression in the last sentence. An unclosed box or thinking block means that
+    the response was cut off and has no answer. If one number is expected, several are wrong.
 
     Args:
         response: text with the answer.
         ground_truth: the answer in LaTeX or as plain text.
-        literal: if the ground truth is a number, the answer must be an evaluated number: an
-            integer, decimal, fraction, root or multiple of pi, and not 6+1, 13! or \sum_{i=1}^7 1.
-            False: only the value counts.
-        comparison_s: time limit of a comparison in seconds; an answer that exceeds it is wrong.
-        thinking_open: whether the prompt opened the thinking.
+        literal: if the ground truth is a number, the answer must be fully evaluated: an integer,
+            decimal, fraction, root or multiple of pi, but not 6+1, 13! or \sum_{i=1}^7 1. If False,
+            only the value counts.
+        comparison_s: time limit for a comparison in seconds; an answer that exceeds it is wrong.
+        thinking_open: True if the prompt ended inside a thinking block.
 
     Returns:
-        extra["answer"] is the parsed answer, or None; rational numbers are in lowest terms, so that
-        0.5 and 1/2 are the same vote of maj@k.
+        extra["answer"] is the parsed answer, or None; rational numbers are in lowest terms, so 0.5
+        and 1/2 count as the same vote in maj@k.
 
     Raises:
         ValueError: the ground truth cannot be parsed.
@@ -153,7 +152,8 @@ def _same_number(wanted: str, given: str) -> bool:
 
 
 def _same_name_and_unit(expected: str, given: str) -> bool:
-    """Return True unless names (x = 5, y = 5) or units (cm, m) contradict each other."""
+    """Return False if the names (x = 5, y = 5) or the units (cm, m) contradict each other, else
+    True."""
     rest, name = expressions.without_name(expected)
     given_rest, given_name = expressions.without_name(given)
     unit = expressions.without_unit(rest)[1]
@@ -172,13 +172,13 @@ def _bare(text: str) -> str:
 
 
 def _letters(text: str, with_name: bool) -> set[str]:
-    """Return the variables of an expression, case-sensitive unlike math-verify."""
+    """Return the variables in an expression. Unlike math-verify, this is case-sensitive."""
     rest = text if with_name else expressions.without_name(text)[0]
     return {sign for sign in _COMMAND.sub(" ", rest) if sign.isalpha()}
 
 
 def _verified(truth: str, found: str) -> bool:
-    """Return True if math-verify considers both equal."""
+    """Return True if math-verify considers the two equal."""
     parse, verify = _functions()
     with cheap_prediction():
         expected = parse(boxed(truth))
@@ -195,7 +195,7 @@ def _expected(truth: str) -> None:
 
 
 def _is_costly(expression: Any) -> bool:
-    """Return True if evaluating an expression creates integers of more than `_MOST_DIGITS`
+    """Return True if evaluating an expression would create integers with more than `_MOST_DIGITS`
     digits."""
     import sympy
 
@@ -205,7 +205,7 @@ def _is_costly(expression: Any) -> bool:
 
 
 def _digits(expression: Any) -> float:
-    """Return an upper bound of the decimal digits of a power or factorial of numbers."""
+    """Return an upper bound on the number of decimal digits of a power or factorial."""
     import sympy
 
     limit = float(_MOST_DIGITS)
@@ -228,10 +228,10 @@ def _digits(expression: Any) -> float:
 
 @functools.cache
 def _functions() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
-    """Return math-verify's functions that parse an expression and compare two.
+    """Return math-verify's functions for parsing an expression and for comparing two.
 
     Their timeouts are replaced by `time_budget`, because math-verify's own error handlers swallow
-    them. Parsed ground truths are cached, because the samples of a prompt share one.
+    timeouts. Parsed ground truths are cached, because all samples of a prompt share one.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 

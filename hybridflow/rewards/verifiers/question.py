@@ -1,4 +1,4 @@
-"""Open questions: the answer must be one of the known answers."""
+"""Open questions: the answer must match one of the accepted answers."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def question(
     thinking_open: bool | None = None,
 ) -> ScoreResult:
     """Return 1.0 if the last <answer> of the response is one of the targets, ignoring case,
-    punctuation, articles and white space (the exact match of SQuAD, arXiv 1606.05250).
+    punctuation, articles and whitespace (SQuAD's exact match, arXiv 1606.05250).
 
     Args:
         ground_truth: {"target": an answer, or a list of them}.
-        thinking_open: whether the prompt opened the thinking.
+        thinking_open: True if the prompt ended inside a thinking block.
 
     Returns:
         extra["answer"] is the parsed answer, or None.

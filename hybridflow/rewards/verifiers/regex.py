@@ -1,4 +1,4 @@
-"""A regular expression that the response has to match."""
+"""Regular expression: the response must match it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def regex(
     with_thinking: bool = False,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """Return 1.0 if the ground truth, a regular expression, is found in the answer. A dot also
-    matches line breaks.
+    """Return 1.0 if the ground truth, a regular expression, matches anywhere in the answer. A dot
+    also matches line breaks.
 
     Args:
-        whole: it must match the whole answer, ignoring white space at both ends.
+        whole: require a match of the whole answer, ignoring leading and trailing whitespace.
         with_thinking: search the whole response, including its thinking and markers.
-        thinking_open: whether the prompt opened the thinking.
+        thinking_open: True if the prompt ended inside a thinking block.
 
     Raises:
         ValueError: the ground truth is not a regular expression.

@@ -143,11 +143,11 @@ def test_a_missing_package_is_one_message_before_the_first_rollout(
     monkeypatch.setitem(sys.modules, "math_verify", None)
     manager = RewardManager(RewardConfig(processes=0))
     with pytest.raises(
-        ConfigError, match=r"'math'.*needs the python package math-verify.*pip install math-verify"
+        ConfigError, match=r"'math'.*needs the Python package math-verify.*pip install math-verify"
     ):
         manager.check_data_sources(["math"])
     with pytest.raises(
-        ConfigError, match=r"reward\.combine\.math needs the python package math-verify"
+        ConfigError, match=r"reward\.combine\.math needs the Python package math-verify"
     ):
         RewardManager(RewardConfig(processes=0, combine={"math": 1.0}))
 
