@@ -1,2 +1,2 @@
-"""Reinforcement-learning maths: advantages, losses, KL, aggregation. Tensors in, tensors out;
-imports torch only."""
+"""Reinforcement learning maths: advantages, losses, KL and aggregation. Tensors in, tensors out;
+depends only on torch."""

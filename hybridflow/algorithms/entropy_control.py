@@ -1,4 +1,4 @@
-"""The entropy bonus coefficient, controlled so that the policy's entropy stays above a target."""
+"""Control of the entropy bonus coefficient, which keeps the policy's entropy above a target."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 
 
 class EntropyControl:
-    """The bonus coefficient: increased by `step` when the entropy is below `target`, otherwise
-    decreased by `step` down to 0. The bonus applies only while the entropy is below the target
-    (Skywork-OR1, arXiv 2505.22312, section 4)."""
+    """The bonus coefficient. It is increased by `step` when the entropy is below `target`, and
+    otherwise decreased by `step`, but not below 0. The bonus applies only while the entropy is
+    below the target (Skywork-OR1, arXiv 2505.22312, section 4)."""
 
     def __init__(self, coefficient: float, target: float, step: float) -> None:
         self.value = coefficient
@@ -17,7 +17,7 @@ class EntropyControl:
         self.step = step
 
     def update(self, entropy: float) -> float:
-        """Return the coefficient for a step with this mean entropy of its sampled tokens, in nats,
+        """Return the coefficient for a step whose sampled tokens have this mean entropy (in nats),
         and update it for the next step."""
         below = entropy < self.target
         now = self.value
@@ -27,8 +27,8 @@ class EntropyControl:
 
 def most_uncertain(entropies_T: torch.Tensor, mask_T: torch.Tensor, share: float) -> torch.Tensor:
     """Return [T] bool: True for sampled tokens (`mask_T`) whose entropy is at least the (1 - share)
-    quantile of all sampled tokens, linearly interpolated. These are the tokens at which reasoning
-    forks ("Beyond the 80/20 Rule", arXiv 2506.01939, section 5)."""
+    quantile over all sampled tokens, with linear interpolation. These are the tokens at which
+    reasoning forks ("Beyond the 80/20 Rule", arXiv 2506.01939, section 5)."""
     if not mask_T.any():
         return mask_T
     entropies = entropies_T.double()

@@ -1,24 +1,25 @@
-"""The coefficient of the KL penalty inside the reward: fixed, or adapted to a target divergence."""
+"""The coefficient of the KL penalty in the reward, either fixed or adapted to a target
+divergence."""
 
 from __future__ import annotations
 
 
 class KlControl:
-    """The coefficient. With a `target`, it adapts to the measured divergence (arXiv 1909.08593,
+    """The KL coefficient. With a `target`, it adapts to the measured divergence (arXiv 1909.08593,
     section 2.2).
 
-    value *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon after every step.
+    After every step, value *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon.
     """
 
     def __init__(
         self, coefficient: float, target: float | None = None, horizon: int = 10_000
     ) -> None:
-        """Without a target the coefficient is constant."""
+        """Without a target, the coefficient is constant."""
         self.value = coefficient
         self.target = target
         self.horizon = horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Adapt the coefficient to the mean divergence of a step's samples."""
+        """Adapt the coefficient to the mean divergence over the samples of a step."""
         if self.target is not None:
             self.value *= 1.0 + min(max(kl / self.target - 1.0, -0.2), 0.2) * samples / self.horizon

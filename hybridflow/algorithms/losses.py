@@ -1,9 +1,9 @@
-"""Aggregation of token losses, and the KL penalty, over packed response tokens.
+"""Aggregation of token losses, and KL penalties, over packed response tokens.
 
-Losses return (sum, count). Scaling by the global count over data-parallel ranks and micro-batches
-happens in one place, so the gradient does not depend on how the batch was split. If that count is
-0, the gradient is that of the sum. T is the number of response tokens of a micro-batch, S its
-number of sequences.
+Losses return (sum, count). They are scaled by the global count over data-parallel ranks and
+micro-batches in one place, so the gradient does not depend on how the batch was split. If that
+count is 0, the sum is not scaled. T is the number of response tokens of a micro-batch, S its number
+of sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OF_TEACHER = "policy_of_teacher_top"
 
 
 class ResponseTokens(Protocol):
-    """The parts of a micro-batch that a loss reads in addition to the model's outputs."""
+    """The inputs that a loss reads from a micro-batch in addition to the model's outputs."""
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -50,7 +50,7 @@ def aggregate(
 
     Args:
         values_T: [T] per-token values, sequences concatenated.
-        lengths_S: [S] response tokens of each sequence; sequences of length 0 are ignored.
+        lengths_S: [S] number of response tokens per sequence; sequences of length 0 are ignored.
         mode: token-mean | token-sum, with a count of 0 | seq-mean-token-sum | seq-mean-token-mean |
             seq-mean-token-sum-norm.
         norm: the constant divisor of seq-mean-token-sum-norm (Dr.GRPO, arXiv 2503.20783, section
@@ -78,9 +78,9 @@ def kl_penalty(log_probs_T: torch.Tensor, ref_log_probs_T: torch.Tensor, kind: s
     grows exponentially, its d is clamped to +-20 and its result to +-10. The others are not
     clamped, so that a policy far from the reference is still pulled back (as in verl).
 
-    A `+` after a kind (k1+, abs+, k3+) keeps its value but uses the gradient of k2. The mean
-    gradient of k2 is that of the divergence; those of k1 and k3 are not (arXiv 2506.09477, section
-    4).
+    A `+` after the name (k1+, abs+, k3+) keeps the value but uses the gradient of k2. In
+    expectation, the gradient of k2 equals that of the divergence; the gradients of k1 and k3 do not
+    (arXiv 2506.09477, section 4).
     """
     if kind.endswith("+"):
         with_gradient = kl_penalty(log_probs_T, ref_log_probs_T, "k2")
@@ -105,10 +105,10 @@ def unbiased_kl(
     old_log_probs_T: torch.Tensor,
     kind: str,
 ) -> torch.Tensor:
-    """Return [T] k1 or k3 times the ratio of the policy to the sampling policy. Over the latter's
-    samples, the mean is KL(policy || reference), and the gradient of the mean is that of the
-    divergence (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Unbiased KL Estimate"). Log-ratios
-    are clamped to +-20; the estimate is not bounded, because that would bias it."""
+    """Return [T] k1 or k3 times the ratio of the policy to the sampling policy. In expectation over
+    samples from the sampling policy, this equals KL(policy || reference), and its gradient equals
+    that of the divergence (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Unbiased KL Estimate").
+    Log-ratios are clamped to +-20; the estimate is not bounded, because that would bias it."""
     difference = log_probs_T - ref_log_probs_T
     ratio = (log_probs_T - old_log_probs_T).clamp(-20.0, 20.0).exp()
     return ratio * (
@@ -121,9 +121,10 @@ def forward_kl_topk(teacher_log_probs_TK: torch.Tensor, log_probs_TK: torch.Tens
     forward divergence KL(teacher, policy) in states sampled by the policy (GKD, arXiv 2306.13649,
     eq. 2), truncated to the first k tokens.
 
-    Both arguments are log-probs over the whole vocabulary, not renormalised over the k tokens. The
-    teacher's probability of all other tokens is ignored. If the k tokens have a total probability m
-    < 1, the minimum of the sum is m log m, which is below 0, at a policy that assigns them p_T / m
-    and 0 to all others. With k = vocabulary size, the sum is the exact divergence.
+    Both arguments are log-probs over the whole vocabulary and are not renormalised over the k
+    tokens. The probability that the teacher assigns to all other tokens is ignored. If the total
+    teacher probability of the k tokens is m < 1, the minimum of the sum is m log m < 0, reached by
+    a policy that assigns p_T / m to each of them and 0 to all other tokens. With k = vocabulary
+    size, the sum is the exact divergence.
     """
     return (teacher_log_probs_TK.exp() * (teacher_log_probs_TK - log_probs_TK)).sum(-1)

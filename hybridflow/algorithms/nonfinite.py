@@ -1,9 +1,9 @@
-"""Detection of losses and gradients that are NaN or infinite, with the rank and micro-batch, agreed
-on by all ranks.
+"""Detection of NaN or infinite losses and gradients.
 
-Each micro-batch is checked at its loss and at gradients in the backward pass. A value that becomes
-non-finite in between shows up in those gradients. The flags stay on the device until the mini-batch
-is done, so a check costs one read and one small all-gather.
+All ranks agree on the result, which names the rank and micro-batch. For each micro-batch, the loss
+and some gradients in the backward pass are checked. A value that becomes non-finite in between
+shows up in those gradients. The flags stay on the device until the end of the mini-batch, so a
+check costs one read and one small all-gather.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Watch:
         self.flags = torch.zeros((2, num_micro_batches), dtype=torch.bool, device=device)
 
     def loss(self, micro_batch: int, total: torch.Tensor) -> None:
-        """Check the loss `total` of this micro-batch."""
+        """Check `total`, the loss of this micro-batch."""
         self._note(0, micro_batch, total)
 
     def gradient_of(self, tensor: torch.Tensor | None, micro_batch: int) -> None:
@@ -40,8 +40,8 @@ class Watch:
         self.flags[place, micro_batch] |= not_finite(values)
 
     def report_of(self, gradients: Iterable[torch.Tensor]) -> str:
-        """Describe the problem with this mini-batch, identically on all ranks; empty if there is
-        none. Collective over the world.
+        """Return a description of the problem with this mini-batch, identical on all ranks; empty
+        if there is none. Collective over the world.
 
         Args:
             gradients: this rank's reduced gradients.
@@ -56,17 +56,17 @@ class Watch:
 
 
 def not_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return a bool tensor: True if any value is NaN or infinite, in which case the minimum or the
-    maximum is too. Takes one pass over the values; `isfinite` takes four and allocates as many
-    tensors of that size."""
+    """Return a bool tensor: True if any value is NaN or infinite, which is the case if the minimum
+    or the maximum is. Needs one pass over the values, whereas `isfinite` needs four and allocates a
+    tensor of the same size in each."""
     if not values.numel():
         return torch.zeros((), dtype=torch.bool, device=values.device)
     return ~torch.stack(torch.aminmax(values)).isfinite().all()
 
 
 def describe(found: Sequence[Sequence[int]]) -> str:
-    """Describe the most likely causes as sentences. `found` [world][3] is each rank's first
-    micro-batch at each place; -1 if all values are finite."""
+    """Describe the most likely causes in sentences. `found` [world][3] contains, for each rank and
+    each kind of check, the first micro-batch with a non-finite value, or -1."""
     for place, name in enumerate(_PLACES):
         ranks = [(rank, row[place]) for rank, row in enumerate(found) if row[place] >= 0]
         if not ranks:
@@ -88,7 +88,7 @@ def not_applied(
     metrics: Mapping[str, tuple[float, float]],
     learning_rate: float,
 ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-    """Return the results of an update that was skipped because of this problem.
+    """Return the metrics of an update that was skipped because of this problem.
 
     Raises:
         NonFiniteError: `on_nonfinite` is stop.

@@ -1,7 +1,7 @@
 """Conversion of row scores and token penalties to token rewards.
 
-T is the number of response tokens of a batch, rows concatenated without padding; S is the number of
-rows. Uses only tensor methods, because estimators and losses use this module too.
+T is the number of response tokens in a batch, with rows concatenated without padding; S is the
+number of rows. Uses only tensor methods, because estimators and losses use this module too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ def token_rewards(
     lengths_S: torch.Tensor,
     mask_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return [T] rewards: minus the penalty of each token, plus the row's score at its last sampled
-    token. A row without a sampled token has no reward.
+    """Return [T] rewards: the negative penalty of each token, plus the row's score at its last
+    sampled token. A row without a sampled token has no reward.
 
     Args:
-        scores_S: [S] one score per row.
+        scores_S: [S] scores, one per row.
         penalty_T: [T] subtracted from each token's reward (coefficient times KL estimate, or
             zeros).
-        lengths_S: [S] int64 tokens of each row.
-        mask_T: [T] bool, True for tokens sampled by the policy; None: all of them.
+        lengths_S: [S] int64 number of tokens in each row.
+        mask_T: [T] bool, True for tokens sampled by the policy; None means all of them.
     """
     rewards = -penalty_T.float()
     row = rows_of_tokens(lengths_S)
@@ -42,8 +42,8 @@ def token_rewards(
 def overlong_penalties(
     lengths_S: torch.Tensor, limit: int, buffer: int, penalty: float
 ) -> torch.Tensor:
-    """Return [S] penalties for long answers: 0 up to `limit - buffer` tokens, `penalty` at `limit`,
-    linear in between.
+    """Return [S] penalties for long answers: 0 up to `limit - buffer` tokens, then linear to
+    `penalty` at `limit`.
 
     DAPO (arXiv 2503.14476), equation 13: soft overlong punishment.
     """
@@ -51,7 +51,7 @@ def overlong_penalties(
 
 
 def sums_of_rows(values_T: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
-    """Return [S] sums over the tokens of each row."""
+    """Return [S] the sum over the tokens of each row."""
     return values_T.new_zeros(len(lengths_S)).index_add(0, rows_of_tokens(lengths_S), values_T)
 
 

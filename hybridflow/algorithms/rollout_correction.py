@@ -1,8 +1,9 @@
-"""Correction of rollouts for which the engine's token probabilities differ from the trainer's:
-importance weights, rejection, and the divergence between the two.
+"""Correction of rollouts whose token probabilities differ between engine and trainer: importance
+weights, rejection, and the divergence between the two.
 
-T sampled tokens in S concatenated sequences. A token's ratio is its probability under the trainer
-divided by that under the engine. Log-ratios are clamped to +-20 before they are exponentiated.
+There are T sampled tokens in S concatenated sequences. A token's ratio is its probability under the
+trainer divided by its probability under the engine. Log-ratios are clamped to +-20 before they are
+exponentiated.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def importance_weights(
     """Return [T] token weights, without gradient.
 
     Args:
-        level: token: the ratio of each token; sequence: the product of its sequence's ratios, for
-            all its tokens.
-        upper: larger weights are clipped to it (truncated importance sampling, arXiv 2503.14286,
-            eq. 6).
-        lower: weights outside `lower` to `upper` are 0 (IcePop, arXiv 2510.18855, eq. 2); None:
-            only `upper` applies.
+        level: "token" uses each token's own ratio; "sequence" uses the product of all ratios in its
+            sequence.
+        upper: larger weights are clipped to this value (truncated importance sampling, arXiv
+            2503.14286,  eq. 6).
+        lower: weights outside `lower` to `upper` are 0 (IcePop, arXiv 2510.18855, eq. 2); None
+            applies only `upper`.
     """
     log_ratio = log_ratio_T.detach()
     if level == "sequence":
@@ -48,15 +49,15 @@ def kept_tokens(
     lengths_S: torch.Tensor,
     bounds: Mapping[str, float | Sequence[float]],
 ) -> torch.Tensor:
-    """Return [T] bool: True for tokens within every bound.
+    """Return [T] bool: True for tokens that are within all bounds.
 
     Args:
-        bounds: {statistic: bound}. A statistic is LEVEL_KIND. Kinds are estimates of the divergence
-            from the engine: k1 = -log ratio, k2 = (log ratio)^2 / 2, k3 = ratio - 1 - log ratio.
-            Levels are the token, or the sum, mean (k1: the geometric mean of ratios), max and min
-            over a sequence, which is rejected as a whole. The bound of k1 is a pair of numbers
-            between which exp(k1), the ratio engine / trainer, must be; other kinds have a single
-            upper bound.
+        bounds: bounds keyed by statistic, whose name has the form LEVEL_KIND. Kinds are estimates
+            of the divergence  from the engine: k1 = -log ratio, k2 = (log ratio)^2 / 2, k3 = ratio
+            - 1 - log ratio. Levels are the single token, or the sum, mean (for k1, the geometric
+                mean of the ratios), max or min over a sequence, which is then rejected as a whole.
+                The bound for k1 is a pair of numbers between which exp(k1), the ratio engine /
+                trainer, must be; the other kinds have a single upper bound.
     """
     log_ratio = log_ratio_T.detach().clamp(-_SAFE, _SAFE)
     kinds = {"k1": -log_ratio, "k2": 0.5 * log_ratio**2, "k3": log_ratio.exp() - 1.0 - log_ratio}
@@ -91,7 +92,7 @@ def on_policy_tokens(
 
 
 def _of_sequences(values_T: torch.Tensor, lengths_S: torch.Tensor, level: str) -> torch.Tensor:
-    """Return [S] the sum, mean, maximum or minimum of each sequence; 0 for empty ones."""
+    """Return [S] the sum, mean, maximum or minimum over each sequence; 0 for empty sequences."""
     if level in ("seq_max", "seq_min"):
         way = "amax" if level == "seq_max" else "amin"
         empty = values_T.new_zeros(len(lengths_S))

@@ -1,4 +1,4 @@
-"""Losses of scalar heads: the critic's clipped regression and the reward model's pairwise
+"""Losses for scalar heads: the critic's clipped regression and the reward model's pairwise
 comparison."""
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ def value_token_loss(
     *,
     clip: float | None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Compute half the squared error, of the value or of the value clipped to old +- clip,
-    whichever is larger (PPO2; arXiv 2005.12729, section 3).
+    """Compute half the squared error of the value or of the value clipped to old +- clip, whichever
+    error is larger (PPO2; arXiv 2005.12729, section 3).
 
     Returns:
-        [T] loss per token, and token sums with counts: critic/vf_clipfrac, critic/vpred_mean.
+        [T] loss per token, and sums over tokens with their counts: critic/vf_clipfrac,
+        critic/vpred_mean.
     """
     loss = (values_T - returns_T) ** 2
     held = torch.zeros_like(loss, dtype=torch.bool)
@@ -36,15 +37,15 @@ def value_token_loss(
 
 
 def preference_loss(scores_S: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-    """Compute -log sigmoid(chosen - rejected) of each pair (Bradley-Terry; arXiv 2203.02155, eq.
+    """Compute -log sigmoid(chosen - rejected) for each pair (Bradley-Terry; arXiv 2203.02155, eq.
     1).
 
     Args:
         scores_S: [2 n] scores of consecutive pairs: chosen, rejected, chosen, rejected, ...
 
     Returns:
-        [n] loss per pair, and sums with counts: reward/accuracy (chosen has the higher score),
-        reward/margin (mean difference).
+        [n] loss per pair, and sums with their counts: reward/accuracy (chosen has the higher
+        score), reward/margin (mean difference).
     """
     chosen, rejected = scores_S.view(-1, 2).unbind(-1)
     difference = chosen - rejected

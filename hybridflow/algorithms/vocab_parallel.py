@@ -1,10 +1,10 @@
-"""Log-probabilities, entropies and the most likely tokens from hidden states, with the output
-layer's rows split over tensor-parallel ranks.
+"""Log-probabilities, entropies and the most likely tokens from hidden states, for an output layer
+whose rows are sharded across tensor-parallel ranks.
 
-Each rank sums over its own vocabulary rows (`hybridflow_kernels.linear_log_probs`). The full logits
-are never materialised, forward or backward, so their memory is bounded by the chunk size instead of
-the batch size. Shapes: n rows, h hidden size, v vocabulary rows of this rank (rank r has [r v, (r +
-1) v), with padding at the end). All arithmetic on logits is fp32.
+Each rank processes only its own vocabulary rows (`hybridflow_kernels.linear_log_probs`). The full
+logits are never materialised in either pass, so their memory is bounded by the chunk size instead
+of the batch size. Shapes: n rows, h hidden size, v vocabulary rows on this rank (rank r has rows [r
+v, (r + 1) v), with padding at the end). All arithmetic on logits is fp32.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hybridflow_kernels.linear_log_probs import Upstream, gradients, partial_sum
 
 
 class SumOverGroup(torch.autograd.Function):
-    """An all-reduce (sum) whose backward is the identity: every rank computes the same loss, so
-    each rank keeps only its share of the gradient."""
+    """An all-reduce (sum) whose backward is the identity. Every rank computes the same loss, so
+    each keeps only its share of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Return the sum, equal on every rank."""
+        """Return the sum, which is the same on every rank."""
         total = tensor.clone().contiguous()
         dist.all_reduce(total, group=group)
         return total
@@ -44,11 +44,11 @@ class Scoring:
     """Options for scoring hidden states.
 
     Attributes:
-        vocab_size: number of real tokens; later rows of the output layer are padding without
-            probability.
+        vocab_size: number of real tokens; all further rows of the output layer are padding and have
+            no probability.
         temperature: divides the logits, as in the sampler.
-        with_entropy: True to compute the entropy of each row's distribution too.
-        chunk: number of rows (tokens) whose logits are materialised at a time.
+        with_entropy: also compute the entropy of each row's distribution.
+        chunk: number of rows (tokens) for which logits are materialised at a time.
     """
 
     vocab_size: int
@@ -59,15 +59,15 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Support:
-    """The tokens from which each of n targets was sampled, m in all. Some targets may have no
-    support.
+    """The candidate tokens from which each of n targets was sampled, m in total. Some targets may
+    have no support.
 
     Attributes:
-        rows, columns: [m] index of each token's target, and its position among that target's
-            tokens.
+        rows, columns: [m] for each token, the index of its target and its position among the
+            candidates for that target.
         tokens: [m] global token ids.
-        targets: [n] the column of each target itself, 0 without a support.
-        width: size of the largest support; kept on the host to avoid a synchronisation.
+        targets: [n] the column of the target itself; 0 if it has no support.
+        width: size of the largest support; stored on the host to avoid a synchronisation.
         whole: [w] targets without a support, sampled from the whole vocabulary; None if there are
             none.
     """
@@ -86,11 +86,10 @@ class Support:
         targets_N: np.ndarray,
         upload: Callable[[torch.Tensor], torch.Tensor],
     ) -> Support:
-        """Build the supports of these targets on the device.
+        """Build the supports for these targets on the device.
 
         Raises:
-            ValueError: a target is missing from the tokens of its support, or occurs more than
-                once.
+            ValueError: a target does not occur in its support, or occurs more than once.
         """
         sizes = supports.sizes.astype(np.int64)
         starts = np.cumsum(sizes) - sizes
@@ -101,8 +100,8 @@ class Support:
         if len(wrong := np.flatnonzero(found != (sizes > 0))):
             row = int(wrong[0])
             raise ValueError(
-                f"target {row} is {int(targets_N[row])}, which occurs {found[row]} times among the "
-                f"{sizes[row]} tokens of its support; the support belongs to another token"
+                f"target {row} is {int(targets_N[row])}, which occurs {found[row]} times among "
+                f"the {sizes[row]} tokens in its support; the support belongs to another token"
             )
         places = np.zeros(len(sizes), np.int64)
         places[rows[hits]] = columns[hits]
@@ -132,27 +131,28 @@ def log_probs_and_entropy(
     """Compute log p(target) and, if requested, the entropy of softmax(hidden weight^T /
     temperature).
 
-    With a `support`, both refer to the distribution from which the sampler drew the target: the
-    softmax over the tokens of the support, which is constant (DeepSeek-V3.2, arXiv 2512.02556,
-    section 3.1, "Keep Sampling Mask"). Only their logits are computed, without the kernel.
+    If `support` is set, both refer to the distribution from which the sampler drew the target: the
+    softmax over the tokens in the support, which is treated as constant (DeepSeek-V3.2, arXiv
+    2512.02556, section 3.1, "Keep Sampling Mask"). Only the logits of these tokens are computed,
+    without the kernel.
 
     Args:
-        hidden_NH: [n, h], equal on all ranks of `group`. Its gradient is this rank's share and must
-            be summed over the group.
+        hidden_NH: [n, h], the same on all ranks in `group`. Its gradient is only this rank's share
+            and must be summed over the group.
         weight_VH: [v, h], this rank's rows of the output layer. With the kernel, its gradient is
             added directly to Megatron's `main_grad` if it has one in fp32.
         targets_N: [n] global token ids.
         group: tensor-parallel group.
-        support: the tokens from which each target was sampled; None: the whole vocabulary.
+        support: the tokens from which each target was sampled; None means the whole vocabulary.
 
     Returns:
-        [n] fp32 log-probs with gradient, [n] entropies (natural log, with gradient) or None. Equal
-        on all ranks of the group.
+        [n] fp32 log-probs with gradient, [n] entropies (natural log, with gradient) or None. They
+        are the same on all ranks in the group.
 
     Raises:
         ValueError: a target is not in the vocabulary, or the shard belongs to another group. On a
-            GPU, targets are not checked, to avoid a synchronisation: the log-prob of such a target
-            is NaN (`check_token_ids` rejects the batch earlier).
+            GPU, targets are not checked, to avoid a synchronisation; the log-prob of an invalid
+            target is NaN (`check_token_ids` rejects the batch earlier).
     """
     if support is not None:
         return _over_support(hidden_NH, weight_VH, targets_N, scoring, group, support)
@@ -168,7 +168,7 @@ def _over_support(
     group: Any,
     support: Support,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `log_probs_and_entropy` over the tokens of the support."""
+    """Compute `log_probs_and_entropy` over the tokens in the support."""
     logits = _Logits.apply(hidden, weight, support.rows, support.tokens, scoring, group)
     table = logits.new_full((len(hidden), support.width), -torch.inf)
     if support.whole is not None:
@@ -199,9 +199,9 @@ def log_probs_of_tokens(
     scoring: Scoring,
     group: Any,
 ) -> torch.Tensor:
-    """Return [n, k] log-probs of k additional tokens of each row, with gradient. They differ from
-    the target's log-prob (`log_probs_N`, from `log_probs_and_entropy`) by the difference of the
-    logits, so no second pass over the vocabulary is needed. Arguments and gradients are those of
+    """Return [n, k] log-probs of k additional tokens per row, with gradient. They differ from the
+    target's log-prob (`log_probs_N`, returned by `log_probs_and_entropy`) by the difference between
+    the logits, so no second pass over the vocabulary is needed. Arguments and gradients are as in
     `log_probs_and_entropy`; `tokens_NK` is int64, in any order."""
     tokens = torch.cat([targets_N[:, None], tokens_NK], 1)
     rows = torch.arange(len(tokens), device=tokens.device).repeat_interleave(tokens.shape[1])
@@ -257,7 +257,7 @@ class _Shard:
         self.group = group
 
     def local(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return each target's row on this rank, or -1 if it is on another rank."""
+        """Return the local row of each target, or -1 if it is on another rank."""
         local = targets - self.first
         return torch.where((local >= 0) & (local < self.rows), local, -1)
 
@@ -284,10 +284,10 @@ def _normaliser(
     best: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return [n] log of the sum of exponentials over the whole vocabulary, [n] logit of the target,
-    and [n] entropy (zeros unless requested). `best` is an output, as in `partial_sums`.
+    and [n] entropy (zeros unless requested). `best` is filled in, as in `partial_sums`.
 
-    Uses two small all-reduces regardless of the number of chunks, because the cost of tensor
-    parallelism over gloo is latency.
+    Uses two small all-reduces regardless of the number of chunks, because latency dominates the
+    cost of tensor parallelism over gloo.
     """
     entropy = shard.scoring.with_entropy and targets is not None
     local = (
@@ -318,7 +318,8 @@ def _normaliser(
 
 
 class _Scores(torch.autograd.Function):
-    """Log-probs and entropies whose backward recomputes the logits."""
+    """Autograd function for log-probs and entropies that recomputes the logits in the backward
+    pass."""
 
     @staticmethod
     def forward(
@@ -329,8 +330,8 @@ class _Scores(torch.autograd.Function):
         scoring: Scoring,
         group: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [n] log-probs and [n] entropies. Only each row's normaliser and entropy are saved
-        for the backward."""
+        """Return [n] log-probs and [n] entropies. Only the normaliser and entropy of each row are
+        saved for the backward pass."""
         # without a gradient, entropies that are only reported cost nothing in the backward
         ctx.set_materialize_grads(False)
         hidden = hidden.contiguous()
@@ -350,7 +351,7 @@ class _Scores(torch.autograd.Function):
         ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         """Return this rank's share of the gradient of the hidden states, and the gradient of its
-        weight rows; padding rows get none."""
+        weight rows; padding rows get no gradient."""
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         shard = _Shard(weight, ctx.scoring, ctx.group)
         main_grad = _main_grad(ctx.parameter) if ctx.needs_input_grad[1] else None
@@ -384,8 +385,8 @@ class _Scores(torch.autograd.Function):
 
 
 class _Logits(torch.autograd.Function):
-    """Logits of m (row, token) pairs. The backward gathers the weight rows again, one chunk at a
-    time."""
+    """Autograd function for the logits of m (row, token) pairs. The backward pass re-gathers the
+    weight rows, one chunk at a time."""
 
     @staticmethod
     def forward(
@@ -397,8 +398,8 @@ class _Logits(torch.autograd.Function):
         scoring: Scoring,
         group: Any,
     ) -> torch.Tensor:
-        """Return [m] logits in fp32, or in the dtype of `hidden` if it is wider; equal on all ranks
-        of the group."""
+        """Return [m] logits in fp32, or in the dtype of `hidden` if it is wider; the same on all
+        ranks in the group."""
         local = _Shard(weight, scoring, group).local(tokens)
         logits = hidden.new_zeros(len(rows), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for part in _pair_chunks(len(rows), weight, scoring):
@@ -444,11 +445,11 @@ def _pair_chunks(pairs: int, weight: torch.Tensor, scoring: Scoring) -> list[sli
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return the fp32 gradient buffer in which Megatron accumulates a parameter's gradient, to
-    which the kernel adds.
+    """Return the fp32 buffer in which Megatron accumulates a parameter's gradient, so that the
+    kernel can add to it.
 
-    None if the embedding is tied to the parameter, because its own gradient arrives through
-    autograd; and with the torch implementation, which adds the sum over all chunks.
+    None if the embedding is tied to the parameter, because the embedding's gradient arrives through
+    autograd, and None with the torch implementation, which adds the sum over all chunks.
     """
     if not uses_triton(weight):
         return None

@@ -1,4 +1,4 @@
-"""Whitening: token values are shifted to mean 0 and scaled to variance 1."""
+"""Whitening: shifts token values to mean 0 and scales them to variance 1."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def whiten(values_T: torch.Tensor, mask_T: torch.Tensor | None = None) -> torch.Tensor:
-    """Return [T] (x - mean) / sqrt(variance + 1e-8) over the masked-in tokens, with the unbiased
-    variance; 0 for the others.
+    """Return [T] (x - mean) / sqrt(variance + 1e-8) over the unmasked tokens, using the unbiased
+    variance, and 0 for all others.
 
-    A single token has no variance and becomes 0. Computed in fp64, because fp32 would amplify
-    rounding errors of equal values by 1e4.
+    A single token has no variance and becomes 0. The computation is in fp64, because with fp32,
+    rounding errors of equal values would be amplified by 1e4.
     """
     import torch
 

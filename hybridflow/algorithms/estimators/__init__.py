@@ -1,1 +1,1 @@
-"""Advantage estimators, one file each; `base.py` defines an estimator's inputs and outputs."""
+"""Advantage estimators, one file each; `base.py` defines their inputs and outputs."""

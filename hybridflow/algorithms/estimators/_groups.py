@@ -1,8 +1,8 @@
-"""Statistics of the samples of a prompt, for estimators that compare them: B samples in G groups.
+"""Per-prompt statistics for estimators that compare the samples of a prompt: B samples in G groups.
 Uses only tensor methods.
 
-If all scores of a group are equal, they are centred to exactly 0. A floating-point mean would leave
-a rounding error, which division by a small standard deviation amplifies.
+If all scores in a group are equal, they are centred to exactly 0. A floating-point mean would leave
+a rounding error, which dividing by a small standard deviation would amplify.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Groups:
-    """The group index of each sample [B], starting at 0, and the number of samples of each group
-    [G], in float64."""
+    """The group index of each sample [B], starting at 0, and the number of samples per group [G],
+    in float64."""
 
     of: torch.Tensor
     count: torch.Tensor
@@ -31,24 +31,24 @@ class Groups:
 
     @property
     def alone(self) -> torch.Tensor:
-        """[B] True if the sample is the only one of its group."""
+        """[B] True if the sample is the only one in its group."""
         return (self.count == 1)[self.of]
 
     def ranked(self, scores_B: torch.Tensor) -> torch.Tensor:
         """Return [B] row indices ordered by group and, within a group, by descending score. Ties
-        keep their order."""
+        keep their original order."""
         order = scores_B.argsort(descending=True, stable=True)
         return order[self.of[order].argsort(stable=True)]
 
     def sums(self, values_B: torch.Tensor) -> torch.Tensor:
-        """Return [G] the float64 sums of each group."""
+        """Return [G] the sum over each group, in float64."""
         return self.count.new_zeros(len(self.count)).index_add_(0, self.of, values_B.double())
 
     def centred(
         self, scores_B: torch.Tensor, weights_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return [B] float64 scores minus the (weighted) mean of their group; the score itself if
-        it is alone in its group, 0 if all scores of the group are equal."""
+        """Return [B] float64 scores minus their group's (weighted) mean. A score that is alone in
+        its group stays unchanged; if all scores in a group are equal, they become 0."""
         scores = scores_B.double()
         if weights_B is None:
             mean = self.sums(scores) / self.count
@@ -61,6 +61,7 @@ class Groups:
         return (scores - mean[self.of]).where(differs[self.of] | self.alone, 0.0)
 
     def std(self, scores_B: torch.Tensor) -> torch.Tensor:
-        """Return [G] the float64 unbiased standard deviation; 1 for a group of one sample."""
+        """Return [G] the unbiased standard deviation of each group, in float64; 1 for a group of
+        one sample."""
         squares = self.sums(self.centred(scores_B) ** 2)
         return (squares / (self.count - 1).clamp(min=1)).sqrt().where(self.count > 1, 1.0)

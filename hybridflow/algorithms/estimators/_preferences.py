@@ -1,8 +1,8 @@
-"""Shared parts of the estimators that compare the policy with the reference, sample by sample. Uses
+"""Shared code of the estimators that compare the policy with the reference on each sample. Uses
 only tensor methods.
 
-The gradient of a preference loss with respect to the log-probability of an answer is one number per
-sample. With that number as the advantage, one policy-gradient update per step
+The gradient of a preference loss with respect to the log-probability of an answer is a single
+number per sample. If that number is the advantage, one policy-gradient update per step
 (`actor.policy_loss=reinforce`, or `ppo` at its first update), summed over tokens
 (`actor.loss_agg_mode=seq-mean-token-sum`), is exactly a gradient step of that loss.
 """
@@ -25,7 +25,7 @@ AGGREGATIONS = ("seq-mean-token-sum",)
 
 @dataclass(frozen=True)
 class Beta:
-    """The strength of the pull towards the reference."""
+    """Options: `beta`, the strength of the pull towards the reference."""
 
     beta: float = 0.1
 
@@ -38,8 +38,8 @@ def log_ratios(samples: Samples) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The best and the worst answer to each prompt whose answers differ in score: row indices [P],
-    and the prompt's number of samples [P]."""
+    """The best and the worst answer to each prompt whose answers differ in score: their row indices
+    [P], and the number of samples for the prompt [P]."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -47,8 +47,8 @@ class Pairs:
 
     @classmethod
     def of(cls, samples: Samples) -> Pairs:
-        """Pair the answers. Among equally good samples the first is chosen; among equally bad ones
-        the last is rejected."""
+        """Pair the answers. If several samples tie for the best score, the first is chosen; if
+        several tie for the worst, the last is rejected."""
         groups = Groups.by(samples.groups)
         order = groups.ranked(samples.scores)
         ends = groups.count.long().cumsum(0)
@@ -60,8 +60,8 @@ class Pairs:
     def advantages(
         self, samples: Samples, chosen_P: torch.Tensor, rejected_P: torch.Tensor
     ) -> torch.Tensor:
-        """Return [T] the given advantages at the pairs' tokens, multiplied by the prompt's number
-        of samples, so that a mean over samples becomes a mean over prompts."""
+        """Return [T] the given advantages at the tokens of each pair, multiplied by the number of
+        samples for the prompt, so that a mean over samples becomes a mean over prompts."""
         values = chosen_P.new_zeros(len(samples.scores))
         values[self.chosen], values[self.rejected] = self.size * chosen_P, self.size * rejected_P
         return samples.over_tokens(values.to(samples.scores.dtype))

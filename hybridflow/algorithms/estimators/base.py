@@ -1,8 +1,8 @@
 """The inputs and outputs of an advantage estimator, and its registration.
 
-A built-in estimator is a file of this package with the same name. It imports torch only for type
-checkers and uses only tensor methods, because `--explain` reads its declaration and must not wait
-for torch. User files may import anything.
+A built-in estimator is defined in the file of the same name in this package. It imports torch only
+for type checkers and uses only tensor methods, because `--explain` reads its declaration and must
+not have to import torch. User files may import anything.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ class Samples:
 
     Attributes:
         scores: [B] f32 reward of each sample, minus its KL penalties.
-        rewards: [T] f32 the same per token: minus the token's penalty, plus the score at the last
-            sampled token.
-        groups: [B] int64 prompt of each sample.
-        lengths: [B] int64 response tokens of each sample.
-        mask: [T] bool, True for tokens sampled by the policy. Advantages and returns of other
-            tokens are 0.
-        columns: the columns that the estimator declared to read: [T], or [B] if the batch has one
+        rewards: [T] f32 the same as token rewards: the negative penalty of each token, plus the
+            score at the last sampled token.
+        groups: [B] int64 index of each sample's prompt.
+        lengths: [B] int64 number of response tokens of each sample.
+        mask: [T] bool, True for tokens sampled by the policy. The advantages and returns of all
+            other tokens are 0.
+        columns: the columns listed in the estimator's `reads`: [T], or [B] if the batch has one
             value per sample.
-        parts: [B] additional numbers that the reward returned for every sample, by name.
-        part_rewards: [T] if samples have turn or token rewards: the reward of each part at its last
-            token, minus the KL penalty of each token. None if they have none.
+        parts: additional numbers [B] that the reward function returned for every sample, keyed by
+            name.
+        part_rewards: [T] for samples with turn or token rewards: the reward of each part at the
+            part's last token, minus the KL penalty of each token. None without such rewards.
         part_ends: [T] bool, True for the last token of each part; set together with part_rewards.
     """
 
@@ -52,7 +53,7 @@ class Samples:
     part_ends: torch.Tensor | None = None
 
     def over_tokens(self, values_B: torch.Tensor) -> torch.Tensor:
-        """Return [T] each sample's value at its sampled tokens, 0 at all others."""
+        """Return [T] each sample's value at its sampled tokens, and 0 at all other tokens."""
         return values_B.repeat_interleave(self.lengths).where(self.mask, 0.0)
 
 
@@ -67,8 +68,8 @@ def estimator(
     takes_parts: bool = False,
     preferences: bool = False,
 ) -> Callable[[Function], Function]:
-    """Register a function (samples, options) -> (advantages, returns or None). `Estimator`
-    documents the arguments."""
+    """Register a function that maps (samples, options) to (advantages, returns or None).
+    `Estimator` documents the arguments."""
     declared = (
         reads,
         needs_critic,

@@ -1,5 +1,5 @@
-"""DPO on the best and the worst answer to each prompt, either sampled from the policy (online DPO)
-or recorded."""
+"""DPO on the best and the worst answer to each prompt, which are sampled from the policy (online
+DPO) or recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 )
 def dpo(samples: Samples, options: Beta) -> Estimate:
     """Compute beta sigmoid(-beta margin) for the chosen answer and its negative for the rejected
-    one: the gradient of -log sigmoid(beta margin), where margin is the difference of their
+    one: the gradient of -log sigmoid(beta margin), where margin is the difference between their
     log-ratios (arXiv 2305.18290, section 4; pairs sampled from the policy: arXiv 2402.04792)."""
     pairs = Pairs.of(samples)
     ratios = log_ratios(samples)

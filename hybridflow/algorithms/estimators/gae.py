@@ -32,10 +32,10 @@ class GaeOptions:
 def gae_estimator(samples: Samples, options: GaeOptions) -> Estimate:
     """Compute advantages, whitened by default, and the returns that the critic is trained on.
 
-    With a separate lambda, the critic's bias does not depend on the policy's (decoupled GAE of
+    With a separate lambda, the critic's bias does not depend on the policy's (decoupled GAE in
     VC-PPO and VAPO, arXiv 2504.05118, section 4.1: critic_lam 1). The policy's lambda may depend on
     the l sampled tokens of an answer: 1 - 1 / (alpha l), or 0 if alpha l is below 1, so that errors
-    carry over about alpha l tokens (length-adaptive GAE, section 4.2: length_alpha 0.05).
+    propagate over about alpha l tokens (length-adaptive GAE, section 4.2: length_alpha 0.05).
     """
     from hybridflow_kernels.scans import gae
 

@@ -1,4 +1,4 @@
-"""GDPO: several rewards per sample, each normalised within its prompt before they are added."""
+"""GDPO: several rewards per sample, each normalised within its prompt before they are summed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class GdpoOptions:
-    """Names of the additional numbers that the reward returns, their `weights` (empty: 1 each), and
-    whether to divide each by the standard deviation of its group."""
+    """Options: `rewards`, the names of additional numbers that the reward function returns; their
+    `weights` (empty means 1 each); and whether to divide each reward by the standard deviation of
+    its group."""
 
     rewards: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
@@ -26,13 +27,14 @@ def gdpo(samples: Samples, options: GdpoOptions) -> Estimate:
     2601.05242, eq. 4 to 6).
 
     Raises:
-        ConfigError: no reward is named, the reward function does not return one of them, or the
+        ConfigError: no reward is named, the reward function does not return a named reward, or the
             number of weights does not match.
     """
     key = "algorithm.adv_estimator_options"
     if not options.rewards or len(options.weights) not in (0, len(options.rewards)):
         raise ConfigError(
-            f"{key}: gdpo requires rewards=[NAME, ...] and as many weights or none, got "
+            f"{key}: gdpo requires rewards=[NAME, ...] and either no weights or one per reward, "
+            "got "
             f"rewards={options.rewards} and weights={options.weights}"
         )
     if missing := [name for name in options.rewards if name not in samples.parts]:

@@ -1,5 +1,5 @@
-"""GiGPO: compares whole multi-turn answers, and each turn with other turns that began in the same
-state."""
+"""GiGPO: compares whole multi-turn answers, and compares each turn with other turns that started in
+the same state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class GigpoOptions(GrpoOptions):
-    """GRPO's division by the standard deviation. `gamma` is the discount per turn, and
-    `step_weight` the weight of the turn comparison relative to that of whole answers."""
+    """Options, in addition to GRPO's: `gamma`, the discount per turn, and `step_weight`, the weight
+    of the turn comparison relative to the comparison of whole answers."""
 
     gamma: float = 1.0
     step_weight: float = 1.0
@@ -25,9 +25,9 @@ class GigpoOptions(GrpoOptions):
 def gigpo(samples: Samples, options: GigpoOptions) -> Estimate:
     """Compute A_E + step_weight A_S at each token of a turn (arXiv 2505.10978, section 4). A_E
     compares the answers to a prompt by the sum of their turn rewards. A_S compares the discounted
-    rewards from a turn on with those of turns of these answers that began in the same state: at the
-    start, or after the same tokens of a tool or an environment. A_S is 0 for a turn whose state
-    occurs only once.
+    rewards from a turn onwards with those of turns in the same answers that started in the same
+    state: at the beginning, or after the same tokens from a tool or environment. A_S is 0 for a
+    turn whose state occurs only once.
 
     Raises:
         ConfigError: no sample has turn rewards.
@@ -58,8 +58,8 @@ def gigpo(samples: Samples, options: GigpoOptions) -> Estimate:
 
 
 def _discounted(rewards: list[float], rows: list[int], gamma: float) -> list[float]:
-    """Return, for each turn, the discounted sum of its reward and those of the later turns of its
-    row."""
+    """Return, for each turn, the discounted sum of its reward and the rewards of all later turns in
+    its row."""
     found = list(rewards)
     for turn in range(len(rewards) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:
@@ -68,8 +68,8 @@ def _discounted(rewards: list[float], rows: list[int], gamma: float) -> list[flo
 
 
 def _states(samples: Samples) -> list[int]:
-    """Return the number of the state in which each turn began. It is the same for turns of answers
-    to one prompt that began after the same tokens."""
+    """Return the index of the state in which each turn started. It is the same for turns that
+    started after the same tokens in answers to the same prompt."""
     assert samples.part_ends is not None
     numbers: dict[tuple[object, ...], int] = {}
     found: list[int] = []

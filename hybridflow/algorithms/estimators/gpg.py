@@ -1,4 +1,4 @@
-"""Group policy gradient: scores minus the mean of their prompt, scaled by the inverse of the share
+"""Group policy gradient: scores minus the mean over the prompt's samples, divided by the fraction
 of nonzero scores."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Group-relative advantages: each sample is compared with the other samples of its prompt."""
+"""Group-relative advantages: each sample is compared with the other samples for its prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GrpoOptions:
-    """Whether advantages are divided by the standard deviation of their group. False gives
+    """Options: whether to divide advantages by the standard deviation of their group; False gives
     Dr.GRPO."""
 
     norm_adv_by_std: bool = True
@@ -22,8 +22,8 @@ class GrpoOptions:
 
 @dataclass(frozen=True)
 class ScaledOptions(GrpoOptions):
-    """GRPO's options, and the samples over which the standard deviation is taken: the `group`, or
-    all samples of the step (`batch`)."""
+    """GRPO's options, and the samples over which the standard deviation is computed: the `group`,
+    or all samples in the step (`batch`)."""
 
     std: Literal["group", "batch"] = "group"
 
@@ -32,7 +32,7 @@ class ScaledOptions(GrpoOptions):
 def grpo(samples: Samples, options: ScaledOptions) -> Estimate:
     """Compute the group-relative advantage of each sample, at each of its sampled tokens.
 
-    With the standard deviation of the batch, easy and hard prompts have equal weight (arXiv
+    If the standard deviation is taken over the batch, easy and hard prompts get equal weight (arXiv
     2508.08221; TRL's scale_rewards=batch).
     """
     by_group = options.norm_adv_by_std and options.std == "group"
@@ -46,12 +46,12 @@ def grpo(samples: Samples, options: ScaledOptions) -> Estimate:
 def grpo_advantages(
     scores_B: torch.Tensor, groups_B: torch.Tensor, *, norm_by_std: bool = True
 ) -> torch.Tensor:
-    """Compute (score - mean) / (std + 1e-6) within the samples of one prompt.
+    """Compute (score - mean) / (std + 1e-6) over the samples for each prompt.
 
     DeepSeekMath (arXiv 2402.03300), equation for outcome supervision; without the division, Dr.GRPO
-    (arXiv 2503.20783). The standard deviation is unbiased. Computed in float64, and exactly 0 if
-    the scores of a group are equal: float32 would leave rounding errors above 1e-6. A group of one
-    sample has mean 0 and std 1, so its advantage is its score.
+    (arXiv 2503.20783). The standard deviation is unbiased. The computation is in float64, and the
+    result is exactly 0 if all scores in a group are equal; float32 would leave rounding errors
+    above 1e-6. A group of one sample has mean 0 and std 1, so its advantage is its score.
 
     Args:
         scores_B: [B] one score per sample.

@@ -1,4 +1,4 @@
-"""Pass@k training: only the best sample of a prompt has an advantage."""
+"""Pass@k training: only the best sample for each prompt has a nonzero advantage."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hybridflow.algorithms.estimators.grpo import GrpoOptions
 
 @estimator("grpo_passk", compares_samples=True, options=GrpoOptions)
 def grpo_passk(samples: Samples, options: GrpoOptions) -> Estimate:
-    """Compute best minus second-best score, at the tokens of the best sample (arXiv 2503.19595,
-    section 3); 0 at all others.
+    """Compute the best minus the second-best score at the tokens of the best sample (arXiv
+    2503.19595, section 3), and 0 at all other tokens.
 
-    If the two best scores are equal, or the group has a single sample, the group has no advantage.
+    If the two best scores are equal, or the group has a single sample, all its advantages are 0.
     """
     groups = Groups.by(samples.groups)
     scores = samples.scores.double()

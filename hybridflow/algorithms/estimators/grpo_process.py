@@ -9,10 +9,10 @@ from hybridflow.errors import ConfigError
 
 @estimator("grpo_process", compares_samples=True, options=GrpoOptions, takes_parts=True)
 def grpo_process(samples: Samples, options: GrpoOptions) -> Estimate:
-    """Compute, at each token, the sum of the normalised rewards of its part and of later parts
+    """Compute, at each token, the sum of the normalised rewards of its part and all later parts
     (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
 
-    A part's reward, minus its KL penalties, is normalised over all parts of all answers to the
+    The reward of a part, minus its KL penalties, is normalised over all parts of all answers to the
     prompt. The score of the whole answer is not used.
 
     Raises:

@@ -1,4 +1,4 @@
-"""IPO on the best and the worst answer to each prompt, either sampled from the policy or
+"""IPO on the best and the worst answer to each prompt, which are sampled from the policy or
 recorded."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hybridflow.algorithms.rewards import sums_of_rows
     preferences=True,
 )
 def ipo(samples: Samples, options: Beta) -> Estimate:
-    """Compute the gradient of (margin - 1 / (2 beta))^2, where margin is the difference of the mean
-    log-ratios per token (arXiv 2310.12036, eq. 17; means over tokens as in TRL)."""
+    """Compute the gradient of (margin - 1 / (2 beta))^2, where margin is the difference between the
+    mean log-ratios per token (arXiv 2310.12036, eq. 17; means over tokens as in TRL)."""
     pairs = Pairs.of(samples)
     lengths = sums_of_rows(samples.mask.double(), samples.lengths).clamp(min=1)
     ratios = log_ratios(samples) / lengths

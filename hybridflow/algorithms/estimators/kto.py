@@ -10,8 +10,8 @@ from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 @dataclass(frozen=True)
 class KtoOptions(Beta):
-    """The minimum score of a desirable answer, and the weights of desirable and undesirable
-    answers."""
+    """Options: the minimum score of a desirable answer, and the weights of desirable and
+    undesirable answers."""
 
     threshold: float = 0.5
     desirable_weight: float = 1.0
@@ -23,9 +23,9 @@ def kto(samples: Samples, options: KtoOptions) -> Estimate:
     """Compute the gradient of 1 - sigmoid(+-beta (log-ratio - z)), with + for desirable answers
     (arXiv 2402.01306, eq. 8).
 
-    z is the mean log-ratio of the batch, at least 0 and without gradient. Answers sampled from the
-    policy estimate its divergence from the reference directly; the paper needs mismatched pairs for
-    that.
+    z is the mean log-ratio over the batch, at least 0 and without gradient. With answers sampled
+    from the policy, this estimates the divergence from the reference directly; the paper needs
+    mismatched pairs for that.
     """
     ratios = log_ratios(samples)
     desirable = samples.scores >= options.threshold

@@ -9,8 +9,8 @@ from hybridflow.algorithms.rewards import sums_of_rows
 
 @estimator("opo", compares_samples=True)
 def opo(samples: Samples, options: object) -> Estimate:
-    """Compute the score minus the mean of its prompt, in which samples are weighted by their number
-    of sampled tokens (arXiv 2505.23585, eq. 6)."""
+    """Compute the score minus the mean over the prompt's samples, each weighted by its number of
+    sampled tokens (arXiv 2505.23585, eq. 6)."""
     sampled = sums_of_rows(samples.mask.double(), samples.lengths)
     centred = Groups.by(samples.groups).centred(samples.scores, sampled)
     return samples.over_tokens(centred.to(samples.scores.dtype)), None

@@ -1,5 +1,5 @@
-"""Optimal token baseline: a baseline per position, in which answers are weighted by their
-accumulated gradient."""
+"""Optimal token baseline: a baseline for each position, to which answers contribute in proportion
+to their accumulated gradient."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def optimal_token_baseline(samples: Samples, options: object) -> Estimate:
     """Compute G_t minus sum(W_t G_t) / sum(W_t) over the answers to the prompt that have a t-th
     sampled token.
 
-    This is the optimal token baseline of arXiv 2602.07078. G_t is the reward to go. W_t sums 1 - 2
-    p + sum of p^2 over the vocabulary for the tokens up to t: the squared norm of the gradient of
-    their log-probabilities with respect to the logits. Positions count only sampled tokens, as in
-    verl's multi-turn variant. A position reached by a single answer has no baseline.
+    This is the optimal token baseline of arXiv 2602.07078. G_t is the reward to go. W_t is the sum,
+    over the tokens up to t, of 1 - 2 p + (sum of p^2 over the vocabulary), the squared norm of the
+    gradient of the token's log-probability with respect to the logits. As in verl's multi-turn
+    variant, positions count only sampled tokens. A position that only one answer reaches has no
+    baseline.
     """
     from hybridflow_kernels.scans import discounted_sums
 

@@ -10,7 +10,7 @@ from hybridflow.algorithms.whitening import whiten
 
 @dataclass(frozen=True)
 class ReinforcePlusPlusOptions:
-    """`gamma` is the discount per token."""
+    """Options: `gamma`, the discount per token."""
 
     gamma: float = 1.0
 
@@ -20,7 +20,7 @@ def reinforce_plus_plus(samples: Samples, options: ReinforcePlusPlusOptions) -> 
     """Compute whitened returns G_t = r_t + gamma G_{t+1} (arXiv 2501.03262, section 3). The rewards
     include the KL penalty.
 
-    Tokens that the policy did not sample are skipped; returns carry across them undiscounted.
+    Tokens that the policy did not sample are skipped; returns pass through them without a discount.
     """
     from hybridflow_kernels.scans import discounted_sums
 

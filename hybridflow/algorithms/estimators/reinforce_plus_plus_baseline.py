@@ -1,4 +1,4 @@
-"""REINFORCE++ with the mean score of a prompt's samples as the baseline."""
+"""REINFORCE++ with the mean score over a prompt's samples as the baseline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridflow.algorithms.whitening import whiten
 
 @estimator("reinforce_plus_plus_baseline", compares_samples=True)
 def reinforce_plus_plus_baseline(samples: Samples, options: object) -> Estimate:
-    """Compute the score minus the mean of its prompt, whitened over the tokens of the batch (arXiv
-    2501.03262, section 3.3)."""
+    """Compute the score minus the mean over its prompt's samples, whitened over the tokens in the
+    batch (arXiv 2501.03262, section 3.3)."""
     centred = Groups.by(samples.groups).centred(samples.scores).to(samples.scores.dtype)
     return whiten(samples.over_tokens(centred), samples.mask), None

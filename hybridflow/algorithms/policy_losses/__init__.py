@@ -1,1 +1,1 @@
-"""Policy losses, one file each; `base.py` defines a loss's inputs and outputs."""
+"""Policy losses, one file each; `base.py` defines their inputs and outputs."""

@@ -1,8 +1,8 @@
 """The inputs and outputs of a policy loss, and its registration.
 
-A built-in loss is a file of this package with the same name. It imports torch only for type
-checkers and uses only tensor methods, because `--explain` reads its declaration and must not wait
-for torch. User files may import anything.
+A built-in loss is defined in the file of the same name in this package. It imports torch only for
+type checkers and uses only tensor methods, because `--explain` reads its declaration and must not
+have to import torch. User files may import anything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Clipping:
     def surrogates(
         self, advantages: torch.Tensor, ratio: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return -A ratio with the unclipped and the clipped ratio; PPO's loss is the maximum of
+        """Return -A ratio for the unclipped and for the clipped ratio; PPO's loss is the maximum of
         the two."""
         return -advantages * ratio, -advantages * ratio.clamp(
             1 - self.clip_ratio_low, 1 + self.clip_ratio_high
@@ -46,8 +46,8 @@ class Tokens:
 
     Attributes:
         log_probs: [T] log-probs of the sampled tokens under the current weights, with gradient.
-        lengths: [S] int64 sampled tokens of each sequence; may be 0.
-        columns: [T] the columns that the loss declared to read, by name.
+        lengths: [S] int64 number of sampled tokens in each sequence; may be 0.
+        columns: [T] the columns listed in the loss's `reads`, keyed by name.
     """
 
     log_probs: torch.Tensor
@@ -55,7 +55,7 @@ class Tokens:
     columns: Mapping[str, torch.Tensor]
 
     def mean_of_sequences(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Return [T] the mean over each token's sequence."""
+        """Return [T] for each token, the mean over its sequence."""
         means = sums_of_rows(values_T, self.lengths) / self.lengths.clamp(min=1)
         return means[rows_of_tokens(self.lengths)]
 
@@ -67,8 +67,8 @@ def policy_loss(
     options: type = NoOptions,
     aggregations: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Register a function (tokens, options) -> (loss of each token, metrics). `TokenLoss` documents
-    the arguments.
+    """Register a function that maps (tokens, options) to (loss of each token, metrics). `TokenLoss`
+    documents the arguments.
 
     `actor.loss_agg_mode` selects how token losses are aggregated. The entropy bonus and the KL
     penalty are added to every policy loss in the same way.

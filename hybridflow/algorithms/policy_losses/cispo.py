@@ -1,4 +1,4 @@
-"""CISPO: the clipped ratio is a weight without gradient, so every token keeps its gradient."""
+"""CISPO: the clipped ratio serves as a constant weight, so no token loses its gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Clip-Cov: PPO's clipped surrogate without the gradient of a few tokens of high covariance."""
+"""Clip-Cov: PPO's clipped surrogate, in which a few tokens with high covariance have no
+gradient."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, pol
 
 @dataclass(frozen=True)
 class ClipCovOptions(Clipping):
-    """PPO's clipping, and the `share` of tokens without gradient, chosen among those whose
-    covariance of advantage and log-probability is between `lower` and `upper`."""
+    """PPO's clipping, and the `share` of tokens that get no gradient. They are chosen from those
+    whose covariance between advantage and log-probability is between `lower` and `upper`."""
 
     share: float = 0.0002
     lower: float = 1.0
@@ -23,7 +24,7 @@ def clip_cov(tokens: Tokens, options: ClipCovOptions) -> Loss:
     eq. 10 and 11).
 
     Means are taken over the micro-batch. If there are more candidates than needed, evenly spaced
-    ones are excluded, so that ranks that share a sequence choose the same tokens without a common
+    ones are excluded, so that ranks that share a sequence choose the same tokens without a shared
     random generator.
     """
     advantages = tokens.columns["advantages"]

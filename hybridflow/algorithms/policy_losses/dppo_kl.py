@@ -1,4 +1,4 @@
-"""DPPO, bounded by the binary Kullback-Leibler divergence of a token against all others."""
+"""DPPO, with a bound on the binary Kullback-Leibler divergence (a token against all others)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hybridflow.algorithms.policy_losses.dppo_tv import DppoOptions, weighted
 
 @policy_loss("dppo_kl", options=DppoOptions)
 def dppo_kl(tokens: Tokens, options: DppoOptions) -> Loss:
-    """Compute -sg(ratio) A log p if the token's divergence is within the bound or the update moves
-    the policy back, else 0 (DPPO-Binary-KL, arXiv 2602.04879, section 4.2)."""
+    """Compute -sg(ratio) A log p if the token's divergence is within the bound or the update would
+    reduce it, else 0 (DPPO-Binary-KL, arXiv 2602.04879, section 4.2)."""
     new = tokens.log_probs.detach()
     old = tokens.columns["old_log_probs"]
     p = new.exp()

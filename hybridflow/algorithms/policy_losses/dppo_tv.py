@@ -1,4 +1,4 @@
-"""DPPO: tokens whose probability has moved too far in the direction of their advantage have no
+"""DPPO: a token whose probability has moved too far in the direction of its advantage gets no
 gradient."""
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DppoOptions(Clipping):
-    """The maximum movement of a token with positive advantage (`clip_ratio_high`) and of any other,
-    and the maximum weight of a token."""
+    """Options: the maximum change in probability of a token with positive advantage
+    (`clip_ratio_high`) and of any other token (`clip_ratio_low`), and the maximum weight of a
+    token."""
 
     largest_weight: float = 20.0
 
@@ -34,8 +35,8 @@ def dppo_tv(tokens: Tokens, options: DppoOptions) -> Loss:
 
 
 def weighted(tokens: Tokens, kept: torch.Tensor, options: DppoOptions) -> Loss:
-    """Compute -sg(ratio) A log p for the `kept` [T] tokens, 0 for the others. The log-ratio is
-    clamped to +-20."""
+    """Compute -sg(ratio) A log p for the tokens in `kept` [T], and 0 for all others. The log-ratio
+    is clamped to +-20."""
     log_ratio = (tokens.log_probs.detach() - tokens.columns["old_log_probs"]).clamp(-20.0, 20.0)
     weight = log_ratio.exp().clamp(max=options.largest_weight) * kept
     loss = -tokens.columns["advantages"] * weight * tokens.log_probs

@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of a sequence's token ratios, each clipped in the log domain."""
+"""GMPO: the geometric mean of a sequence's token ratios, each of them clipped in the log domain."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, pol
 
 @policy_loss("gmpo", options=Clipping, aggregations=("seq-mean-token-mean",))
 def gmpo(tokens: Tokens, options: Clipping) -> Loss:
-    """Compute -A exp(mean of a sequence's clipped log-ratios), the same at each token of a sequence
-    (arXiv 2507.20673, eq. 4).
+    """Compute -A exp(mean of a sequence's clipped log-ratios), which is the same for all tokens in
+    a sequence (arXiv 2507.20673, eq. 4).
 
     A token's log-ratio is clipped to -`clip_ratio_low` and `clip_ratio_high`; the paper uses 0.4
-    for both. As in PPO, only the side that would move the policy further is clipped. A is the mean
-    of the sequence's advantages.
+    for both. As in PPO, only the side that would move the policy further away is clipped. A is the
+    mean of the sequence's advantages.
     """
     advantages = tokens.columns["advantages"]
     log_ratio = tokens.log_probs - tokens.columns["old_log_probs"]

@@ -1,4 +1,4 @@
-"""GSPO: one probability ratio per sequence, shared by all its tokens."""
+"""GSPO: one probability ratio per sequence, shared by all of its tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, pol
 
 @policy_loss("gspo", options=Clipping)
 def gspo(tokens: Tokens, options: Clipping) -> Loss:
-    """Compute the clipped surrogate of s_i = exp(mean of a sequence's log-ratios), whose gradient
-    flows through each token (GSPO-token, arXiv 2507.18071, eq. 13 and 14). The paper uses
+    """Compute the clipped surrogate of s_i = exp(mean of a sequence's log-ratios), with a gradient
+    through each token (GSPO-token, arXiv 2507.18071, eq. 13 and 14). The paper uses
     actor.loss_agg_mode=seq-mean-token-mean and clips to 1 - 3e-4 and 1 + 4e-4.
 
     A sequence's log-ratio is clamped to at most 10.

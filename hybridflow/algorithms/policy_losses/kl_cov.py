@@ -1,4 +1,4 @@
-"""KL-Cov: policy gradient with a penalty on the few tokens of highest covariance."""
+"""KL-Cov: policy gradient with a penalty on the few tokens with the highest covariance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 @dataclass(frozen=True)
 class KlCovOptions:
-    """The `share` of tokens that are penalised, and the strength of the penalty."""
+    """Options: the `share` of tokens that are penalised, and the strength of the penalty."""
 
     share: float = 0.0002
     ppo_kl_coef: float = 1.0
@@ -18,8 +18,8 @@ class KlCovOptions:
 @policy_loss("kl_cov", options=KlCovOptions)
 def kl_cov(tokens: Tokens, options: KlCovOptions) -> Loss:
     """Compute -A ratio, plus coefficient x |log-ratio| for the tokens with the largest covariance
-    of advantage and log-probability (arXiv 2505.22617, eq. 12 and 13). Means are taken over the
-    micro-batch."""
+    between advantage and log-probability (arXiv 2505.22617, eq. 12 and 13). Means are taken over
+    the micro-batch."""
     advantages = tokens.columns["advantages"]
     log_ratio = tokens.log_probs - tokens.columns["old_log_probs"]
     new = tokens.log_probs.detach()

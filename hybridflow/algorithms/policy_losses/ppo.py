@@ -10,7 +10,7 @@ from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, pol
 @dataclass(frozen=True)
 class PpoOptions(Clipping):
     """PPO's clipping. For negative advantages, the ratio is bounded by `clip_ratio_c` (dual clip;
-    None: unbounded)."""
+    None means unbounded)."""
 
     clip_ratio_c: float | None = 3.0
 

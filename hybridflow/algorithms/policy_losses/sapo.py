@@ -9,8 +9,8 @@ from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 @dataclass(frozen=True)
 class SapoOptions:
-    """How fast the gate closes as the ratio moves away from 1, for tokens with positive and with
-    negative advantage."""
+    """Options: how quickly the gate closes as the ratio moves away from 1, for tokens with positive
+    and for tokens with negative advantage."""
 
     tau_pos: float = 1.0
     tau_neg: float = 1.05

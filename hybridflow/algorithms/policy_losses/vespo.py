@@ -1,5 +1,5 @@
-"""VESPO: each sequence has a smooth weight that depends on its ratio and is largest near the
-sampling policy."""
+"""VESPO: each sequence is weighted by a smooth function of its ratio that peaks near the sampling
+policy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MOST = 20.0
 
 @dataclass(frozen=True)
 class VespoOptions:
-    """Exponent `k` and decay `lambda` of the weight, for nonnegative (`pos`) and negative (`neg`)
-    advantages. A larger k lowers the weight of ratios below 1; a larger lambda, of ratios above
-    1."""
+    """Options: exponent `k` and decay `lambda` of the weight, for nonnegative (`pos`) and negative
+    (`neg`) advantages. A larger k lowers the weight of ratios below 1, and a larger lambda that of
+    ratios above 1."""
 
     k_pos: float = 2.0
     lambda_pos: float = 3.0
@@ -29,7 +29,7 @@ class VespoOptions:
 @policy_loss("vespo", options=VespoOptions)
 def vespo(tokens: Tokens, options: VespoOptions) -> Loss:
     """Compute -phi(w) A log p with phi(w) = w^k exp(lambda (1 - w)), where w is the product of a
-    sequence's ratios (arXiv 2602.10693). phi has no gradient, and is 1 if the policy has not moved.
+    sequence's ratios (arXiv 2602.10693). phi has no gradient, and is 1 if the policy is unchanged.
     Matches TRL 1.16.
 
     Metrics: ppo_kl (mean of -log-ratio), vespo_weight (phi).
