@@ -1,6 +1,7 @@
-"""Conversations: a prompt becomes answers, tool calls and observations, token by token.
+"""Multi-turn conversations: token sequences of answers, tool calls and observations that continue a
+prompt.
 
-`conversation` stores the tokens, `loops` decide what happens between answers, `formats` parse tool
-calls out of an answer, and `tools` implement them. The engines are reached through
+`conversation` stores the tokens, `loops` control what happens between answers, `formats` parse tool
+calls in an answer, and `tools` implement the tools. Engines are accessed through
 `rollout.conversations`.
 """

@@ -1,5 +1,5 @@
-"""Parsing of tool calls from an answer, after its thinking, with arguments converted to the types
-that the tools declare."""
+"""Parsing of the tool calls in an answer. Calls inside the thinking are ignored, and arguments are
+converted to the types that the tools declare."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def read_calls(
 
 
 async def while_others_go_on(read: Callable[[str], T], answer: str) -> T:
-    """Return `read(answer)`. Long answers are parsed in a thread, so that other conversations
-    continue."""
+    """Return `read(answer)`. Long answers are parsed in a thread, so that other conversations are
+    not blocked."""
     return (
         read(answer) if len(answer) <= DRIVER_CHARACTERS else await asyncio.to_thread(read, answer)
     )
@@ -55,8 +55,8 @@ async def while_others_go_on(read: Callable[[str], T], answer: str) -> T:
 
 @functools.cache
 def format_of(example: str) -> str | None:
-    """Return the built-in format in which `example` calls `lookup` with {"key": "value"}, or
-    None."""
+    """Return the built-in format that parses `example` as a call of `lookup` with {"key": "value"},
+    or None."""
     schema = {"properties": {"key": {"type": "string"}}}
     for name in FORMATS.names():
         calls = read_calls(name, example, {"lookup": schema})
@@ -90,7 +90,7 @@ def _typed(call: Call, schema: Schema) -> Call:
 
 
 def _fitted(value: Any, schema: Any) -> Any:
-    """Convert the text parts of a value to the types that the schema declares."""
+    """Convert the strings in a value to the types that the schema declares."""
     inner = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, list):
         return [_fitted(one, inner.get("items")) for one in value]
@@ -102,7 +102,7 @@ def _fitted(value: Any, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> frozenset[str]:
-    """Return the types that a schema allows; empty if it does not declare any."""
+    """Return the types that a schema allows; empty if it declares none."""
     if not isinstance(schema, Mapping):
         return frozenset()
     for key in ("anyOf", "oneOf"):

@@ -1,4 +1,4 @@
-"""Connections of an HTTP server, bounded so that no client can exhaust another's slots."""
+"""Limits on the connections of an HTTP server, so that no client can use up another's slots."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _LINGER_S = 5.0  # time to read the last answer after a key is revoked
 
 
 class Callers:
-    """Open connections, grouped into the unauthenticated ones and those of each key. Each uses a
-    file descriptor of this process.
+    """Open connections, grouped into unauthenticated connections and the connections of each key.
+    Every connection uses a file descriptor of this process.
 
-    Unauthenticated connections share 256 slots, and each key has 16. When they are full, a new
-    connection closes the longest-idle one of its group. A client whose idle connection is closed
-    can reconnect.
+    Unauthenticated connections share 256 slots, and each key has 16. If a group is full, a new
+    connection closes its longest-idle one. A client whose idle connection is closed can reconnect.
     """
 
     def __init__(self) -> None:
@@ -52,7 +51,7 @@ class Callers:
         self._move(transport, self._strangers)
 
     def know(self, transport: asyncio.BaseTransport | None, key: str) -> None:
-        """Record that a request with a valid key arrived over the connection."""
+        """Record that a request with a valid key arrived on the connection."""
         if isinstance(transport, asyncio.Transport) and transport in self._places:
             self._move(transport, self._clients.setdefault(key, Lobby(_MOST_OF_A_KEY)))
 
@@ -79,8 +78,8 @@ def _counted(protocol: asyncio.Protocol, callers: Callers) -> asyncio.Protocol:
 
 
 class _Counted:
-    """The protocol of one connection. Reports opening and closing to `Callers`, and forwards
-    everything else."""
+    """The asyncio protocol of one connection. It reports opening and closing to `Callers` and
+    forwards everything else."""
 
     def __init__(self, protocol: asyncio.Protocol, callers: Callers) -> None:
         self._protocol = protocol

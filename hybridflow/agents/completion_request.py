@@ -1,5 +1,5 @@
-"""Validation of requests to OpenAI's chat completions: each field is honoured, or rejected by
-name."""
+"""Validation of requests to OpenAI's chat completions API: every field is either honoured or
+rejected by name."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ _READ = (
 
 
 class RequestError(Exception):
-    """Raised for an invalid request; returned to the client as an HTTP status plus the name of the
-    invalid field."""
+    """Raised for an invalid request; the client receives an HTTP status and the name of the invalid
+    field."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
@@ -76,14 +76,15 @@ class ChatRequest:
     """A validated request.
 
     Attributes:
-        messages: role and content as text, and `tool_calls`, `tool_call_id` and `name` if given.
+        messages: each with its role, its content as text and, if given, `tool_calls`,
+            `tool_call_id` and `name`.
         tools: function declarations.
         reads_calls: parse tool calls from the answer (`tool_choice` is not none).
-        most_calls: maximum number of calls to return; None: all.
-        most: maximum tokens of the answer; None: all the remaining room.
+        most_calls: maximum number of calls to return; None returns all.
+        most: maximum number of tokens in the answer; None allows all the remaining room.
         stop: stop strings.
         logprobs: return the log-probability of each token.
-        stream, with_usage: send the answer as events, and its usage as the last of them.
+        stream, with_usage: send the answer as events, and its token usage as the last event.
         ignored: sampling fields that the run overrides.
     """
 

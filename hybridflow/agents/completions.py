@@ -1,10 +1,10 @@
-"""OpenAI's chat completions over conversations: any program that speaks this interface becomes an
-agent loop.
+"""OpenAI's chat completions API for conversations, so any program that uses this API can serve as
+an agent loop.
 
 One HTTP server on the loopback address serves all conversations of a process; the API key of a
 request identifies the conversation. A conversation is stored as tokens: the first request must
-render to the prompt of its row, and later requests only add what follows the last answer. Sampled
-tokens are never re-tokenized from text.
+render to the prompt of its row, and later requests only append what follows the last answer.
+Sampled tokens are never re-tokenized from text.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Served:
 
 
 class CompletionServer:
-    """An HTTP server that runs in the event loop that starts it. Agent loops get an endpoint from
-    `Conversation.serve`."""
+    """An HTTP server that runs in the event loop in which it is started. Agent loops get an
+    endpoint from `Conversation.serve`."""
 
     def __init__(self) -> None:
         self._served: dict[str, _Served] = {}
@@ -238,7 +238,7 @@ def _compare(
     if asked > _LONGER * len(shown) + _SLACK:
         raise RequestError(
             f"the first request's messages and tools have {asked} characters, but the row's prompt "
-            f"has {len(shown)}, so they cannot render to it"
+            f"has {len(shown)}, so the two cannot match"
         )
     as_system = [
         {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
@@ -284,7 +284,7 @@ def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
 
 
 async def _next_answer(served: _Served, asked: ChatRequest) -> dict[str, Any]:
-    """Sample the policy's next answer and return it as a completion."""
+    """Sample the policy's next answer and return it in the format of a completion."""
     conversation = served.conversation
     before = len(conversation.prompt) + len(conversation.tokens)
     text = await conversation.answer(asked.most, asked.stop)
@@ -314,7 +314,7 @@ async def _next_answer(served: _Served, asked: ChatRequest) -> dict[str, Any]:
 
 
 def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]:
-    """Return the last `sampled` tokens with their log-probabilities, without the stop token."""
+    """Return the last `sampled` tokens and their log-probabilities, without the stop token."""
     ids = conversation.tokens[-sampled:]
     log_probs = conversation.log_probs[-sampled:]
     if ids and ids[-1] in conversation.tokenizer.stop_ids:
@@ -359,8 +359,8 @@ def _is_last_answer(message: Mapping[str, Any], served: _Served) -> bool:
 
 
 def _containers(text: str) -> int:
-    """Count the lists and objects of a JSON text. Returns 0 if it has too few brackets to exceed
-    the limit."""
+    """Count the lists and objects in a JSON text. Returns 0 if the text has too few brackets to
+    exceed the limit."""
     if text.count("[") + text.count("{") <= _MOST_CONTAINERS:
         return 0
     data = text.encode("utf-8", "surrogatepass").replace(rb"\\", b"  ").replace(rb"\"", b"  ")
@@ -370,14 +370,15 @@ def _containers(text: str) -> int:
 
 
 async def _send_continue(request: web.Request) -> None:
-    """Answer `Expect: 100-continue`. aiohttp's own handler fails if the client has disconnected."""
+    """Respond to `Expect: 100-continue`. aiohttp's own handler fails if the client has
+    disconnected."""
     with suppress(OSError):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Filter log records: drop those about malformed requests and lost connections, because
-    unauthenticated clients could fill the log with them."""
+    """Log filter that drops records about malformed requests and lost connections, because
+    unauthenticated clients could flood the log with them."""
     from aiohttp.http_exceptions import HttpProcessingError
 
     return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, OSError)))

@@ -1,7 +1,7 @@
-"""A conversation as the tokens that the engine saw: sampled tokens, and the observations between
-them.
+"""A conversation, stored as the tokens that the engine processed: sampled tokens, with observations
+between them.
 
-Tokens are only appended, never re-tokenized from text: the chat template renders only what comes
+Tokens are only appended, never re-tokenized from text: the chat template renders only the text
 between one answer and the next (`Tokenizer.continuation`).
 """
 
@@ -28,12 +28,13 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampled:
-    """The result of one sampling request of t tokens.
+    """The result of one sampling request that returned t tokens.
 
     token_ids, log_probs and weight versions are `[t]`; `finish_reason` is stop, length or abort.
-    `routes` (with router replay) are the experts of the request's tokens and of the sampled ones,
-    `[asked + t, layers, experts per token]`; those of the last token are unknown. `support` is the
-    set of tokens that each one was sampled from, if the sampler truncates its distribution.
+    With router replay, `routes` contains the experts selected for the tokens of the request and the
+    sampled tokens, `[asked + t, layers, experts per token]`; those of the last token are unknown.
+    If the sampler truncates the distribution, `support` contains the candidates from which each
+    token was sampled.
     """
 
     token_ids: np.ndarray
@@ -49,13 +50,14 @@ Sample = Callable[[Sequence[int], int], Awaitable[Sampled]]
 
 
 class ConversationOver(Exception):
-    """The conversation has no room for another token, or has reached its number of answers. Ends an
-    agent loop that does not catch it."""
+    """Raised when the conversation has no room for another token or has reached its maximum number
+    of answers. It ends an agent loop that does not catch it."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of a conversation for an OpenAI client: OPENAI_BASE_URL and OPENAI_API_KEY."""
+    """The address at which an OpenAI client reaches a conversation: OPENAI_BASE_URL and
+    OPENAI_API_KEY."""
 
     base_url: str
     api_key: str
@@ -67,20 +69,20 @@ class Conversation:
 
     Attributes:
         prompt: token ids of the prompt.
-        row: data_source, ground_truth and extra_info of the prompt's row.
+        row: data_source, ground_truth and extra_info from the prompt's dataset row.
         config: `rollout.agent`.
-        room: tokens that may still be added, sampled or shown.
+        room: number of tokens that may still be added, whether sampled or shown.
         messages: the answers and observations so far, as chat messages.
-        shown: the same, as exchanges of the chat template.
-        end: why it ended; empty while it is running.
+        shown: the same messages, in the form of exchanges for the chat template.
+        end: why the conversation ended; empty while it is running.
         failure: the error, if the loop raised one. Its tokens are not trained on.
-        episodes: starts episodes of `rollout.agent.environment`; None without one.
-        endpoint: serves a conversation to OpenAI clients.
-        rewards: rewards given by the loop.
+        episodes: starts episodes of `rollout.agent.environment`; None if it is not set.
+        endpoint: serves the conversation to OpenAI clients.
+        rewards: rewards assigned by the loop.
         answered, calls: number of answers and of tool calls.
-        routes: experts of the leading tokens of prompt and conversation, as far as known; None: not
-            requested.
-        supports: for parts of `tokens`, the tokens that each token was sampled from.
+        routes: experts selected for the leading tokens of the prompt and conversation, as far as
+            known; None if not requested.
+        supports: for parts of `tokens`, the candidates from which each token was sampled.
     """
 
     prompt: Sequence[int]
@@ -110,13 +112,13 @@ class Conversation:
         """Sample the policy's next answer. Returns its text without the stop token.
 
         Args:
-            most: maximum tokens of this answer; None: all the remaining room.
-            stop: stop strings. The token that completes one is kept as the last; later tokens are
+            most: maximum number of tokens in this answer; None allows all the remaining room.
+            stop: stop strings. The token that completes one becomes the last; later tokens are
                 dropped.
 
         Raises:
-            ConversationOver: the conversation has `rollout.agent.max_answers` answers, or there is
-                no room for another token.
+            ConversationOver: the conversation already has `rollout.agent.max_answers` answers, or
+                has no room for another token.
         """
         if self.answered == self.config.max_answers:
             raise ConversationOver(f"it has {self.answered} answers (rollout.agent.max_answers)")
@@ -138,16 +140,16 @@ class Conversation:
     def observe(self, texts: Sequence[str], calls: Sequence[Call] = ()) -> None:
         """Show texts to the policy before its next answer.
 
-        Each is a message of `rollout.agent.observation_role`, truncated to
+        Each becomes a message with the role `rollout.agent.observation_role`, truncated to
         `max_observation_tokens`.
 
         Args:
-            calls: the last answer's calls that produced these texts, for templates that render
-                their names or ids.
+            calls: the calls in the last answer that produced these texts, for templates that render
+                call names or ids.
 
         Raises:
-            ConversationOver: the last answer was cut off, or there is no room for the texts and
-                another answer.
+            ConversationOver: the last answer was cut off, or there is no room for both the texts
+                and another answer.
             DataError: the chat template cannot render the texts after the answer.
         """
         role = self.config.observation_role
@@ -167,8 +169,8 @@ class Conversation:
         """Show messages of any role to the policy, like `observe`.
 
         Args:
-            messages: role and content; results also have `tool_call_id` and `name`.
-            calls: the calls of the last answer.
+            messages: messages with role and content; results also have `tool_call_id` and `name`.
+            calls: the calls in the last answer.
         """
         if self.finish_reason != "stop":
             raise ConversationOver("the answer was cut off")
@@ -197,9 +199,9 @@ class Conversation:
         ]
 
     def call_id(self, number: int) -> str:
-        """Return an id for a call of the last answer.
+        """Return an id for a call in the last answer.
 
-        It has nine letters and digits, as some templates require, and is the same if the
+        It consists of nine letters and digits, as some templates require, and is the same when the
         conversation is replayed.
         """
         return f"c{self.answered:04d}{number:04d}"
@@ -216,30 +218,30 @@ class Conversation:
         return self.episodes.begin(self.row)
 
     def serve(self) -> AbstractAsyncContextManager[Endpoint]:
-        """Create an endpoint of OpenAI's chat completions. Enter it with `async with`: the client's
-        requests become the answers and observations of this conversation.
+        """Create an endpoint for OpenAI's chat completions API. Enter it with `async with`; the
+        client's requests then become the answers and observations of this conversation.
 
         Raises:
-            ConversationOver: (at the end of the block) the conversation ended.
+            ConversationOver: the conversation ended; raised at the end of the block.
         """
         assert self.endpoint is not None
         return self.endpoint(self)
 
     def reward(self, value: float) -> None:
-        """Add to the conversation's score, for the last answer. Requires a loop registered with
-        `gives_rewards=True`."""
+        """Add a reward for the last answer to the conversation's score. Requires a loop registered
+        with `gives_rewards=True`."""
         self.rewards.append(float(value))
 
     def need(self, tokens: int) -> None:
-        """Raise ConversationOver if there is no room for this many tokens, and mark the
-        conversation as cut off."""
+        """If there is no room for this many tokens, mark the conversation as cut off and raise
+        ConversationOver."""
         if tokens > self.room:
             self.finish_reason = "length"
             raise ConversationOver("no room is left")
 
     def _until(self, stop: Sequence[str], sampled: Sampled, asked: int) -> tuple[Sampled, str]:
-        """Truncate the sampled tokens at the first stop string. Returns them, and the text before
-        it."""
+        """Truncate the sampled tokens at the first stop string. Returns the tokens, and the text
+        before the stop string."""
         ids = sampled.token_ids.tolist()
         text = self.tokenizer.decode(ids)
         begin = min((place for one in stop if (place := text.find(one)) >= 0), default=None)

@@ -2,8 +2,8 @@
 
 `python -m hybridflow.agents.episode_host SOCKET` exchanges JSON lines over an inherited socket. The
 first message names the environment. Then {"id": n, "episode": e, "row": {...}} starts an episode,
-{"id": n, "episode": e, "answer": text} is a step of it, and {"episode": e, "end": true} ends it.
-The first two are answered with {"id": n, "step": [observation, reward, done]} or {"id": n,
+{"id": n, "episode": e, "answer": text} performs a step, and {"episode": e, "end": true} ends the
+episode. The reply to the first two is {"id": n, "step": [observation, reward, done]} or {"id": n,
 "failure": text}. The process exits when the other end closes the connection.
 """
 
@@ -71,7 +71,7 @@ def _plain(step: Any) -> list[Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Host environments for the connection with this file descriptor."""
+    """Host environments for the connection on this file descriptor."""
     serve(connection_of(argv))
 
 

@@ -1,5 +1,5 @@
-"""Environments in separate processes. Each process hosts many episodes, and gets the requests for
-them in one message."""
+"""Environments in separate processes. Each process hosts many episodes and receives their requests
+in one message."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ _END_S = 10.0  # for a killed process to exit
 
 
 class EpisodeError(HybridFlowError):
-    """Raised if an environment raised, returned an invalid step or timed out, or its process
-    exited. The episode is lost."""
+    """Raised if an environment raises an error, returns an invalid step or times out, or if its
+    process exits. The episode is lost."""
 
 
 class Episodes:
-    """Runs the environments of `rollout.agent.environment`. Used within one event loop.
+    """Runs the environments of `rollout.agent.environment`. All calls must come from the same event
+    loop.
 
-    If a process exits, its episodes are lost; later episodes go to another process.
+    If a process exits, its episodes are lost; later episodes are sent to another process.
 
     Args:
         config: `rollout.agent`.
-        log_path: log file of the environments' output; None: the output of this process.
+        log_path: log file for the environments' output; None uses the output of this process.
     """
 
     def __init__(self, config: AgentConfig, log_path: Path | None = None) -> None:
@@ -57,7 +58,7 @@ class Episodes:
 
     @property
     def waiting(self) -> bool:
-        """True if an environment is working on a request."""
+        """True if an environment is processing a request."""
         return any(one.waiting for one in self._processes)
 
     def begin(self, row: Mapping[str, Any]) -> Episode:
@@ -130,8 +131,8 @@ class _Process:
     """A process that hosts environments (`agents.episode_host`), and its pending requests.
 
     Attributes:
-        episodes: number of episodes that it hosts.
-        ended: why it accepts no more requests; empty while it does.
+        episodes: number of episodes that it is hosting.
+        ended: why the process no longer accepts requests; empty while it does.
         waiting: futures of the pending answers, by request number.
     """
 
@@ -152,8 +153,8 @@ class _Process:
         self.tell({"environment": absolute_entry(str(config.environment)), "parent": os.getpid()})
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Queue a message. Messages queued in one iteration of the event loop are sent together.
-        Raises ValueError for values that JSON cannot represent."""
+        """Queue a message. Messages queued in the same iteration of the event loop are sent
+        together. Raises ValueError for values that JSON cannot represent."""
         if self.ended:
             return
         self._lines.queue(message)
@@ -161,7 +162,7 @@ class _Process:
             self._loop.call_soon(self._flush)
 
     async def ask(self, message: dict[str, Any]) -> Any:
-        """Send a message and wait for its answer. Raises EpisodeError."""
+        """Send a message and wait for the reply. Raises EpisodeError."""
         if self.ended:
             raise EpisodeError(f"the environment process {self.ended}")
         self._asked += 1
@@ -183,8 +184,8 @@ class _Process:
             self.waiting.pop(number, None)
 
     def _watch(self) -> None:
-        """Kill the process if it has been silent for too long with requests pending; otherwise
-        check again at the deadline."""
+        """Kill the process if it has pending requests but has been silent for too long; otherwise
+        recheck at the deadline."""
         self._timer = None
         if self._left_s() <= 0:
             self._receive()  # messages that arrived while the event loop was blocked
@@ -197,7 +198,7 @@ class _Process:
             self.end(f"was silent for {self._limit_s:g} s{key} and was killed")
 
     def _left_s(self) -> float:
-        """Return the seconds left until the process counts as hung."""
+        """Return the number of seconds until the process counts as hung."""
         return self._moved + self._limit_s - time.monotonic()
 
     def _flush(self) -> None:
@@ -234,7 +235,7 @@ class _Process:
 
     def end(self, why: str) -> None:
         """Kill the process for the reason `why`, and fail all pending requests. An empty reason
-        means that it exited by itself."""
+        means that the process exited on its own."""
         if self.ended:
             return
         if not self._loop.is_closed():

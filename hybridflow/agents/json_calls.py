@@ -22,19 +22,20 @@ _MORE = "the call is not valid JSON (text follows the value)"
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """A call format defined by its markers. Each value is parsed to its end, so its strings may
-    contain markers.
+    """A call format defined by its markers. Values are parsed as JSON, so their strings may contain
+    markers.
 
     Attributes:
         begin: opens a call.
-        header: matches the text between `begin` and the value. It has the group `name` (or `kind`,
-            used if `name` is empty), or `id`, from which `name_in_id` extracts the name. Without
-            groups the value is an object with the name and the arguments.
+        header: regular expression for the text between `begin` and the value. It has the group
+            `name` (or `kind`, used if `name` is empty) or the group `id`, from which `name_in_id`
+            extracts the name. Without groups, the value is an object that contains the name and the
+            arguments.
         end: closes a call.
-        lacks: the problem reported for a call without its header.
-        fence: optional text between the value and `end`, in addition to white space.
-        name_in_id: matches a whole id; its group `name` is the name.
-        value: parses the value at a position and returns it with its end. Raises ValueError.
+        lacks: the problem reported for a call without a header.
+        fence: optional text between the value and `end`, in addition to whitespace.
+        name_in_id: regular expression for a whole id; its group `name` is the name.
+        value: parses the value at a position and returns the value and its end. Raises ValueError.
     """
 
     begin: str
@@ -46,7 +47,7 @@ class JsonCalls:
     value: Callable[[str, int], tuple[Any, int]] = json_at
 
     def __call__(self, text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-        """Parse the first `MOST_CALLS` calls of the text. Stops after `MOST_UNREAD` that are
+        """Parse the first `MOST_CALLS` calls in the text. Stops after `MOST_UNREAD` calls that are
         unparsable or not closed."""
         del tools
         calls = list[Call]()
@@ -70,8 +71,8 @@ class JsonCalls:
         return calls
 
     def _call(self, header: re.Match[str], text: str) -> tuple[Call, int]:
-        """Parse the call after a header. Returns it and the end of its value, or the value's start
-        if it cannot be parsed."""
+        """Parse the call after a header. Returns the call and the position at which its value ends,
+        or starts if it cannot be parsed."""
         groups = header.groupdict()
         number = (groups.get("id") or "").strip()
         named = self.name_in_id.fullmatch(number) if self.name_in_id else None

@@ -1,8 +1,8 @@
 """Tools of Model Context Protocol servers, which are configured in `rollout.agent.mcp_servers`.
 
-Connections run in the event loop of one thread of this process, so that they continue while
+Connections run in an event loop in a separate thread of this process, so they stay alive while
 conversations wait for engines. A server that is started as a program is a child of this process and
-ends with it.
+exits with it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _opened: dict[str, _Server] = {}
 
 
 def offered(config: RunConfig) -> list[Tool]:
-    """Return the tools of all servers of `rollout.agent`. Starts the servers that are not running.
+    """Return the tools of all servers of `rollout.agent`. Starts servers that are not yet running.
 
     Raises:
         ConfigError: a server cannot be started or reached, or lacks a tool named in the config.
@@ -66,7 +66,7 @@ def offered(config: RunConfig) -> list[Tool]:
 
 
 class _Server:
-    """A connection to one server. It is re-established when lost, up to a limit.
+    """A connection to one server. A lost connection is re-established, up to a limit.
 
     Attributes:
         tools: the server's tools, as declared on the first connection.
@@ -115,7 +115,7 @@ class _Server:
             )
 
     def close(self) -> None:
-        """Close the connection, and stop the program if there is one."""
+        """Close the connection, and stop the server's program if there is one."""
         self._task.cancel()
         with suppress(Exception, asyncio.CancelledError):
             self._task.result(_END_S)
@@ -250,7 +250,7 @@ async def _listed(client: Client) -> list[Declared]:
 
 
 def _text(result: CallToolResult) -> str:
-    """Format a result for the policy: its texts, and the kind of any other block."""
+    """Format a result for the policy: its text blocks, and the kind of any other block."""
     parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -271,7 +271,7 @@ def _said(error: BaseException) -> str:
 async def _over_http(
     settings: McpServer, timeout_s: float, look: Callable[[httpx2.Response], Awaitable[None]]
 ) -> AsyncIterator[Any]:
-    """Open the streams of an HTTP server for `mcp.Client`. `look` is called with each response."""
+    """Open the streams to an HTTP server for `mcp.Client`. `look` is called with each response."""
     assert settings.url is not None
     headers = (
         {"Authorization": f"Bearer {os.environ[settings.token_env]}"} if settings.token_env else {}
@@ -295,7 +295,7 @@ async def _bound(response: httpx2.Response) -> None:
 
 
 class _Bounded(httpx2.AsyncByteStream):
-    """A response stream limited to `MOST_BYTES`."""
+    """A response stream that is limited to `MOST_BYTES`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -317,7 +317,7 @@ class _Bounded(httpx2.AsyncByteStream):
 
 @cache
 def _events() -> asyncio.AbstractEventLoop:
-    """Return the event loop of the connections. Its thread starts the programs, and runs until this
+    """Return the event loop for connections. Its thread starts the programs and runs until this
     process exits."""
     events = asyncio.new_event_loop()
     threading.Thread(target=events.run_forever, name="mcp", daemon=True).start()

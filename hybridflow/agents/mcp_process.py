@@ -1,5 +1,5 @@
-"""A Model Context Protocol server run as a program: JSON messages, one per line, over its standard
-input and output."""
+"""A Model Context Protocol server run as a program: it exchanges JSON messages, one per line, over
+standard input and output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _END_S = 2.0  # for the program to exit after its input is closed, and then afte
 
 
 def environment(settings: McpServer) -> dict[str, str]:
-    """Return the environment of the program. Secrets are passed only if they are listed by name."""
+    """Return the environment variables for the program. Secrets are passed only if they are listed
+    by name."""
     return {
         name: value
         for name, value in without_credentials().items()
@@ -103,9 +104,9 @@ async def _read(
 
 
 def _message(line: bytes) -> SessionMessage | None:
-    """Parse the message of a line. Returns None for other output, such as a stray print.
+    """Parse a line as a message. Returns None for other output, such as a stray print.
 
-    Invalid UTF-8 becomes U+FFFD, and an unpaired surrogate a question mark.
+    Invalid UTF-8 becomes U+FFFD, and an unpaired surrogate becomes a question mark.
     """
     text = line.decode(errors="replace")
     try:
@@ -134,7 +135,8 @@ async def _write(
 
 
 async def _end(process: asyncio.subprocess.Process, tasks: list[asyncio.Task[None]]) -> None:
-    """Stop the program and its descendants: close its input, then SIGTERM, then SIGKILL."""
+    """Stop the program and its descendants: first close its input, then send SIGTERM, then
+    SIGKILL."""
     assert process.stdin is not None
     for task in tasks:
         task.cancel()

@@ -1,4 +1,5 @@
-"""Call formats with arguments as text between tags, such as `glm`, `qwen3_coder` and `minimax`."""
+"""Call formats in which arguments are text between tags, such as `glm`, `qwen3_coder` and
+`minimax`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from hybridflow.agents.formats.base import MOST_CALLS, Call, json_at
 
 
 def as_written(key: re.Match[str], text: str) -> str:
-    """Return the value exactly as it is between its tags."""
+    """Return the value exactly as written between its tags."""
     del key
     return text
 
@@ -36,15 +37,15 @@ class TaggedCalls:
     """A call format defined by its tags.
 
     Attributes:
-        begin: opens a call; has the group `name`.
-        key: opens an argument; has the group `key`.
-        value_end: closes an argument. It counts only if another argument or the end of the call
-            follows, so that a value may contain it.
+        begin: regular expression that opens a call, with the group `name`.
+        key: regular expression that opens an argument, with the group `key`.
+        value_end: closes an argument. It counts only if it is followed by another argument or the
+            end of the call, so a value may contain it.
         end: closes a call.
         example: how arguments are written, for error messages.
-        section: opens the section of calls, which must contain a call; empty: the whole text.
+        section: opens the section of calls, which must contain a call; empty means the whole text.
         value: converts (opening tag, text) to the argument's value.
-        is_text: values are text, to be converted to the types that the tool declares.
+        is_text: values are text that must be converted to the types that the tool declares.
     """
 
     begin: re.Pattern[str]
@@ -57,7 +58,7 @@ class TaggedCalls:
     is_text: bool = True
 
     def __call__(self, text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-        """Parse the first `MOST_CALLS` calls of the text. A call that is unparsable or not closed
+        """Parse the first `MOST_CALLS` calls in the text. A call that is unparsable or not closed
         gets a `problem`."""
         del tools
         place = text.find(self.section)

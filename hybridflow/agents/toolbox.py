@@ -7,7 +7,7 @@ from hybridflow.config.schema import RunConfig
 
 
 def toolbox(config: RunConfig, *, thinking_open: bool = False) -> Toolbox:
-    """Return the tools of `rollout.agent.tools` and of `rollout.agent.mcp_servers`.
+    """Return the tools in `rollout.agent.tools` and of the servers in `rollout.agent.mcp_servers`.
 
     Args:
         thinking_open: True if answers start inside a thinking block.

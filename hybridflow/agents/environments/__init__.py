@@ -1,1 +1,1 @@
-"""Environments, one file each. `base.py` defines the protocol and the registration."""
+"""Environments, one file each. `base.py` defines the protocol and its registration."""

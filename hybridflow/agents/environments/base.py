@@ -1,7 +1,7 @@
 """The protocol of an environment, and its registration.
 
-A built-in environment is a file of this package with the same name; `rollout.agent.environment`
-selects your own.
+A built-in environment is defined in the file of the same name in this package;
+`rollout.agent.environment` selects your own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from hybridflow.config.registry import Registry
 
 @dataclass(frozen=True)
 class Step:
-    """The result of one answer.
+    """The environment's response to one answer.
 
     Attributes:
         observation: shown to the policy next, unless the episode is over.
-        reward: reward of this answer; a conversation's score is the sum of its rewards.
+        reward: reward for this answer; the score of a conversation is the sum of its rewards.
         done: True if the episode is over.
     """
 
@@ -30,12 +30,12 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode, run in a separate process. Any randomness must be derived from the row, so that
-    a resumed run gets the same episodes."""
+    """One episode, run in a separate process. Derive any randomness from the row, so that a resumed
+    run gets the same episodes."""
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Start the episode. `row` contains data_source, ground_truth and extra_info of the prompt;
-        the prompt itself shows the first state."""
+        """Start the episode. `row` contains the prompt's data_source, ground_truth and extra_info;
+        the prompt itself describes the initial state."""
 
     def step(self, answer: str) -> Step:
         """Apply the policy's answer."""
@@ -48,5 +48,5 @@ ENVIRONMENTS: Registry[Maker] = Registry(
 
 
 def environment(name: str) -> Callable[[Maker], Maker]:
-    """Register a class as the environment of this name. One instance is created per episode."""
+    """Register a class as the environment with this name. One instance is created per episode."""
     return ENVIRONMENTS.entry(name, lambda make: make)

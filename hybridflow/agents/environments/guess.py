@@ -11,14 +11,14 @@ from hybridflow.agents.environments.base import Step, environment
 
 @environment("guess")
 class Guess:
-    """An episode whose number is the row's ground truth.
+    """An episode in which the number to guess is the row's ground truth.
 
-    The correct guess has reward 1, any other 0. An answer that is not a number is answered with
-    `?`.
+    The correct guess has reward 1, any other guess 0. An answer that is not a number is answered
+    with `?`.
     """
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Take the number from the row."""
+        """Read the number from the row."""
         self.number = int(row["ground_truth"])
 
     def step(self, answer: str) -> Step:

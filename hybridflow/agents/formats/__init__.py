@@ -1,2 +1,2 @@
-"""Formats of tool calls in answers, one file each. `base.py` defines a format and its
-registration."""
+"""Formats of tool calls in answers, one file each. `base.py` defines the interface of a format and
+its registration."""

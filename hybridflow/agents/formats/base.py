@@ -1,4 +1,4 @@
-"""Parsers of tool calls in answers, and their registration."""
+"""Parsers for tool calls in answers, and their registration."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class Call:
     """A parsed tool call.
 
     Attributes:
-        arguments: by name. With `is_text` the values are still text, to be converted to the types
-            that the tool declares.
-        problem: why the call cannot be parsed, shown to the policy; empty if it can.
+        arguments: arguments keyed by name. With `is_text`, the values are still text and must be
+            converted to the types that the tool declares.
+        problem: why the call cannot be parsed, as shown to the policy; empty if it can.
         id: the call's id in the answer; empty if the format has none.
-        span: start and end in the text. Thinking markers inside it are plain text. Not compared.
+        span: start and end in the text. Thinking markers inside the span are plain text. Ignored in
+            comparisons.
     """
 
     name: str
@@ -57,15 +58,15 @@ FORMATS: Registry[CallFormat] = Registry(
 
 
 def call_format(name: str) -> Callable[[CallFormat], CallFormat]:
-    """Register a function as the format of this name."""
+    """Register a function as the format with this name."""
     return FORMATS.entry(name, lambda function: function)
 
 
 def json_at(text: str, place: int) -> tuple[Any, int]:
-    """Parse the JSON value at `place`. Returns it and its end.
+    """Parse the JSON value at `place`. Returns the value and its end.
 
     Raises:
-        ValueError: there is none, or it contains a non-finite number.
+        ValueError: there is no value, or it contains a non-finite number.
     """
     try:
         return _DECODER.raw_decode(text, place)

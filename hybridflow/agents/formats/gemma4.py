@@ -1,4 +1,4 @@
-"""Gemma 4's call format: call:NAME and an object with unquoted keys, whose strings are enclosed in
+"""Gemma 4's call format: call:NAME and an object with unquoted keys and strings enclosed in
 <|"|>."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _STRING = "\0"  # placeholder for a string; a NUL cannot occur in JSON or in a k
 
 
 def _object_at(text: str, place: int) -> tuple[Any, int]:
-    """Parse the object from `place` to the next call mark outside strings. Returns it and the start
-    of that mark.
+    """Parse the object that extends from `place` to the next call mark outside strings. Returns the
+    object and the start of that mark.
 
     Raises:
         ValueError: there is no object.
@@ -41,8 +41,8 @@ def _object_at(text: str, place: int) -> tuple[Any, int]:
 
 
 def _as_json(text: str) -> str:
-    """Convert the object to JSON by quoting its keys and strings. It may have thousands of strings,
-    so the text is split in a few passes."""
+    """Convert the object to JSON by quoting its keys and strings. The object may contain thousands
+    of strings, so the text is split in only a few passes."""
     parts = text.split(_QUOTE)
     outside = _STRING.join(parts[::2])
     if outside.count(_STRING) > len(parts) // 2:

@@ -1,4 +1,4 @@
-"""The call format of gpt-oss: messages to functions.NAME in the commentary channel."""
+"""The call format of gpt-oss: messages addressed to functions.NAME in the commentary channel."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SPACE = re.compile(r"\s*")
 
 @call_format("harmony")
 def harmony(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Parse every message to a function, except in the analysis channel. Stops after `MOST_UNREAD`
-    unparsable calls."""
+    """Parse every message addressed to a function, except in the analysis channel. Stops after
+    `MOST_UNREAD` unparsable calls."""
     del tools
     calls = list[Call]()
     unread = 0

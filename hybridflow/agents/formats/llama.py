@@ -15,10 +15,11 @@ _OBJECT = re.compile(r"[\s;]*\{")
 
 @call_format("llama")
 def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Parse the objects of an answer that starts with one.
+    """Parse the objects in an answer that starts with one.
 
-    Without the tag, an answer with another start, or whose object has no "name", or names no tool
-    and has no parameters, contains no calls. With the tag it must contain a call.
+    Without the tag, an answer contains no calls if it starts differently, if its object has no
+    "name", or if the object neither names a tool nor has parameters. With the tag, it must contain
+    a call.
     """
     rest = text.strip()
     offset = len(text) - len(text.lstrip())

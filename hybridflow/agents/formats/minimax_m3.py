@@ -1,5 +1,5 @@
-"""MiniMax-M3's call format: tags prefixed by a mark, <invoke name="..."> with a tag for each
-argument, whose lists and objects are tags as well."""
+"""MiniMax-M3's call format: tags prefixed with a mark: <invoke name="..."> with a tag for each
+argument. Lists and objects are written as tags as well."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INVOKE = re.compile(r'invoke name="(?P<name>[^"]*+)"')
 
 @dataclass
 class _Open:
-    """An open tag: the start of its content, and the values of the tags in it."""
+    """An open tag: the start of its content, and the values of the tags inside it."""
 
     name: str
     start: int
@@ -36,7 +36,7 @@ class _Open:
 @call_format("minimax_m3")
 def minimax_m3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """Parse the first `MOST_CALLS` calls of the section. A closing tag that does not match the open
-    one is text."""
+    tag is plain text."""
     del tools
     place = text.find(_SECTION)
     calls = list[Call]()

@@ -17,8 +17,8 @@ _MOST = 100_000  # characters of a list that are parsed
 @call_format("pythonic")
 def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """Parse the list of calls between <|python_start|> or <|tool_call_start|> and the last end
-    marker, or the whole answer. A list without markers whose first call names no tool is a plain
-    answer."""
+    marker, or the whole answer. Without markers, a list whose first call does not name a tool is a
+    plain answer."""
     started = _START.search(text)
     begin = started.end() if started else 0
     first = _LIST.match(text, begin)
@@ -56,7 +56,8 @@ def _call(node: ast.expr, span: tuple[int, int]) -> Call:
 
 
 def _literal(node: ast.expr) -> object:
-    """Evaluate a literal, with JSON's types. Raises ValueError or TypeError if it is not one."""
+    """Evaluate a literal with JSON-compatible types. Raises ValueError or TypeError if the
+    expression is not one."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | None):
         return node.value
     return json.loads(json.dumps(ast.literal_eval(node), allow_nan=False))

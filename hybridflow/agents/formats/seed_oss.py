@@ -1,4 +1,4 @@
-"""Seed-OSS's call format: the one of Qwen3-Coder, in <seed:tool_call>."""
+"""Seed-OSS's call format: the same as Qwen3-Coder's, enclosed in <seed:tool_call>."""
 
 from __future__ import annotations
 

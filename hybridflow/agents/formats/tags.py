@@ -1,4 +1,4 @@
-"""Calls in plain tags: <name>text</name>, where the text is the tool's only argument."""
+"""Calls written as plain tags: <name>text</name>, where the text is the tool's only argument."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format
 
 @call_format("tags")
 def tags(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Parse the first `MOST_CALLS` pairs of tags named after a tool. A call ends at the last
-    closing tag before the next call, so its text may contain one."""
+    """Parse the first `MOST_CALLS` pairs of tags that are named after a tool. A call ends at the
+    last closing tag before the next call, so its text may contain a closing tag."""
     names = "|".join(map(re.escape, sorted(tools, key=len, reverse=True)))
     calls: list[Call] = []
     opened: re.Match[str] | None = None

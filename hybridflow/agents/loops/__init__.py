@@ -1,1 +1,1 @@
-"""Agent loops, one file each. `base.py` defines a loop's arguments and the registration."""
+"""Agent loops, one file each. `base.py` defines the arguments of a loop and its registration."""

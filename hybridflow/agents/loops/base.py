@@ -1,6 +1,7 @@
 """The interface of an agent loop, and its registration.
 
-A built-in loop is a file of this package with the same name; `rollout.agent.loop` selects your own.
+A built-in loop is defined in the file of the same name in this package; `rollout.agent.loop`
+selects your own.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class AgentLoop:
 
     Attributes:
         function: runs one conversation.
-        gives_rewards: True if it calls `Conversation.reward`. A conversation's score is the sum of
-            these rewards, unless `reward.path` or `reward.combine` is set.
+        gives_rewards: True if the loop calls `Conversation.reward`. A conversation's score is the
+            sum of  these rewards, unless `reward.path` or `reward.combine` is set.
     """
 
     function: AgentFunction
@@ -38,5 +39,5 @@ LOOPS: Registry[AgentLoop] = Registry(AGENT_LOOP.kind, AGENT_LOOP.package, "roll
 def agent_loop(
     name: str, *, gives_rewards: bool = False
 ) -> Callable[[AgentFunction], AgentFunction]:
-    """Register an async function (conversation, tools) as the agent loop of this name."""
+    """Register an async function (conversation, tools) as the agent loop with this name."""
     return LOOPS.entry(name, lambda function: AgentLoop(function, gives_rewards))

@@ -1,4 +1,4 @@
-"""The loop of an environment: answers and observations alternate until the episode is over."""
+"""The loop for environments: answers and observations alternate until the episode is over."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridflow.agents.tools.base import Toolbox
 
 @agent_loop("environment", gives_rewards=True)
 async def environment(conversation: Conversation, tools: Toolbox) -> None:
-    """Sample an answer, step the environment with it, show the observation, and repeat."""
+    """Sample an answer, pass it to the environment's `step`, show the observation, and repeat."""
     del tools
     async with conversation.episode() as episode:
         while True:

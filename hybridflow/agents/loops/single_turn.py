@@ -1,4 +1,4 @@
-"""The loop with a single answer per prompt."""
+"""The loop for a single answer per prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The loop with tools: results of calls are shown to the policy until an answer has no calls."""
+"""The loop for tools: the results of calls are shown to the policy until an answer contains no
+calls."""
 
 from __future__ import annotations
 

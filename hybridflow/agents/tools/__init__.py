@@ -1,1 +1,2 @@
-"""Tools that the policy may call, one file each. `base.py` defines a tool and its registration."""
+"""Tools that the policy may call, one file each. `base.py` defines the interface of a tool and its
+registration."""

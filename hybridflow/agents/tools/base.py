@@ -1,7 +1,7 @@
-"""The definition of a tool, its registration, and the execution of an answer's calls.
+"""The interface of a tool, its registration, and the execution of the calls in an answer.
 
-A built-in tool is a file of this package with the same name; `rollout.agent.tools` selects your
-own.
+A built-in tool is defined in the file of the same name in this package; `rollout.agent.tools`
+selects your own.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MOST_CHARACTERS = 1 << 16  # of a result, before it is truncated to tokens
 
 
 class ToolLostError(HybridFlowError):
-    """Raised if the process that runs a tool has exited, through no fault of the policy. The
-    conversation that called it is lost."""
+    """Raised if the process that runs a tool has exited, which is not the policy's fault. The
+    conversation that called the tool is lost."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Tool:
     """A function that the policy may call.
 
     Attributes:
-        name: the name that the policy writes.
+        name: the name that the policy uses in calls.
         function: accepts keyword arguments of type str, int, float or bool; its result is shown as
             text. It may be async; otherwise each call runs in its own thread.
         description: the first paragraph of the function's docstring, shown to the policy.
         is_instant: True if it takes microseconds and cannot hang, so it needs no thread.
-        options: a frozen dataclass, if the tool has options. `function` is then called once at the
-            start of the run with the options in `rollout.agent.tool_options`, and returns the
+        options: a frozen dataclass, if the tool has options. At the start of the run, `function` is
+            then called once with the options in `rollout.agent.tool_options` and returns the
             function that the policy may call.
-        declared: the JSON schema of its arguments; None: derived from the function's signature.
+        declared: the JSON schema of its arguments; None derives it from the function's signature.
     """
 
     name: str
@@ -102,7 +102,7 @@ TOOLS: Registry[Tool] = Registry(TOOL.kind, TOOL.package, "rollout.agent.tools")
 def tool(
     name: str, *, is_instant: bool = False, options: type | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the tool of this name. `Tool` documents its signature."""
+    """Register a function as the tool with this name. `Tool` documents its signature."""
     return TOOLS.entry(
         name, lambda function: Tool(name, function, _description(function), is_instant, options)
     )
@@ -113,15 +113,15 @@ def _description(function: Callable[..., Any]) -> str:
 
 
 class Toolbox:
-    """The tools of a run, and the format of their calls.
+    """The tools of a run, and the format in which they are called.
 
     Args:
-        offered: tools in addition to those of `rollout.agent.tools`.
+        offered: tools in addition to those in `rollout.agent.tools`.
         thinking_open: True if answers start inside a thinking block, because the prompt opens one.
 
     Raises:
-        ConfigError: a tool or format does not exist, two tools have the same name, or the options
-            of a tool are invalid.
+        ConfigError: a tool or format does not exist, two tools have the same name, or a tool's
+            options are invalid.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class Toolbox:
         return [found.schema() for found in self.tools.values()]
 
     def calls(self, answer: str) -> list[Call]:
-        """Parse the calls in an answer, in order, ignoring its thinking. Arguments have the types
-        that the tools declare."""
+        """Parse the calls in an answer, in order, ignoring its thinking. Arguments are converted to
+        the types that the tools declare."""
         return read_calls(self._format, answer, self._declared, thinking_open=self._thinking_open)
 
     async def results(self, calls: Sequence[Call]) -> list[str]:

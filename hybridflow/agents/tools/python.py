@@ -1,4 +1,4 @@
-"""A tool that runs Python programs in the sandbox of `rewards` and returns their output."""
+"""A tool that runs Python programs in the sandbox (`rewards.sandbox`) and returns their output."""
 
 from __future__ import annotations
 

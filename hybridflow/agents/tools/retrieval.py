@@ -1,5 +1,5 @@
-"""Search in the user's documents: the passages ranked highest by BM25 (Robertson and Zaragoza,
-2009)."""
+"""Search in the user's documents: returns the passages ranked highest by BM25 (Robertson and
+Zaragoza, 2009)."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ class Options:
 
 @tool("retrieval", options=Options)
 def retrieval(options: Options) -> Callable[[str], str]:
-    """Load the documents and their index, which is rebuilt if it is missing or the documents
+    """Load the documents and their index, which is rebuilt if it is missing or the documents have
     changed.
 
     Raises:
-        ConfigError: there are no documents, or one cannot be read; names the key and the file.
+        ConfigError: there are no documents, or one cannot be read; the message names the key and
+            the file.
     """
     for name in ("top_k", "passage_characters"):
         if getattr(options, name) < 1:
@@ -65,7 +66,7 @@ def retrieval(options: Options) -> Callable[[str], str]:
     index = _index(options)
 
     def search(query: str) -> str:
-        """Search the documents and return the passages that fit the query best."""
+        """Search the documents and return the passages that best match the query."""
         found = index.best(query, options.top_k)
         texts = [passage[: options.passage_characters] for passage in found]
         return (
@@ -77,15 +78,14 @@ def retrieval(options: Options) -> Callable[[str], str]:
 
 
 class _Index:
-    """Passages and their BM25 index."""
+    """A set of passages and its BM25 index."""
 
     def __init__(self, passages: Sequence[str], ranked: bm25s.BM25) -> None:
         self.passages = passages
         self.ranked = ranked
 
     def best(self, query: str, count: int) -> list[str]:
-        """Return the passages with the highest positive scores. Ties keep the order of the
-        documents."""
+        """Return the passages with the highest positive scores. Ties are kept in document order."""
         words = [word for word in _words(query) if word in self.ranked.vocab_dict]
         if not words:
             return []
@@ -218,7 +218,7 @@ def _cut(paragraph: str, most: int) -> Iterable[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words, and the character bigrams of scripts without spaces between words."""
+    """Return the words and, for scripts without spaces between words, the character bigrams."""
     return [part for word in _WORD.findall(text.lower()) for part in _parts_of(word)]
 
 
@@ -233,10 +233,10 @@ def _parts_of(word: str) -> Iterator[str]:
 
 
 def _loaded(folder: Path, count: int) -> bm25s.BM25 | None:
-    """Load the saved index of `count` passages. Returns None if there is none, or it cannot be
+    """Load the saved index of `count` passages. Returns None if it does not exist or cannot be
     read.
 
-    The files are numpy arrays and JSON, never pickles.
+    The files contain numpy arrays and JSON, never pickles.
     """
     try:
         ranked = bm25s.BM25.load(folder, allow_pickle=False, show_progress=False)
@@ -257,7 +257,7 @@ def _loaded(folder: Path, count: int) -> bm25s.BM25 | None:
 
 
 def _keep(ranked: bm25s.BM25, kept: Path, digest: str) -> None:
-    """Save the index in place of earlier ones. If it cannot be written, the next process rebuilds
+    """Save the index and remove earlier ones. If it cannot be written, the next process rebuilds
     it."""
     made = None
     try:

@@ -158,7 +158,7 @@ def test_megabytes_that_cannot_be_the_prompt_are_not_encoded(
             status, said = await answer(
                 port, request(at.api_key, json.dumps({"messages": messages}).encode())
             )
-            assert status == 400 and "so they cannot render to it" in said
+            assert status == 400 and "so the two cannot match" in said
 
     asyncio.run(run())
 
