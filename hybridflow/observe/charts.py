@@ -1,5 +1,5 @@
-"""The report's charts as inline SVG: lines and stacked bars over steps. Colours are CSS variables
-`--c0` … `--c7`, `--other`."""
+"""The report's charts, drawn as inline SVG: lines and stacked bars over steps. Colours are CSS
+variables `--c0` … `--c7`, `--other`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity over steps; None is a gap. `color` is a palette index, or None for the grey of
-    "other"."""
+    """The values of one quantity over steps; None leaves a gap. `color` is a palette index, or None
+    for the grey of "other"."""
 
     label: str
     points: Sequence[Point]
@@ -41,7 +41,7 @@ class Series:
 class Chart:
     """The specification of a chart.
 
-    `trend` draws a single series faintly, with its moving average on top. `include` lists values
+    `trend` draws a single series faintly, overlaid with its moving average. `include` lists values
     that the y axis must cover. `lines` are horizontal reference lines (value, text), `marks`
     vertical ones (step, text), and `notes` labelled points (x, y, text).
     """
@@ -64,7 +64,7 @@ class Chart:
 @dataclass(frozen=True)
 class Drawn:
     """A chart ready for the page: the SVG, its legend entries (label, CSS colour, faint), and a
-    remark about thinning."""
+    note about thinning."""
 
     title: str
     about: str
@@ -108,8 +108,8 @@ def line_of(kind: str, x1: float, x2: float, y1: float, y2: float) -> Markup:
 
 
 def text_of(kind: str, x: float, y: float, text: str, anchor: str = "") -> Markup:
-    """Return text with CSS class `kind`. `anchor` (start, middle or end) is the part of the text at
-    `x`."""
+    """Return text with CSS class `kind`. `anchor` (start, middle or end) is the part of the text
+    that is placed at `x`."""
     at = Markup(' text-anchor="{}"').format(anchor) if anchor else ""
     return Markup('<text class="{}" x="{}" y="{}"{}>{}</text>').format(kind, x, y, at, text)
 
@@ -128,7 +128,8 @@ def dot_of(kind: str, x: float, y: float, radius: float, color: str) -> Markup:
 
 
 def thin(points: Sequence[Point], size: int) -> list[Point]:
-    """Return the means of `size` neighbours, ignoring None. A group of only None stays None."""
+    """Replace each group of `size` neighbours with its mean, ignoring None. A group that contains
+    only None becomes None."""
     if size <= 1:
         return list(points)
     found: list[Point] = []
@@ -139,8 +140,8 @@ def thin(points: Sequence[Point], size: int) -> list[Point]:
 
 
 def moving_average(points: Sequence[Point]) -> list[Point]:
-    """Return each point's mean with its neighbours on both sides, over about an eighth of the
-    series. The window narrows at the ends, where the average would lag."""
+    """Return the centred moving average over about an eighth of the series. The window narrows at
+    both ends, where the average would otherwise lag."""
     reach = max(2, len(points) // 16)
     found: list[Point] = []
     for index, (x, _) in enumerate(points):
@@ -159,7 +160,7 @@ def _steps_of(series: Sequence[Series]) -> list[float]:
 
 
 def _aligned(series: list[Series]) -> list[Series]:
-    """Extend all series to the same steps, with zero for missing phases. Otherwise the bars of
+    """Extend all series to the same steps, using zero for missing phases. Without this, the bars of
     sparse phases would be misaligned."""
     steps = _steps_of(series)
     aligned: list[Series] = []
@@ -170,7 +171,7 @@ def _aligned(series: list[Series]) -> list[Series]:
 
 
 def _usable(series: Series, log: bool) -> Series:
-    """Replace values that cannot be drawn by gaps: non-finite values, and on a logarithmic axis
+    """Replace values that cannot be drawn with gaps: non-finite values and, on a logarithmic axis,
     values that are not positive."""
     points = []
     for x, y in series.points:
@@ -311,8 +312,8 @@ def _color(slot: int | None) -> str:
 
 
 def _hover(chart: Chart, series: list[Series]) -> str:
-    """Return the data for the page's hover script as JSON: the pixel of each x, and each series'
-    value there."""
+    """Return the data for the page's hover script as JSON: the pixel position of each x, and the
+    value of each series at that x."""
     xs = _steps_of(series)
     gap = (xs[-1] - xs[0]) / max(1, len(xs) - 1) or 1.0
     x = scale.steps(xs, LEFT, WIDTH - RIGHT)

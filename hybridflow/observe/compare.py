@@ -1,4 +1,4 @@
-"""Comparison of the same step in two runs, by dumps and metrics."""
+"""Comparison of the same step in two runs, based on their dumps and metrics."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Difference:
     """The difference between two runs in one column or metric.
 
     Attributes:
-        values, differing: number of values, and of values that differ.
+        values, differing: number of values, and number of values that differ.
         largest: largest absolute difference; NaN if only one of two values is NaN.
-        first_row: the first differing row; None if there is none, and for a metric.
-        shown: the two values of a metric, or of a column's first difference.
+        first_row: the first differing row; None if no row differs, and for metrics.
+        shown: the two values of a metric, or of the first difference in a column.
     """
 
     name: str
@@ -71,8 +71,8 @@ def compare_step(first: Path, second: Path, step: int) -> list[Difference]:
 
 
 def describe(differences: list[Difference]) -> str:
-    """Format a table with a line per column and per differing metric, and the number of equal
-    metrics."""
+    """Format the differences as a table with one line per column and per differing metric, followed
+    by the number of equal metrics."""
     columns = [one for one in differences if one.name in _COLUMNS]
     metrics = [one for one in differences if one.name not in _COLUMNS]
     rows = [("column", "values", "differing", "largest difference", "first row that differs")]

@@ -85,7 +85,7 @@ def query_gpus() -> tuple[list[str], str]:
     """Return `name, memory, driver` of each GPU from nvidia-smi (importing torch would take
     seconds), and an error message.
 
-    The message is the driver's own, or empty if there is no nvidia-smi or no error.
+    The message comes from the driver; it is empty if nvidia-smi is missing or succeeds.
     """
     if shutil.which("nvidia-smi") is None:
         return [], ""
@@ -102,7 +102,7 @@ def query_gpus() -> tuple[list[str], str]:
 
 def _git(folder: Path) -> dict[str, Any] | None:
     """Return the commit of the checkout that tracks `folder`; None for an installed package, even
-    inside another checkout."""
+    if it is inside another checkout."""
     if _run(["git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py"]) is None:
         return None
     commit = _run(["git", "-C", str(folder), "rev-parse", "HEAD"])

@@ -1,5 +1,5 @@
-"""JSON Lines files that survive a kill: lines are appended atomically, damaged lines are skipped
-and counted, and a resumed run truncates the file."""
+"""JSON Lines files that survive a killed process: lines are appended atomically, damaged lines are
+skipped and counted, and a resumed run truncates the file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class JsonlWriter:
             self._file.flush()
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop damaged lines and the records for which `wanted` is false."""
+        """Remove damaged lines and the records for which `wanted` is false."""
         with self._lock:
             self._close()
             _keep_records(self.path, wanted)
@@ -71,7 +71,7 @@ class JsonlWriter:
 def read_jsonl(
     path: str | Path, skipped: list[int] | None = None, most_bytes: float = math.inf
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, in order. A missing file yields none.
+    """Yield the records of a file, in order. A missing file yields nothing.
 
     Args:
         skipped: receives the 1-based number of each line that is not a complete JSON object.
@@ -95,7 +95,8 @@ def read_jsonl(
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Format ascending numbers as ranges: `3, 7-9`. After a few ranges only the count is given."""
+    """Format ascending numbers as ranges: `3, 7-9`. After a few ranges, only the number of
+    remaining ones is given."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -110,8 +111,8 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def _lines(file: BinaryIO, most_bytes: float) -> Iterator[bytes | None]:
-    """Yield the lines in the first `most_bytes` of a file; None for a line longer than any
-    record."""
+    """Yield the lines in the first `most_bytes` of a file, and None for each line that is longer
+    than any record can be."""
     read = 0
     while read < most_bytes and (line := file.readline(_MOST_LINE_BYTES)):
         read += len(line)
@@ -128,7 +129,7 @@ def _lines(file: BinaryIO, most_bytes: float) -> Iterator[bytes | None]:
 
 
 def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file atomically with the records for which `wanted` is true."""
+    """Atomically rewrite a file with only the records for which `wanted` is true."""
     if not path.exists():
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -148,7 +149,7 @@ def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def removed_lines(skipped: list[int]) -> str:
-    """Return the explanation for skipped lines of a file."""
+    """Return an explanation for the skipped lines of a file."""
     return (
         f"skipped line {number_ranges(skipped)}, which is not a complete record: the run was "
         "killed while writing it, or the file was damaged"

@@ -20,7 +20,7 @@ def setup_logging(run_dir: str | Path, level: int | str = logging.INFO) -> Path:
     the file's path.
 
     `level` applies to HybridFlow's own loggers; other libraries log warnings and above. A second
-    call replaces the first call's handlers.
+    call replaces the handlers of the first.
     """
     path = Path(run_dir) / "hybridflow.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,13 +56,13 @@ class _Printable(logging.Formatter):
     """A formatter for terminals that escapes control characters from untrusted text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format the line, with control characters escaped."""
+        """Format the record and escape control characters."""
         return printable(super().format(record))
 
 
 class _LogFile(logging.FileHandler):
     """A log file that reports a write error (e.g. a full disk) only once. By default, logging would
-    print a traceback per record."""
+    print a traceback for every record."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Report a write error. Called by `emit` while handling the exception."""

@@ -1,5 +1,5 @@
-"""Pictures of a plan as inline SVG: memory of the busiest device by phase, and the schedule of a
-step."""
+"""Pictures of a plan, drawn as inline SVG: the busiest device's memory in each phase, and the
+schedule of a step."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def pictures(
 
     Args:
         phases: phases from `Plan.figures()`: name, begin, seconds, and the bytes of each part on
-            the busiest device; measured runs add measured_begin. Phases without a begin are
+            the busiest device; measured runs add measured_begin. Phases without `begin` are
             consecutive.
-        device_bytes: memory of a device.
-        measured: measured seconds by phase.
+        device_bytes: memory capacity of a device.
+        measured: measured seconds for each phase.
     """
     holding = [phase for phase in phases if phase["memory"]]
     # the time of an infeasible phase (no space for a KV cache) is infinite
@@ -143,7 +143,7 @@ def frame(names: Sequence[str], x: scale.Scale) -> Markup:
 
 
 def _middle(row: int) -> float:
-    """Return the y of the baseline of text in the middle of a row."""
+    """Return the y coordinate of the baseline of text that is centred vertically in a row."""
     return TOP + ROW * row + ROW / 2 + 4
 
 

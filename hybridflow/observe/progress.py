@@ -33,15 +33,15 @@ _REFRESH_PER_S = 4
 
 
 class Progress:
-    """A progress bar and the stages around it. The bar appears with the first `update`; before that
-    only stages and messages are shown.
+    """A progress bar, and the stages before and after it. The bar appears with the first `update`;
+    before that only stages and messages are shown.
 
     Args:
-        total: number of steps; 0 for a part of the job that has only stages.
-        title: name of the steps, for example "GRPO".
+        total: number of steps; 0 if this part of the job has only stages.
+        title: name shown for the steps, for example "GRPO".
         initial: the step from which a resumed run continues.
-        throttle_s: minimum seconds between plain lines, except the first and the last; for short
-            steps, as in SFT.
+        throttle_s: minimum number of seconds between plain lines, except the first and the last;
+            useful for short steps, as in SFT.
         enabled: False shows nothing.
         stream: output stream; None for stdout.
     """
@@ -74,7 +74,7 @@ class Progress:
         fields: Mapping[str, float | str],
         phases: Mapping[str, float] | None = None,
     ) -> None:
-        """Show that `step` is done, with its metrics and the seconds of its phases (a prefix
+        """Show `step` as finished, with its metrics and the seconds spent in its phases (a prefix
         `timing_s/` is removed)."""
         self._state.advance(step, fields, phases or {})
         self._display.updated()
@@ -101,7 +101,7 @@ class Progress:
             self._display.stage_ended(title, time.monotonic() - start, outcome)
 
     def close(self) -> None:
-        """Restore the terminal. The bar stays visible in its last state."""
+        """Restore the terminal. The bar remains visible in its final state."""
         self._display.close()
         atexit.unregister(self.close)
 
@@ -113,7 +113,7 @@ class Progress:
 
 
 class State:
-    """The displayed state: steps done, the last step's metrics, running stages and remaining
+    """The displayed state: finished steps, the last step's metrics, running stages and remaining
     time."""
 
     def __init__(self, total: int, title: str, initial: int = 0) -> None:
@@ -142,8 +142,8 @@ class State:
         self.fields = dict(fields)
 
     def eta_s(self) -> float | None:
-        """Estimate the remaining seconds from the mean duration of recent steps; None if there is
-        no data."""
+        """Estimate the number of remaining seconds from the mean duration of recent steps; None if
+        there is no data."""
         if len(self._marks) < 2 or self._marks[-1][1] <= self._marks[0][1]:
             return None
         first, low = self._marks[0]
@@ -155,8 +155,8 @@ class State:
         return "  ".join(f"{name} {number(value)}" for name, value in self.fields.items())
 
     def phases_text(self) -> str:
-        """Format the step's seconds and its longest phases as `8.1 s: gen 4.2, update_actor
-        2.1`."""
+        """Format the duration of the step and of its longest phases as `8.1 s: gen 4.2,
+        update_actor 2.1`."""
         if self._step_seconds is None:
             return ""
         longest = sorted(self.phases.items(), key=lambda item: -item[1])[:_PHASES_SHOWN]
@@ -164,7 +164,8 @@ class State:
         return f"{self._step_seconds:.1f} s" + (f": {detail}" if detail else "")
 
     def eta_text(self) -> str:
-        """Format the remaining time as `ETA 6 min 29 s`; "" at the end or without an estimate."""
+        """Format the remaining time as `ETA 6 min 29 s`; "" at the end or if there is no
+        estimate."""
         left = self.eta_s()
         return f"ETA {duration(left)}" if left is not None and self.step < self.total else ""
 
@@ -191,7 +192,7 @@ def duration(seconds: float) -> str:
 
 
 class _Display:
-    """A display that shows nothing."""
+    """Base class of the displays. It shows nothing."""
 
     def updated(self) -> None:
         """Called when the state has changed."""
@@ -245,7 +246,8 @@ class _Plain(_Display):
 
 
 class _Live(_Display):
-    """A rich live region: running stages with spinners, the bar, the last step's metrics."""
+    """A live region of the library rich: running stages with spinners, the bar, and the last step's
+    metrics."""
 
     def __init__(self, out: TextIO, state: State) -> None:
         from rich.console import Console

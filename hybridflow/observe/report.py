@@ -1,8 +1,8 @@
 """`report.html`: a self-contained page about a run, built from its folder. It loads no external
 resources, and all text from the run is escaped.
 
-The page reads `status`, `score_before`, `score_after`, `steps` and `wall_time_s` from summary.json,
-or else computes them from the metrics. The rest of the summary is shown unchanged.
+`status`, `score_before`, `score_after`, `steps` and `wall_time_s` are read from summary.json if
+present, or else computed from the metrics. The rest of the summary is shown unchanged.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Fact = tuple[str, str, str]  # label, value, note
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into a run folder and return its path. The page lists files missing from
-    the folder."""
+    """Write `report.html` into a run folder and return its path. The page lists files that are
+    missing from the folder."""
     run = load_run(Path(run_dir))
     path = Path(run_dir) / REPORT_NAME
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -95,10 +95,11 @@ def render(run: RunFolder) -> str:
 
 
 def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], text: str) -> None:
-    """Write a page about a plan, before anything runs.
+    """Write a page about a plan. Nothing needs to have run.
 
     Args:
-        plan: `phases` and `device_bytes` from `Plan.figures()`. text: the plan as a text table.
+        plan: `phases` and `device_bytes` from `Plan.figures()`. text: the plan formatted as a text
+            table.
     """
     groups = [("Plan", pictures(plan["phases"], plan["device_bytes"], {}))]
     page = _page(
@@ -177,7 +178,7 @@ def shown(text: Any) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """Escape control characters in a value. Our own markup stays markup."""
+    """Escape control characters in a value. Our own markup is left unchanged."""
     return type(value)(printable(value)) if isinstance(value, str) else value
 
 
@@ -198,8 +199,8 @@ def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
 
 
 def _plan_pictures(planned: Any) -> list[Drawn]:
-    """Return the pictures for `planned` in summary.json; empty if the run had no plan or the value
-    is malformed."""
+    """Return the pictures for the entry `planned` in summary.json; empty if the run had no plan or
+    the value is malformed."""
     try:
         measured = {}
         for name, pair in planned["seconds"].items():
@@ -217,7 +218,7 @@ def _status(run: RunFolder) -> str:
 
 
 def _accuracy(run: RunFolder, number: int, prefix: str) -> Fact | None:
-    """Return the score of a validation set. For the first set, the summary's values take
+    """Return the score on a validation set. For the first set, values in the summary take
     precedence."""
     points = []
     for step, value in run.points("val", f"{prefix}/score"):
@@ -338,13 +339,13 @@ def _model(run: RunFolder) -> Fact | None:
 
 
 def _flow(run: RunFolder) -> Fact | None:
-    """Return the tile for a flow from a user file."""
+    """Return the tile for a flow that is defined in a user file."""
     path, _, name = str(run.setting("algorithm.flow") or "").rpartition(":")
     return ("Flow", _cut(name), _cut(path)) if path.endswith(".py") else None
 
 
 def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
-    """Return rows (phase, mean seconds over all steps, share of the step)."""
+    """Return rows of (phase, mean seconds over all steps, share of the step)."""
     phases, total = step_phases(run)
     whole = sum(total.values())
     if not whole:
@@ -357,7 +358,8 @@ def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
 
 
 def _outside_rows(run: RunFolder) -> list[tuple[str, str]]:
-    """Return rows (phase, duration) for phases outside steps, for example starting the engines."""
+    """Return rows of (phase, duration) for phases outside of steps, for example starting the
+    engines."""
     rows: list[tuple[str, str]] = []
     for record in run.timeline:
         if record.get("step") is None:

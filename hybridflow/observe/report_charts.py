@@ -176,8 +176,8 @@ def _reward_model(run: RunFolder) -> list[Chart]:
 
 
 def step_phases(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, float]]:
-    """Return the seconds by step of each phase, with `other` for the rest of the step, and the
-    total seconds by step."""
+    """Return the seconds per step spent in each phase, with `other` for the rest of the step, and
+    the total seconds per step."""
     prefix = "timing_s/"
     found: dict[str, list[Point]] = {}
     for name in sorted(run.names("train")):
@@ -205,7 +205,7 @@ def step_phases(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, flo
 
 
 def _from_timeline(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, float]]:
-    """Compute the result of `step_phases` from timeline.jsonl, for a run without these metrics."""
+    """Compute the result of `step_phases` from timeline.jsonl, for runs without timing metrics."""
     sums: dict[str, dict[float, float]] = {}
     for record in run.timeline:
         if isinstance(record.get("step"), int) and "/" not in record["name"]:
@@ -236,7 +236,8 @@ def _accuracy(run: RunFolder, prefix: str) -> Chart:
 
 
 def held_out_title(run: RunFolder, prefix: str) -> str:
-    """Return the title of a validation set's scores, whose metrics start with `prefix`."""
+    """Return the chart title for the scores on a validation set whose metrics start with
+    `prefix`."""
     name = prefix.removeprefix("val").removeprefix("-")
     return ("Held-out accuracy" if is_accuracy(run, prefix) else "Held-out score") + (
         f" of {name}" if name else ""
@@ -244,12 +245,12 @@ def held_out_title(run: RunFolder, prefix: str) -> str:
 
 
 def is_accuracy(run: RunFolder, prefix: str) -> bool:
-    """Return True if every score of the set is 0 or 1, so that their mean is an accuracy."""
+    """Return True if every score of the set is 0 or 1, in which case their mean is an accuracy."""
     return len(run.points("val", f"{prefix}/accuracy")) == len(run.points("val", f"{prefix}/score"))
 
 
 def _reward_extras(run: RunFolder) -> list[Chart]:
-    """Return a chart for each of the reward's extra numbers."""
+    """Return a chart for each extra number returned by the reward."""
     prefix = "reward_extra/"
     end = "/mean"
     charts: list[Chart] = []
@@ -262,7 +263,7 @@ def _reward_extras(run: RunFolder) -> list[Chart]:
 
 def _recorded(run: RunFolder) -> list[Chart]:
     """Return a chart for each number that the flow has recorded, for the sampled score if the flow
-    has replaced it, and for score and KL divergence of further policies."""
+    has replaced it, and for the score and KL divergence of each additional policy."""
     charts = [_one(run, "Score as it was sampled", "critic/sampled_score/mean", "score")]
     end = "/critic/score/mean"
     names = sorted(name for name in run.names("train") if name.endswith(end))
@@ -378,8 +379,8 @@ def _several(
     about: str,
     **settings: Any,
 ) -> Chart:
-    """Return a chart of several training metrics; `names` has a label, metric name and colour for
-    each."""
+    """Return a chart of several training metrics; `names` contains a label, metric name and colour
+    for each."""
     series = []
     for label, name, color in names:
         series.append(Series(label, run.points("train", name), color))
@@ -387,6 +388,6 @@ def _several(
 
 
 def _of(group: str, *parts: str) -> list[tuple[str, str, int]]:
-    """Return the `names` argument of `_several` for statistics of a metric."""
+    """Return the argument `names` of `_several` for the statistics of a metric."""
     colors = {"mean": 0, "max": 1, "min": 2}
     return [(part, f"{group}/{part}", colors[part]) for part in parts]

@@ -1,9 +1,9 @@
-"""Dumps of rollouts and validation answers as parquet: one file per step,
+"""Dumps of rollouts and validation answers in parquet format, one file per step:
 `rollouts/step_000001.parquet`, `validation/step_000000.parquet`.
 
 All columns are optional. Columns in `ROLLOUT_COLUMNS` have a fixed type. Columns in `TOKEN_COLUMNS`
-contain a number for each prompt or response token, as used by the step. Other columns are written
-as text, or as JSON if a value is not text.
+contain one number per prompt or response token, as used in the step. Other columns are written as
+text, or as JSON if a value is not text.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def dump_rollouts(
     rows: Mapping[str, Sequence[Any]] | Iterable[Mapping[str, Sequence[Any]]],
     made_with: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write columns of equal length, or consecutive pieces of them, to a parquet file. The write is
-    atomic.
+    """Write columns of equal length, given whole or in consecutive pieces, to a parquet file. The
+    write is atomic.
 
     Args:
-        made_with: identity of the model and tokenizer, stored in the file's meta.
+        made_with: identity of the model and tokenizer, stored in the file's metadata.
     """
     pieces = [rows] if isinstance(rows, Mapping) else rows
     meta = {MADE_WITH: dict(made_with or {})}

@@ -1,8 +1,8 @@
-"""Reader of run folders for the report. Missing or damaged files, for example after a kill, are
-skipped and listed.
+"""Reader of run folders for the report. Missing or damaged files, for example after a run was
+killed, are skipped and listed.
 
-The folder may come from another user, so no file outside it is read, sizes are limited, and values
-that no run would write are skipped.
+The folder may come from another user, so no file outside the folder is read, sizes are limited, and
+values that no run would write are skipped.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MOST_NUMBER = 1e300
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows selected from one dump, best first."""
+    """Rows selected from one dump, in order of descending score."""
 
     kind: str
     step: int
@@ -70,7 +70,7 @@ class Sample:
 
 @dataclass
 class RunFolder:
-    """The contents of a run folder. `missing` describes missing parts in sentences."""
+    """The contents of a run folder. `missing` contains a sentence about each missing part."""
 
     path: Path
     config_text: str = ""
@@ -84,7 +84,8 @@ class RunFolder:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
     def points(self, phase: str, name: str) -> list[tuple[float, float | None]]:
-        """Return (step, value) of a metric, ordered by step. A step's last record counts."""
+        """Return (step, value) of a metric, ordered by step. If a step has several records, the
+        last one is used."""
         found = {}
         for record in self.metrics:
             if (
@@ -119,8 +120,8 @@ class RunFolder:
         return [value for _, value in self.points(phase, name) if value is not None]
 
     def setting(self, dotted: str) -> Any:
-        """Return the value of a dotted key of config.yaml; None if it is missing, or an implausible
-        number."""
+        """Return the value of a dotted key in config.yaml; None if it is missing or is an
+        implausible number."""
         node: Any = self.config
         for part in dotted.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
@@ -129,7 +130,7 @@ class RunFolder:
         return node if _is_number(node) and abs(node) < _MOST_STEP else None
 
     def size(self, dotted: str) -> int:
-        """Return a setting that is a count, or 1 if it is missing."""
+        """Return the value of a setting that is a count, or 1 if it is missing."""
         found = self.setting(dotted)
         return found if _is_step(found) and found else 1
 
@@ -194,7 +195,7 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records of steps, with non-finite numbers replaced. Metric names are interned."""
+    """Yield the per-step records, with non-finite numbers replaced. Metric names are interned."""
     values = 0
     strange = 0
     names: dict[str, None] = {}
@@ -220,7 +221,8 @@ def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[
 
 
 def _of_numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with only numbers and text, and None for numbers that no chart can show."""
+    """Return the record restricted to numbers and text, with None in place of numbers that no chart
+    can show."""
     kept: dict[str, Any] = {}
     for name, value in record.items():
         if value is None or isinstance(value, str) or _is_number(value):
@@ -251,8 +253,8 @@ def _is_step(value: object) -> bool:
 
 
 def _lost_steps(run: RunFolder) -> Iterator[str]:
-    """Yield a sentence for each kind of record with missing steps. A run that started from another
-    run's dumps may begin at any step."""
+    """Yield a sentence for each kind of record that lacks some steps. A run that started from
+    another run's dumps may begin at any step."""
     first = None if run.setting("trainer.rollouts_from") else 1
     for phase in ("train", "sft", "reward"):
         yield from _gaps(
@@ -281,8 +283,8 @@ def _gaps(name: str, phase: str, steps: Iterable[int], first: int | None) -> Ite
 
 
 def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[dict[str, Any]]:
-    """Return the best and the worst rows by score, half each, best first. Ties prefer different
-    prompts."""
+    """Return the rows with the best and the worst scores, half each, in descending order. Among
+    ties, rows from different prompts are preferred."""
     ranked = sorted(rows, key=_score, reverse=True)
     if len(ranked) <= count:
         return ranked
@@ -308,8 +310,8 @@ def _varied(ranked: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 
 def _samples(folder: Path, kind: str, decode: Decode | None, missing: list[str]) -> list[Sample]:
-    """Read the first, middle and last dump of the rollouts, and the first and last of the
-    validation answers."""
+    """Read the first, middle and last rollout dump, and the first and last dump of validation
+    answers."""
     dumps = list_dumps(folder)
     if not dumps:
         missing.append(f"{kind}/: no dumps")
@@ -330,8 +332,8 @@ def _samples(folder: Path, kind: str, decode: Decode | None, missing: list[str])
 
 
 def _sample(path: Path, kind: str, step: int, decode: Decode | None) -> Sample:
-    """Read selected rows of a dump, and only the scores of the others. Raises DataError if the dump
-    cannot be read."""
+    """Read the selected rows of a dump, and only the scores of all other rows. Raises DataError if
+    the dump cannot be read."""
     if (count := parquet_rows(path)) > _MOST_ROWS:
         raise DataError(f"more than {_MOST_ROWS:,} rows")
     rows: list[dict[str, Any]] = [{"row": number} for number in range(count)]
@@ -371,7 +373,7 @@ def _score(row: Mapping[str, Any]) -> float:
 
 
 def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row that the page shows, with None for a missing or invalid number."""
+    """Return the fields of a row that the page shows, with None for missing or invalid numbers."""
     numbers = {}
     for name in _NUMBERS:
         numbers[name] = row[name] if _is_number(row.get(name)) else None
@@ -412,6 +414,6 @@ def _json(path: Path, meaning: str, missing: list[str]) -> dict[str, Any]:
 
 
 def _require_inside(path: Path) -> None:
-    """Raise ValueError if a file in the run folder is a link to a file outside."""
+    """Raise ValueError if a file in the run folder is a link to a file outside the folder."""
     if not is_inside(path, path.parent):
         raise ValueError(_OUTSIDE)

@@ -43,7 +43,7 @@ class Scale:
 def linear(
     values: Iterable[float], start: float, end: float, include: Iterable[float] = ()
 ) -> Scale:
-    """Return a scale whose ends are round numbers around `values` and `include`."""
+    """Return a scale that covers `values` and `include` and whose ends are round numbers."""
     found = [*values, *include]
     low = min(found)
     high = max(found)

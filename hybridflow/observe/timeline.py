@@ -3,10 +3,10 @@ it.
 
 One line per finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ...,
 "depth": 1}`. Start and end are Unix timestamps; `seconds` comes from a monotonic clock. A nested
-phase is named `outer/inner`, except inside `step`, which spans the whole step. The record of a
-phase that raised has `"error"`, the exception's name. Phases of roles on separate devices overlap,
-and the update of such a critic may extend into the next step; its record has the number of the step
-that it belongs to.
+phase is named `outer/inner`, except inside `step`, which spans the whole step. If a phase raised an
+exception, its record contains the exception's name under `"error"`. The phases of roles on separate
+devices overlap. The update of a critic on separate devices may extend into the next step; its
+record contains the number of the step that it belongs to.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class Timeline:
         return Span(full, outer_step if step is None else step, len(around), self._record)
 
     def step_seconds(self, step: int) -> dict[str, float]:
-        """Return {phase: seconds} of a step's finished phases. Repeated phases are summed."""
+        """Return the seconds spent in each finished phase of a step, keyed by phase. Repeated
+        phases are summed."""
         with self._lock:
             return dict(self._sums.get(step, {}))
 
@@ -102,8 +103,8 @@ class Timeline:
         return {f"timing_s/{name}": seconds for name, seconds in self.step_seconds(step).items()}
 
     def truncate_after(self, step: int) -> None:
-        """Drop phases of later steps. Called on resume, so that repeated steps are recorded
-        once."""
+        """Remove the phases of later steps. Called on resume, so that repeated steps are recorded
+        only once."""
         self._writer.keep(lambda record: record.get("step") is None or record["step"] <= step)
         with self._lock:
             self._sums = {at: sums for at, sums in self._sums.items() if at <= step}
@@ -125,8 +126,8 @@ class Timeline:
 def read_timeline(
     path: str | Path, skipped: list[int] | None = None, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
-    """Return the records of a timeline file, ordered by end. Takes the same arguments and raises
-    the same errors as `read_jsonl`."""
+    """Return the records of a timeline file, ordered by end time. Takes the same arguments and
+    raises the same errors as `read_jsonl`."""
     records: list[dict[str, Any]] = []
     for record in read_jsonl(path, skipped, most_bytes):
         if isinstance(record.get("name"), str) and isinstance(record.get("seconds"), int | float):

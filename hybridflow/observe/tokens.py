@@ -1,5 +1,5 @@
-"""The tokens of a dumped response for the report, with each token's log-prob difference between
-engine and trainer, its weight version, and whether it was sampled."""
+"""The tokens of a dumped response, as shown in the report: for each token, the difference between
+the engine's and the trainer's log-prob, the weight version, and whether it was sampled."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a response. `kind` is its CSS class: `obs` for a token that was not sampled, else
-    `same`, or by how much the trainer's log-prob is higher (`more1` to `more5`) or lower (`less1`
-    to `less5`)."""
+    """A token of a response. `kind` is its CSS class: `obs` if the token was not sampled, `same` if
+    the log-probs agree, or else a class that encodes how much higher (`more1` to `more5`) or lower
+    (`less1` to `less5`) the trainer's log-prob is."""
 
     text: str
     kind: str
@@ -35,16 +35,15 @@ class Token:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A run of consecutive tokens that were sampled by one weight version, or not sampled at
-    all."""
+    """Consecutive tokens that were sampled with the same weight version, or not sampled at all."""
 
     title: str
     tokens: list[Token]
 
 
 def open_decoder(folder: Path) -> Decode | None:
-    """Return a decoder using the tokenizer in a run's `model/` folder, or None if there is no
-    readable one."""
+    """Return a decoder that uses the tokenizer in a run's `model/` folder, or None if there is no
+    readable tokenizer."""
     path = folder / "tokenizer.json"
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
         return None
@@ -52,7 +51,7 @@ def open_decoder(folder: Path) -> Decode | None:
         import tokenizers
     except ImportError:
         logging.getLogger(__name__).warning(
-            "tokenizers is not installed, so the texts of single tokens are omitted"
+            "tokenizers is not installed, so the text of individual tokens is omitted"
         )
         return None
     try:
@@ -78,7 +77,7 @@ def read_stretches(
     path: Path, rows: Sequence[int], decode: Decode | None, most_bytes: int = 1 << 30
 ) -> list[list[Stretch]]:
     """Return the stretches of tokens in these rows of a dump, one list per row. The lists are empty
-    if the dump has no tokens, or more than `most_bytes` of them in a row group."""
+    if the dump contains no tokens, or if a row group contains more than `most_bytes` of them."""
     empty: list[list[Stretch]] = [[] for _ in rows]
     if decode is None:
         return empty
@@ -94,7 +93,7 @@ def read_stretches(
 
 def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
     """Return the text that each token adds to the tokens before it. A character that spans several
-    tokens counts for the last one."""
+    tokens is assigned to the last of them."""
     texts = list[str]()
     start = 0
     shown = ""
@@ -143,7 +142,7 @@ def _stretches(batch: DataProto, row: int, decode: Decode) -> list[Stretch]:
 
 
 def _of_runs(runs: np.ndarray, tokens: int) -> np.ndarray:
-    """Decode runs [value, length] to one value per token. Raises ValueError if the lengths do not
+    """Expand runs [value, length] to one value per token. Raises ValueError if the lengths do not
     match."""
     values, counts = runs.reshape(-1, 2).T
     if (counts < 0).any() or (counts > tokens).any() or counts.sum() != tokens:
