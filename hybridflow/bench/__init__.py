@@ -1,2 +1,2 @@
-"""Benchmark suites for cluster operators: measurements, their results, a regression gate between
+"""Benchmark suites for cluster operators: measurements, results, a regression gate that compares
 two runs, and reports."""

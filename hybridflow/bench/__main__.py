@@ -1,5 +1,5 @@
-"""`python -m hybridflow.bench JOB.json`: runs one entry in this process. Started by `hybridflow
-bench run`."""
+"""`python -m hybridflow.bench JOB.json`: runs a single entry in this process. Started by
+`hybridflow bench run`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.errors import HybridFlowError, StorageError
 
 
 def measure(job: dict[str, Any]) -> Result:
-    """Run a job's entry. Returns its metrics, findings and the parts that were not run."""
+    """Run the entry of a job. Returns its metrics, its findings and the parts that were not run."""
     nodes = tuple(job["nodes"])
     place = Place(job["node"], nodes, Path(job["folder"]), Path(job["local"]))
     entry = find(job["name"])

@@ -1,4 +1,4 @@
-"""Run folders: reading results, baselines per type of machine, and archives."""
+"""Access to run folders: reading of results, baselines for each type of hardware, and archives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARCHIVED = (".json", ".log", ".html", ".prom", ".csv", ".out", ".err")
 
 
 def load(path: Path) -> Result:
-    """Load a result file, or the `result.json` or merged node results in a run's folder.
+    """Load a result file. For a run folder, load its `result.json` or merge its node results.
 
     Raises:
         DataError: there is no result, or it is truncated or not a benchmark result.
@@ -37,7 +37,7 @@ def load(path: Path) -> Result:
 
 
 def load_all(paths: Sequence[Path]) -> list[Result]:
-    """Load results, oldest first. For a folder of runs, load all of its runs.
+    """Load results, oldest first. For a folder that contains several runs, load all of them.
 
     Raises:
         DataError: a result cannot be read, or the results are from several suites.
@@ -56,9 +56,9 @@ def load_all(paths: Sequence[Path]) -> list[Result]:
 
 
 def pooled(runs: Sequence[Result]) -> Result:
-    """Return the last of several runs, with the rounds of all runs in each metric.
+    """Return the last of several runs, but with the rounds of all runs in each metric.
 
-    Differences between runs of the same system then widen the spread.
+    Differences between runs on the same system thus widen the spread.
     """
     by_key: dict[tuple[str, str], list[Metric]] = {}
     for run in runs:
@@ -72,7 +72,7 @@ def pooled(runs: Sequence[Result]) -> Result:
 
 
 def _pooled(same: Sequence[Metric]) -> Metric:
-    """Return the last metric, with the rounds of all."""
+    """Return the last metric, but with the rounds of all metrics."""
     joined: dict[str, Any] = dict.fromkeys(results.REFERENCES)
     for name in results.REFERENCES:
         parts: list[Reference | None] = [getattr(one, name) for one in same]
@@ -90,13 +90,13 @@ def _pooled(same: Sequence[Metric]) -> Metric:
 
 
 def baseline_path(folder: Path, result: Result) -> Path:
-    """Return the file of a suite's baseline on the hardware of `result`."""
+    """Return the path of the suite's baseline for the hardware of `result`."""
     hardware = json.dumps(result.fingerprint["hardware"], sort_keys=True).encode()
     return folder / f"{result.suite}-{hashlib.sha256(hardware).hexdigest()[:12]}.json"
 
 
 def find_baseline(folder: Path, result: Result) -> Result:
-    """Return the baseline to compare `result` with.
+    """Return the baseline with which to compare `result`.
 
     Raises:
         ConfigError: there is no baseline for this hardware. The message lists the existing ones.
@@ -121,7 +121,7 @@ def archive(folder: Path, out: Path) -> Path:
     """Pack a run's results, pages and logs into one compressed file, and return its path.
 
     Raises:
-        ConfigError: the folder is not a run's folder.
+        ConfigError: the folder is not a run folder.
         StorageError: the disk is full or not writable.
     """
     load(folder)
@@ -136,7 +136,7 @@ def archive(folder: Path, out: Path) -> Path:
 
 
 def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Return the archive entry without its owner's name."""
+    """Return the archive entry without the name of its owner."""
     info.uid = 0
     info.gid = 0
     info.uname = ""

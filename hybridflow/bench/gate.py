@@ -1,16 +1,17 @@
-"""Comparison of two runs, and of the nodes of a run, with bootstrap tests of ratios.
+"""Comparison of two runs, and of the nodes in a run, using bootstrap tests of ratios.
 
 The speed of a shared machine varies by a third within minutes. The gate therefore judges the ratio
 of a metric to the limit (or peer) measured in the same rounds. Nodes are compared by the value
 itself, because a slow node also slows its own limits.
 
-The test uses the logarithms of the ratios, the difference of their midmeans (the mean of the inner
-half, which is robust to a few bad rounds and needs fewer rounds than a median), and its bootstrap
-distribution. Neighbouring rounds are drawn together because they share the machine's load. If
-several processes measured a metric, processes are drawn first, because memory placement is the same
-in all rounds of a process but differs between processes. A metric has changed if the difference
-exceeds its bound and the interval excludes zero. The interval's confidence is Bonferroni-corrected
-over all metrics of the comparison, so that many metrics do not add up to a false alarm.
+The test statistic is the difference between the midmeans of the log ratios; a midmean is the mean
+of the inner half, which is robust to a few bad rounds and needs fewer rounds than a median. Its
+distribution is bootstrapped. Neighbouring rounds are drawn together because the machine was under
+the same load. If several processes measured a metric, processes are drawn first, because memory
+placement is the same in all rounds of a process but differs between processes. A metric has changed
+if the difference exceeds its bound and the interval excludes zero. The interval's confidence is
+Bonferroni-corrected over all metrics of the comparison, so that comparing many metrics does not
+raise the rate of false alarms.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ Verdict = Literal[
 
 @dataclass(frozen=True)
 class Change:
-    """A metric in two runs. `change` is the relative change of its cost (0.2: 20% slower), with the
-    interval `low` to `high`."""
+    """A metric in two runs. `change` is the relative change in cost (0.2 means 20% slower), with
+    the confidence interval `low` to `high`."""
 
     name: str
     node: str
@@ -57,7 +58,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A node that is worse than the others in one metric, by `excess` (0.2: 20%)."""
+    """A node that is worse than the others in one metric, by `excess` (0.2 means 20%)."""
 
     node: str
     name: str
@@ -70,8 +71,8 @@ class Outlier:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All changes between two runs, the differences between their machines, and the node outliers
-    of the second run."""
+    """All changes between two runs, the differences between their machines, and the outlier nodes
+    in the second run."""
 
     changes: tuple[Change, ...]
     differences: dict[str, list[str]]
@@ -79,13 +80,13 @@ class Comparison:
 
     @property
     def same_hardware(self) -> bool:
-        """True if the two runs can be judged against each other."""
+        """True if the two runs used the same hardware and can therefore be compared."""
         return "hardware" not in self.differences
 
     @property
     def exit_code(self) -> int:
-        """Exit status: 0 if no metric is slower and no node stands out, 1 otherwise, 3 if nothing
-        was judged because the hardware differs."""
+        """Exit status: 0 if no metric is slower and no node is an outlier, 1 otherwise, 3 if
+        nothing was judged because the hardware differs."""
         if not self.same_hardware:
             return 3
         slower = any(
@@ -95,7 +96,7 @@ class Comparison:
 
 
 def compare(first: Result, second: Result, bound: float | None = None) -> Comparison:
-    """Compare two runs on one machine.
+    """Compare two runs on the same machine.
 
     Args:
         first: the baseline.
@@ -188,8 +189,8 @@ def _verdict(low: float, middle: float, high: float, edge: float) -> Verdict:
 
 
 def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
-    """Return nodes that are worse than the rest in a metric, worst first. If there are two nodes,
-    the worse one is returned."""
+    """Return the nodes that are worse than all others in a metric, starting with the worst. If
+    there are two nodes, the worse one is returned."""
     by_name: dict[str, list[Metric]] = {}
     for metric in result.metrics:
         if metric.node and metric.better != "none" and metric.value > 0:
@@ -234,14 +235,15 @@ def interval(
     seed: int,
     processes: tuple[int, int] = (1, 1),
 ) -> tuple[float, float, float]:
-    """Return (low, middle, high) of the difference of the midmeans. The true difference is beyond
-    each end with probability `alarm`.
+    """Return the ends and the middle (low, middle, high) of a confidence interval for the
+    difference between the midmeans. The true difference is beyond each end with probability
+    `alarm`.
 
     Args:
-        values, baseline: [rounds], in the order of measurement.
+        values, baseline: [rounds], in measurement order.
         alarm: one-sided error probability.
-        seed: makes the result reproducible for the same rounds.
-        processes: number of processes that measured the values and the baseline, each with the same
+        seed: makes the result reproducible for given rounds.
+        processes: number of processes that measured the values and the baseline. Each has the same
             number of rounds.
     """
     generator = np.random.default_rng(seed)
@@ -256,8 +258,8 @@ def interval(
 def _drawn(
     values: np.ndarray, generator: np.random.Generator, processes: int
 ) -> np.ndarray:
-    """Return [DRAWS] midmeans of rounds, drawn in blocks of neighbours (circular block bootstrap)
-    from drawn processes."""
+    """Return [DRAWS] midmeans of resampled rounds. Processes are drawn first, then blocks of
+    neighbouring rounds (circular block bootstrap)."""
     count = len(values) // processes
     block = max(1, round(count ** (1 / 3)))
     starts = generator.integers(0, count, (DRAWS, processes, -(-count // block)))
@@ -271,7 +273,7 @@ def _drawn(
 
 
 def _middles(values: np.ndarray) -> np.ndarray:
-    """Return the means of the inner halves: [draws, rounds] -> [draws]."""
+    """Return the midmean of each draw: [draws, rounds] -> [draws]."""
     quarter = values.shape[1] // 4
     ordered = np.sort(values, axis=1)
     inner: np.ndarray = ordered[:, quarter : values.shape[1] - quarter].mean(axis=1)
@@ -279,8 +281,8 @@ def _middles(values: np.ndarray) -> np.ndarray:
 
 
 def _log_ratios(metric: Metric) -> np.ndarray | None:
-    """Return [rounds] logarithms of the ratio of the metric's cost to the reference's, or None if
-    no reference has as many rounds."""
+    """Return [rounds] log ratios of the metric's cost to the reference's cost, or None if no
+    reference has the same number of rounds."""
     references: tuple[Reference | None, ...] = (
         metric.limit,
         metric.yardstick,
@@ -294,7 +296,7 @@ def _log_ratios(metric: Metric) -> np.ndarray | None:
 
 
 def _costs(metric: Metric, values: tuple[float, ...]) -> np.ndarray:
-    """Convert values in the metric's unit to [rounds] costs, of which lower ones are better."""
+    """Convert values in the metric's unit to [rounds] costs; lower is better."""
     positive = np.maximum(np.asarray(values, dtype=float), 1e-12)
     return positive if metric.better == "lower" else 1 / positive
 

@@ -1,5 +1,5 @@
-"""A self-contained HTML page with the last run of a suite, each metric's history, and node
-outliers."""
+"""A self-contained HTML page that shows the last run of a suite, the history of each metric, and
+outlier nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from hybridflow.observe.charts import Chart, Drawn, Point, Series, draw
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the page for several runs, oldest first. The tables show the last run."""
+    """Return the page for several runs, which are sorted oldest first. The tables show the last
+    run."""
     last = results[-1]
     loader = jinja2.PackageLoader("hybridflow.bench", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True)
@@ -50,7 +51,8 @@ def page(results: Sequence[Result]) -> str:
 def _by_node(
     result: Result, worse: Sequence[Outlier]
 ) -> list[tuple[str, str, list[Any]]]:
-    """Return (name, unit, each node's metric and outlier) for each metric measured per node."""
+    """For each per-node metric, return its name, its unit, and the metric and outlier of each
+    node."""
     marks = {(one.name, one.node): one for one in worse}
     cells = {(one.name, one.node): one for one in result.metrics}
     units = {one.name: one.unit for one in result.metrics if one.node}
@@ -64,7 +66,8 @@ def _by_node(
 
 
 def _history(results: Sequence[Result]) -> list[Drawn]:
-    """Draw each metric over the runs: its share of the limit if it has one, otherwise its value."""
+    """Draw each metric over all runs: as a share of its limit if it has one, otherwise as a
+    value."""
     lines: dict[tuple[str, str], dict[str, list[Point]]] = {}
     for turn, result in enumerate(results, 1):
         for metric in result.metrics:

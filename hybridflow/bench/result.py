@@ -1,8 +1,8 @@
-"""The result of a suite: metrics with all rounds, entries that were not run with the reason, and
-the environment.
+"""The result of a suite: metrics with all their rounds, entries that were not run and why, and the
+environment.
 
 A result is one JSON file that conforms to `result.schema.json`, the published schema next to this
-module. Every change of the schema increments the number in `FORMAT`.
+module. Every change to the schema increments the number in `FORMAT`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ Better = Literal["lower", "higher", "none"]
 
 @dataclass(frozen=True)
 class Reference:
-    """A metric's limit, peer or yardstick, in the metric's unit and measured in the same rounds."""
+    """The limit, peer or yardstick of a metric, in the same unit and measured in the same
+    rounds."""
 
     name: str
     rounds: tuple[float, ...]
@@ -56,13 +57,14 @@ class Metric:
             load.
         better: "lower" or "higher"; "none" if the metric is shown but not judged.
         rounds: values of all rounds except the warm-up.
-        limit: the machine's limit, for example a plain copy of the same bytes.
+        limit: a hardware limit, for example a plain copy of the same bytes.
         peer: another system that does the same work.
-        yardstick: speed of the machine in the same rounds, for metrics without a limit or peer.
-        node: the node that measured it; empty for a metric that belongs to no single node.
-        bound: relative change of the ratio to the reference that counts as a change, 0.05 for 5%.
-        processes: number of processes that measured one after the other, each with the same number
-            of rounds.
+        yardstick: the machine's speed in the same rounds, for metrics without a limit or peer.
+        node: the node that measured it; empty for a metric that does not belong to a single node.
+        bound: smallest relative change in the ratio to the reference that counts as a change; 0.05
+            means 5%.
+        processes: number of processes that measured in sequence, each with the same number of
+            rounds.
     """
 
     measurement: str
@@ -84,19 +86,19 @@ class Metric:
 
     @property
     def spread(self) -> float:
-        """Median distance of a round from the value, relative to the value."""
+        """Median absolute deviation of the rounds from the value, relative to the value."""
         middle = self.value
         distances = [abs(one - middle) for one in self.rounds]
         return statistics.median(distances) / abs(middle) if middle else 0.0
 
     @property
     def share(self) -> float | None:
-        """Achieved share of the limit; 1 is the limit."""
+        """Fraction of the limit that was achieved; 1 means the limit itself."""
         return self._against(self.limit)
 
     @property
     def ratio(self) -> float | None:
-        """Ratio to the peer; above 1 is better than the peer."""
+        """Ratio to the peer; above 1 means better than the peer."""
         return self._against(self.peer)
 
     def _against(self, other: Reference | None) -> float | None:
@@ -135,7 +137,7 @@ def single(
 
 @dataclass(frozen=True)
 class NotRun:
-    """A measurement, or a part of one, that produced no figure, with the reason."""
+    """A measurement, or a part of one, that produced no value, and the reason."""
 
     measurement: str
     why: str
@@ -152,8 +154,8 @@ class Result:
         seconds: duration.
         fingerprint: hardware, software, commit, recipe and placement.
         metrics: metrics of all entries and nodes.
-        not_run: entries without figures.
-        findings: findings of checks, each with node, name, level and what.
+        not_run: entries that produced no values, and why.
+        findings: results of checks, each with node, name, level and what.
     """
 
     suite: str
@@ -170,8 +172,8 @@ class Result:
         return tuple(sorted({metric.node for metric in self.metrics if metric.node}))
 
     def joined(self, parts: Iterable[Result], **changes: Any) -> Result:
-        """Return this result with the entries of others appended. `changes` replace other
-        attributes."""
+        """Return this result with the entries of other results appended. `changes` are new values
+        for other attributes."""
         every = [self, *parts]
         return replace(
             self,
@@ -274,7 +276,7 @@ def _metric(entry: dict[str, Any]) -> Metric:
 
 
 def as_dict(result: Result) -> dict[str, Any]:
-    """Return the file's content: the result, and the values derived from its rounds."""
+    """Return the content of the result file: the result, and the values derived from its rounds."""
     plain = {"format": FORMAT, **asdict(result)}
     for entry, metric in zip(plain["metrics"], result.metrics, strict=True):
         for name in ("value", "spread", "share", "ratio"):
@@ -317,7 +319,8 @@ def fingerprint_of(
 
 
 def differences(one: Result, other: Result) -> dict[str, list[str]]:
-    """Return the differences between two fingerprints by part, each as `key: A → B`."""
+    """Return the differences between two fingerprints, grouped by part, in the form `key: A →
+    B`."""
     found: dict[str, list[str]] = {}
     for part in PARTS:
         first = flat(one.fingerprint.get(part))
@@ -331,7 +334,7 @@ def differences(one: Result, other: Result) -> dict[str, list[str]]:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to values by dotted key."""
+    """Flatten nested mappings to a single mapping with dotted keys."""
     if not isinstance(value, dict):
         return {prefix: value}
     found: dict[str, Any] = {}
@@ -341,7 +344,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def merge(parts: Iterable[Result]) -> Result:
-    """Merge the results of several nodes in one suite.
+    """Merge the results that several nodes produced for one suite.
 
     Raises:
         DataError: the parts are from several suites.

@@ -1,4 +1,4 @@
-"""Interleaved timing of calls, with rounds, warm-up, references and ratios for all measurements."""
+"""Interleaved timing of calls, used by all measurements: rounds, warm-up, references and ratios."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Side:
-    """A reference of a metric: a call that is timed in the same rounds as the metric.
+    """A reference for a metric: a call that is timed in the same rounds as the metric.
 
     Attributes:
         name: shown next to the metric.
         call: timed once per round.
-        scale: ratio of the reference's seconds to the call's; 0.1 for a tenth.
+        scale: the reference's seconds are the measured seconds of `call` multiplied by this factor.
     """
 
     name: str
@@ -29,19 +29,20 @@ class Side:
 
 @dataclass(frozen=True)
 class Timed:
-    """Calls to time in turns. Each of `calls` becomes a metric or, with several peers, one metric
-    per peer.
+    """Calls that are timed in turn. Each of `calls` becomes one metric or, with several peers, one
+    metric per peer.
 
     Attributes:
-        calls: metric name -> call.
-        limit: a limit of the machine, for example a copy of the same bytes.
-        yardstick: a call that shows the machine's current speed.
+        calls: the calls, keyed by metric name.
+        limit: a hardware limit, for example a copy of the same bytes.
+        yardstick: a call that measures the machine's current speed.
         peers: other systems that do the same work.
-        amount: quantity that a call processes, which makes the metric a rate; 0 for seconds.
+        amount: quantity that each call processes, which makes the metric a rate; 0 makes it a
+            duration in seconds.
         unit: the metric's unit.
         better: "none" shows the metric without judging it. By default, lower seconds and higher
             rates are better.
-        bound: relative change that counts as a change.
+        bound: smallest relative change that counts as a change.
     """
 
     calls: Mapping[str, Call]
@@ -54,7 +55,7 @@ class Timed:
     bound: float = 0.05
 
     def sides(self) -> dict[str, Call]:
-        """Return calls and references by name, in the order of the first round."""
+        """Return the calls and references, keyed by name, in the order of the first round."""
         references = [self.limit, self.yardstick, *self.peers]
         return {**self.calls, **{side.name: side.call for side in references if side}}
 
@@ -96,9 +97,10 @@ def interleaved(
     warm_up: int = 1,
     clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time all sides in turns. Returns each side's seconds per round, without the `warm_up` rounds.
+    """Time all sides in turn. Returns the seconds of each side in each round, excluding the
+    `warm_up` rounds.
 
-    Every round runs all sides in a rotating order, so that a disturbance affects all of them.
+    Every round runs all sides in a rotating order, so that disturbances affect all of them alike.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for name in rotated(list(sides), warm_up + rounds):
@@ -126,5 +128,5 @@ def loop() -> int:
 
 
 def loops(count: int) -> Side:
-    """Return `count` Python loops as a yardstick."""
+    """Return a yardstick that consists of `count` Python loops."""
     return Side("Python's own loop", lambda: [loop() for _ in range(count)])

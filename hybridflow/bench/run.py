@@ -1,4 +1,4 @@
-"""Runs a suite: one entry after the other, each in a separate process with its own log."""
+"""Runs a suite: the entries run in sequence, each in a separate process with its own log."""
 
 from __future__ import annotations
 
@@ -51,18 +51,19 @@ class Job:
 
 
 def label_of(name: str) -> str:
-    """Return an entry's name for files and results: `my-mine` for `path/to/my.py:mine`."""
+    """Return the name used for an entry in files and results: `my-mine` for
+    `path/to/my.py:mine`."""
     return Path(name).name.replace(".py:", "-") if is_user_entry(name) else name
 
 
 def run(job: Job, say: Callable[[str], None] = print) -> Result:
     """Run a suite, and write its result after each entry.
 
-    The file is `result.json`, or `nodes/NODE.json` if several nodes participate. For an entry that
-    fails, times out or needs a missing device, the result contains the reason.
+    The file is `result.json`, or `nodes/NODE.json` if several nodes participate. If an entry fails,
+    times out or needs a missing device, the result contains the reason.
 
     Raises:
-        ConfigError: no such suite, entry or setting.
+        ConfigError: there is no such suite, entry or setting.
         StorageError: the folder's disk is full.
     """
     entries = {name: find(name) for name in chosen(job.what)}
@@ -107,7 +108,7 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
 
 
 def _without(job: Job, name: str, why: str) -> Result:
-    """Return a result that contains only the reason."""
+    """Return a result without metrics that contains only the reason."""
     not_run = NotRun(label_of(name), why, job.node)
     return Result(
         label_of(name), "", 0.0, results.fingerprint_of({}), not_run=(not_run,)
@@ -171,10 +172,10 @@ def finish(
 ) -> int:
     """Run a command and return its exit status.
 
-    On a timeout or an interrupt, all processes of its session are killed.
+    On a timeout or interrupt, all processes in its session are killed.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer than `limit_s`.
+        subprocess.TimeoutExpired: the command took longer than `limit_s`.
     """
     with subprocess.Popen(
         words,

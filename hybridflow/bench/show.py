@@ -33,12 +33,12 @@ _HELP = {
 
 
 def number(value: float | None) -> str:
-    """Format with four digits; empty for None."""
+    """Format a number with four digits; empty for None."""
     return "" if value is None else f"{value:.4g}"
 
 
 def row(metric: Metric) -> tuple[str, ...]:
-    """Return a metric's table row."""
+    """Return the table row for a metric."""
     share = metric.share
     ratio = metric.ratio
     return (
@@ -55,7 +55,7 @@ def row(metric: Metric) -> tuple[str, ...]:
 
 
 def table(result: Result) -> str:
-    """Format the result for a terminal: metrics, gaps, findings, and nodes that stand out."""
+    """Format the result for a terminal: metrics, gaps, findings, and outlier nodes."""
     nodes = ", ".join(result.nodes) or "one node"
     lines = [f"{result.suite}, {result.started}, {result.seconds:.0f} s, {nodes}", ""]
     lines += _aligned([COLUMNS, *map(row, result.metrics)])
@@ -67,7 +67,7 @@ def table(result: Result) -> str:
 
 
 def sentence(outlier: Outlier) -> str:
-    """Describe how a node that stands out is worse than the others."""
+    """Describe in a sentence how an outlier node is worse than the others."""
     return (
         f"node {outlier.node} stands out: {outlier.name} is {outlier.excess:.0%} worse than the "
         f"other nodes' ({number(outlier.value)} against {number(outlier.others)} {outlier.unit}; "
@@ -130,7 +130,7 @@ def verdict(found: Comparison) -> str:
 
 
 def prometheus(result: Result) -> str:
-    """Format values, shares and node outliers for the node exporter's textfile collector."""
+    """Format values, shares and outlier nodes for the node exporter's textfile collector."""
     shares = [(one, one.share) for one in result.metrics]
     families: dict[str, list[tuple[Metric | Outlier, float]]] = {
         "value": [(one, one.value) for one in result.metrics],

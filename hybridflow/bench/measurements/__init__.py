@@ -1,1 +1,1 @@
-"""Built-in measurements, one per file. A file is named after its measurement."""
+"""Built-in measurements, one per file. Each file is named after its measurement."""

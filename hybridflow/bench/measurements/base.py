@@ -1,8 +1,8 @@
-"""Benchmark entries: functions that yield calls to time, with the conditions under which they run.
+"""Benchmark entries: functions that yield calls to time, and the conditions under which they run.
 
-An entry is a file in this package, a file in the checkout's `benchmarks/`, or
-`path/to/file.py:name`. Each runs in a separate process under the conditions of
-`hybridflow.bench.run`, so that it does not affect the next one and is ended if it hangs.
+An entry is defined in a file in this package, a file in the checkout's `benchmarks/`, or
+`path/to/file.py:name`. `hybridflow.bench.run` runs each entry in a separate process, so that it
+does not affect the next one and can be killed if it hangs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Place:
-    """The node and folders of a measurement.
+    """The nodes and folders that a measurement uses.
 
     Attributes:
         node: this node's name in `nodes`.
-        nodes: all participating nodes, in the same order everywhere.
-        folder: the run's folder, shared by all nodes.
+        nodes: all participating nodes, in the same order on every node.
+        folder: the run folder, shared by all nodes.
         local: a folder on the node's local disk.
         timeout_s: maximum wait for another node.
     """
@@ -56,7 +56,8 @@ class Place:
     timeout_s: float = 60.0
 
     def meet(self, name: str) -> None:
-        """Wait until every node has arrived. All nodes return within a few hundredths of a second.
+        """Barrier: wait until every node has arrived. All nodes return within a few hundredths of a
+        second of each other.
 
         Raises:
             ResourceError: a node did not arrive within `timeout_s`.
@@ -71,7 +72,7 @@ class Place:
         ]:
             if time.monotonic() > deadline:
                 raise ResourceError(
-                    f"{', '.join(missing)} did not arrive at {name} within {self.timeout_s:.0f} s; "
+                    f"{', '.join(missing)} did not reach {name} within {self.timeout_s:.0f} s; "
                     f"check that each node is up and can access {self.folder}"
                 )
             time.sleep(_POLL_S)
@@ -87,19 +88,20 @@ class Measurement:
 
     Attributes:
         run: called with the place and the entry's settings (keyword arguments with defaults).
-            Yields calls to time, metrics, parts that could not be measured, findings of checks
-            (`name`, `level`, `what`), and `recipe`, a hash.
-        suites: suites that include the entry.
+            Yields calls to be timed, metrics, parts that could not be measured, findings (`name`,
+            `level`, `what`), and `recipe`, a hash.
+        suites: names of the suites that include the entry.
         summary: one-line description.
         per_node: if True, all nodes run it at the same time; otherwise only the first node does.
         needs_gpu: if True, skip it without a GPU and report that in the result. Each call is timed
             until the device has finished.
-        timeout_s: time after which its process is ended.
-        processes: number of processes that measure one after the other. Their rounds are judged
-            together. With several nodes there is one process on each.
+        timeout_s: time limit, after which its process is killed.
+        processes: number of processes that measure in sequence. Their rounds are judged together.
+            With several nodes, there is one process on each.
         rounds: rounds per process, without the `warm_up` rounds.
         warm_up: number of discarded rounds.
-        cpu_time: measure the process's CPU time, which other load on the machine affects less.
+        cpu_time: measure the process's CPU time, which is less affected by other load on the
+            machine.
     """
 
     run: Run
@@ -116,7 +118,7 @@ class Measurement:
     def measure(
         self, place: Place, settings: Sequence[str]
     ) -> Iterable[Metric | NotRun | dict[str, str]]:
-        """Run the entry. Times the calls that it yields, and passes on everything else."""
+        """Run the entry. Times the calls that it yields and passes everything else through."""
         # with several nodes there is one process
         several = self.processes > 1 and len(place.nodes) > 1
         rounds = ROUNDS if several else self.rounds
@@ -131,10 +133,10 @@ class Measurement:
                 yield one
 
     def settings(self, words: Sequence[str]) -> dict[str, Any]:
-        """Parse `key=value` words to keyword arguments of `run`.
+        """Parse words of the form `key=value` as keyword arguments of `run`.
 
         Raises:
-            ConfigError: no such setting, or a value of the wrong type.
+            ConfigError: there is no such setting, or a value is of the wrong type.
         """
         parameters = list(inspect.signature(self.run).parameters.values())[1:]
         known = {parameter.name: parameter.default for parameter in parameters}
@@ -176,10 +178,10 @@ MEASUREMENTS: Registry[Measurement] = Registry(
 
 
 def measurement(name: str, *suites: str, **attributes: Any) -> Callable[[Run], Run]:
-    """Register a function as the measurement `name`, with `attributes` of `Measurement`.
+    """Register a function as the measurement `name`. `attributes` are those of `Measurement`.
 
     Raises:
-        ConfigError: no such suite.
+        ConfigError: there is no such suite.
     """
     if unknown := set(suites) - set(SUITES):
         raise ConfigError(
@@ -196,16 +198,17 @@ def measurement(name: str, *suites: str, **attributes: Any) -> Callable[[Run], R
 
 
 def comparisons() -> dict[str, Path]:
-    """Return the entries in a checkout's `benchmarks/` by name; empty for an installed package."""
+    """Return the entries in the checkout's `benchmarks/`, keyed by name; empty for an installed
+    package."""
     folder = Path(__file__).resolve().parents[3] / "benchmarks"
     return {path.stem: path for path in sorted(folder.glob("*.py"))}
 
 
 def find(name: str) -> Measurement:
-    """Return the entry with a name or at `path/to/file.py:name`.
+    """Return the entry with this name, or the entry at `path/to/file.py:name`.
 
     Raises:
-        ConfigError: no such entry. The message suggests the nearest name.
+        ConfigError: there is no such entry. The message suggests the nearest name.
     """
     if path := comparisons().get(name):
         root = str(path.parents[1])
@@ -216,10 +219,10 @@ def find(name: str) -> Measurement:
 
 
 def chosen(what: str) -> list[str]:
-    """Return the names of a suite's entries, or the name of one entry.
+    """Return the names of all entries in a suite, or the name of a single entry.
 
     Raises:
-        ConfigError: no such suite or entry. The message suggests the nearest name.
+        ConfigError: there is no such suite or entry. The message suggests the nearest name.
     """
     if what in SUITES:
         return [

@@ -1,4 +1,4 @@
-"""Writing, syncing and hashing of checkpoint files."""
+"""Measures writing, syncing and hashing of checkpoint files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ BYTES = 32 << 20
 
 @measurement("checkpoints", "micro", rounds=15)
 def checkpoints(place: Place) -> Iterator[Timed]:
-    """saving, syncing and hashing a safetensors file of 32 MiB, against a plain write and fsync"""
+    """saving, syncing and hashing of a 32 MiB safetensors file, compared with a plain write and
+    fsync"""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""The checks of `hybridflow doctor` on each node, and checks between nodes."""
+"""Runs the checks of `hybridflow doctor` on each node, and checks between nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives between two processes on one node."""
+"""Measures collectives between two processes on one node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def collectives(place: Place) -> Iterator[Timed]:
 
 
 def _follow(store: str) -> None:
-    """Run the second rank: the same calls in the same order."""
+    """Run the second rank, which makes the same calls in the same order."""
     for case in _cases(1, store):
         interleaved(case.sides(), ROUNDS, WARM_UP)
 

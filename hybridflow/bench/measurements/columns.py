@@ -1,4 +1,5 @@
-"""Joining and reordering of batch columns, against a copy of the same bytes."""
+"""Measures concatenation and reordering of batch columns, compared with a copy of the same
+bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ TOKENS = 2_000_000
     cpu_time=True,
 )
 def columns(place: Place) -> Iterator[Timed]:
-    """concat and reorder of a jagged batch of 32 MB, against a copy of its bytes"""
+    """concatenation and reordering of a 32 MB jagged batch, compared with a copy of its bytes"""
     random = np.random.default_rng(1)
     cuts = np.sort(random.integers(0, TOKENS, ROWS - 1))
     offsets = np.concatenate([[0], cuts, [TOKENS]])

@@ -1,4 +1,4 @@
-"""Speed of a node's cores and of its memory."""
+"""Measures the speed of a node's cores and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speed of the node's local disk and of the folder shared by all nodes."""
+"""Measures the speed of a node's local disk and of the folder shared by all nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ FILES = 20
 
 @measurement("disk", "preflight", per_node=True, rounds=9)
 def disk(place: Place) -> Iterator[Timed]:
-    """writes with fsync, and small files, on the node's local disk and in the shared folder"""
+    """writes with fsync, and writes of small files, on the node's local disk and in the shared
+    folder"""
     data = os.urandom(BYTES)
     shared = place.folder / "disk" / (place.node or "node")
     shared.mkdir(parents=True, exist_ok=True)

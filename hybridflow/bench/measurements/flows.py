@@ -1,4 +1,4 @@
-"""The driver's overhead of running a flow, measured with workers that compute nothing."""
+"""Measures the driver's overhead for running a flow, using workers that compute nothing."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ MOST_MS = 5.0
 
 @measurement("flows", "micro", processes=2)
 def flows(place: Place) -> Iterator[Metric]:
-    """CPU time that running a flow adds to a step of 512 samples: queue, checks and timeline,
-    without the calls, whose workers return immediately"""
+    """CPU time that the flow machinery (queue, checks, timeline) adds to a step of 512 samples; the
+    workers return immediately"""
     for name, estimator in FLOWS.items():
         sides = _sides(_Workers(_config(estimator)), str(place.local / f"{name}.jsonl"))
         seconds = interleaved(sides, rounds=ROUNDS, warm_up=2, clock=time.process_time)
@@ -73,7 +73,7 @@ def _config(estimator: str) -> RunConfig:
 
 
 async def _followed(workers: _Workers, timeline: str) -> None:
-    """Run all steps through the flow that the settings select."""
+    """Run all steps with the flow selected by the settings."""
     from hybridflow.observe.progress import Progress
     from hybridflow.trainer.run import FlowRun, Trainer
 
@@ -144,7 +144,7 @@ class _Workers:
         return batch
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """Return the columns that the method writes."""
+        """Return the columns that the method computes."""
         from hybridflow.batch import DataProto
         from hybridflow.dispatch import method_spec
 
@@ -172,9 +172,9 @@ class _Workers:
 
 
 def _trainer(workers: _Workers, timeline: str) -> SimpleNamespace:
-    """Return the parts of a trainer that a flow uses, with a real queue and timeline.
+    """Return a trainer reduced to the parts that a flow uses, with a real queue and timeline.
 
-    Records and checkpoints are omitted, because they are the same for each algorithm.
+    Records and checkpoints are omitted, because they are the same for every algorithm.
     """
     from hybridflow.config import derived
     from hybridflow.observe.timeline import Timeline

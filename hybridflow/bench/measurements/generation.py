@@ -1,5 +1,5 @@
-"""An engine's tokens per second: by concurrency and length, with and without its prefix cache, and
-with a long tail."""
+"""Measures an engine's throughput for several concurrencies and lengths, with and without its
+prefix cache, and for lengths with a long tail."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TAIL = [12, 16, 20, 24, 28, 32, 32, 36, 40, 48, 56, 64, 80, 112, 176, 300]
 
 @measurement("generation", "rollout", timeout_s=400, rounds=6)
 def generation(place: Place) -> Iterator[Timed]:
-    """tokens per second of an engine with a small dense model, by concurrency and length, prefix
-    cache, long tail"""
+    """tokens per second of an engine with a small dense model: by concurrency and length, with a
+    prefix cache, and with a long tail"""
     from hybridflow.config.schema import RolloutConfig, SamplingConfig
     from hybridflow.engines.base import ENGINES
     from hybridflow.engines.spec import EngineSpec
@@ -56,7 +56,7 @@ def generation(place: Place) -> Iterator[Timed]:
         engine.generate([prompt() for _ in lengths], SamplingConfig(), max(lengths))
 
     def tail() -> None:
-        """Generate one request of each length, all concurrently."""
+        """Submit one request of each length, all concurrently."""
         with ThreadPoolExecutor(len(TAIL)) as pool:
             list(pool.map(lambda length: generate([length]), TAIL))
 

@@ -1,4 +1,5 @@
-"""The kernels of `hybridflow_kernels` on one GPU, against torch and the machine's limits."""
+"""Measures the kernels in `hybridflow_kernels` on one GPU, compared with torch and the hardware
+limits."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ HIDDEN = 4096
     "gpu_kernels", "micro", needs_gpu=True, timeout_s=300.0, rounds=7, warm_up=2
 )
 def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
-    """weight messages, checksum, fp8, GAE and log-probabilities, against torch and a limit"""
+    """weight messages, checksum, fp8, GAE and log-probabilities, compared with torch and a hardware
+    limit"""
     import torch
 
     from hybridflow.device.platform import Platform
@@ -40,7 +42,8 @@ def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
 
 
 def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
-    """Return memory-bound operations by name, each with the minimum bytes read and written."""
+    """Return the memory-bound operations, keyed by name, each with the minimum number of bytes read
+    and written."""
     import torch
 
     from hybridflow_kernels.digest import digest
@@ -85,7 +88,8 @@ def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
 
 
 def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
-    """Yield forward, top logits and gradients, each against the bare matrix products."""
+    """Yield the forward pass, the top logits and the gradients, each compared with the bare matrix
+    products."""
     import torch
 
     from hybridflow_kernels.linear_log_probs import Upstream, gradients, partial_sums
@@ -137,7 +141,7 @@ def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
 
 
 def _in_torch(call: Callable[[], object]) -> Call:
-    """Wrap the call so that every operation uses its torch implementation."""
+    """Wrap a call so that every operation uses its torch implementation."""
     from hybridflow_kernels import digest, fp8_cast, linear_log_probs, scans, slices
 
     modules: list[Any] = [digest, fp8_cast, linear_log_probs, scans, slices]

@@ -1,5 +1,5 @@
-"""Bandwidth from each node to its neighbours, with all nodes sending at the same time. Uses
-loopback on a single node."""
+"""Measures the bandwidth from each node to its neighbours while all nodes send at the same time. A
+single node uses loopback."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def links(place: Place) -> Iterator[Timed]:
 
 
 def _serve(listener: socket.socket) -> None:
-    """Read each connection to the end in a thread, then reply with one byte."""
+    """Accept connections. A thread reads each of them to the end and then replies with one byte."""
     buffer = bytearray(CHUNK)
     while True:
         try:
@@ -83,7 +83,7 @@ def _read(connection: socket.socket, buffer: bytearray) -> None:
 
 
 def _send(address: str, port: int, node: str) -> None:
-    """Send the data. Returns once the other end has read everything."""
+    """Send the data. Returns once the receiver has read everything."""
     chunk = bytes(CHUNK)
     try:
         with socket.create_connection(

@@ -1,4 +1,4 @@
-"""Log-probabilities of target tokens over a vocabulary."""
+"""Measures the computation of target tokens' log-probabilities over a vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ VOCAB = 8192
     cpu_time=True,
 )
 def log_probs(place: Place) -> Iterator[Timed]:
-    """log-probabilities of 256 tokens over a vocabulary of 8,192, against a bare matrix product"""
+    """log-probabilities of 256 tokens over a vocabulary of 8,192, compared with a bare matrix
+    product"""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Packing of micro-batches under a token budget, and balancing over ranks."""
+"""Measures packing of micro-batches under a token budget, and balancing across ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RANKS = 64
 
 @measurement("packing", "micro", processes=PROCESSES, cpu_time=True)
 def packing(place: Place) -> Iterator[Timed | Metric]:
-    """packing of 512 sequences into micro-batches and balancing of 8,192 over 64 ranks: seconds and
-    evenness"""
+    """packing of 512 sequences into micro-batches and balancing of 8,192 sequences across 64 ranks:
+    duration and evenness"""
     random = np.random.default_rng(13)
     few = np.clip(random.lognormal(8.0, 0.6, 512), 32, BUDGET).astype(np.int64)
     many = np.clip(random.lognormal(7.2, 0.8, 8192), 32, BUDGET).astype(np.int64)

@@ -11,8 +11,8 @@ from hybridflow.bench.rounds import Timed, loops
 
 @measurement("planner", "micro", processes=PROCESSES, rounds=3, cpu_time=True)
 def planner(place: Place) -> Iterator[Timed | Metric]:
-    """a plan for Qwen3-30B-A3B from 16 ranks to 8: seconds to plan, prove and simulate, slices,
-    evenness of links"""
+    """a transfer plan for Qwen3-30B-A3B from 16 ranks to 8: seconds to plan, verify and simulate,
+    number of slices, evenness across links"""
     from hybridflow.models.layout import ParallelShape
     from hybridflow.reshard import report
     from hybridflow.reshard.engine_layouts import EngineShape

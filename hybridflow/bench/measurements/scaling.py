@@ -1,4 +1,4 @@
-"""Scaling of steps with the number of processes."""
+"""Measures how steps scale with the number of processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MOST_CONTROLLED = (
 
 @measurement("scaling", "scale", timeout_s=540)
 def scaling(place: Place) -> Iterator[Metric | NotRun]:
-    """the tiny recipe's steps with 1, 2, ... data-parallel ranks, up to the number of cores: tokens
-    per second, efficiency, and the controller's share"""
+    """steps of the tiny recipe with 1, 2, ... data-parallel ranks, up to the number of cores:
+    tokens per second, efficiency, and the controller's share of the time"""
     alone = None
     ranks = 1
     while ranks <= len(os.sched_getaffinity(0)):

@@ -1,4 +1,4 @@
-"""Complete reinforcement-learning steps with the tiny recipe, in one process."""
+"""Measures complete reinforcement learning steps of the tiny recipe in one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SETTINGS = (
 
 @measurement("steps", "full", timeout_s=540)
 def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
-    """GRPO steps with the tiny recipe, by phase, and time to the end of the first step"""
+    """GRPO steps of the tiny recipe: time per phase, and time until the first step has finished"""
     seconds: dict[str, list[float]] = defaultdict(list)
     loops = []
     rate = []
@@ -76,11 +76,11 @@ def _with_loops(
 def train(
     place: Place, name: str, words: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], float]:
-    """Run the recipe. Returns the steps' records, and the seconds from the command to the end of
-    the first step.
+    """Run the recipe. Returns the per-step records, and the seconds from the start of the command
+    to the end of the first step.
 
     Raises:
-        ResourceError: the run failed. The message includes its last line of output.
+        ResourceError: the run failed. The message includes the last line of its output.
     """
     command = [sys.executable, "-P", "-m", "hybridflow.cli.main", "train"]
     command += [

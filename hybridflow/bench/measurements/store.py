@@ -1,4 +1,4 @@
-"""Transfer of batches through Ray's object store."""
+"""Measures the transfer of batches through Ray's object store."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TOKENS = 32_768
 
 
 class Echo:
-    """A worker that returns its argument; every rank is a data-parallel rank."""
+    """A worker that returns its argument. Every rank is a data-parallel rank."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 
     def mesh_position(self) -> MeshPosition:
-        """Return the rank as the data-parallel rank."""
+        """Return the mesh position, in which the data-parallel rank equals the rank."""
         return MeshPosition(self.context.rank, self.context.world_size, True)
 
     @register(Dispatch.DP, writes=("response_ids",))
@@ -34,7 +34,7 @@ class Echo:
 
 @measurement("store", "micro", timeout_s=120, warm_up=10)
 def store(place: Place) -> Iterator[Timed]:
-    """round trip of a 16 MiB batch to two ranks through Ray's object store, against a copy"""
+    """round trip of a 16 MiB batch to two ranks through Ray's object store, compared with a copy"""
     from hybridflow.config.schema import ClusterConfig
     from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 

@@ -1,4 +1,4 @@
-"""Training steps of one rank, against bare matrix products."""
+"""Measures training steps on one rank, compared with bare matrix products."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ PRODUCTS = 10
 
 @measurement("training", "train", timeout_s=240, warm_up=3)
 def training(place: Place) -> Iterator[Timed | Metric]:
-    """a supervised update of a small dense model: tokens per second, and its share of this
-    machine's matrix peak"""
+    """supervised update of a small dense model: tokens per second, and fraction of this machine's
+    peak matrix throughput"""
     import torch
 
     from hybridflow.device.platform import Platform
@@ -83,7 +83,7 @@ def training(place: Place) -> Iterator[Timed | Metric]:
 
 
 def _policy(platform: Any) -> Any:
-    """Return a random policy with its optimizer on one rank."""
+    """Return a randomly initialized policy and its optimizer on one rank."""
     from hybridflow.config.schema import OptimConfig, ParallelConfig
     from hybridflow.mcore import parallel
     from hybridflow.mcore.policy import Policy
@@ -112,7 +112,7 @@ def _policy(platform: Any) -> Any:
 
 
 def _batch() -> Any:
-    """Return sequences that are half prompt, half response."""
+    """Return a batch of sequences that are half prompt, half response."""
     from hybridflow.batch import DataProto, Jagged
 
     random = np.random.default_rng(0)
@@ -125,10 +125,10 @@ def _batch() -> Any:
 
 
 def _flops() -> float:
-    """Return the operations of all matrix products in an update, three times those of the forward
-    pass.
+    """Return the number of floating-point operations in the matrix products of an update, which is
+    three times that of the forward pass.
 
-    Causal attention counts as half. The output head is counted for response tokens only.
+    Causal attention is counted as half. The output head is counted only for response tokens.
     """
     hidden = MODEL["hidden_size"]
     heads = MODEL["num_attention_heads"]

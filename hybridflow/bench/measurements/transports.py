@@ -1,4 +1,5 @@
-"""The transport `tcp` between two threads, against a bare socket with the same messages."""
+"""Measures the transport `tcp` between two threads, compared with a bare socket that sends the same
+messages."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ MESSAGES = 48
 
 @measurement("transports", "micro", warm_up=2)
 def transports(place: Place) -> Iterator[Timed]:
-    """messages of 1 MiB over the tcp transport, against a bare socket"""
+    """1 MiB messages over the tcp transport, compared with a bare socket"""
     import torch
 
     from hybridflow.process.rendezvous import master_store
@@ -71,7 +72,7 @@ def transports(place: Place) -> Iterator[Timed]:
 
 
 def _together(other: Call, own: Call) -> None:
-    """Run `other` in a thread and `own` in this one."""
+    """Run `other` in a new thread and `own` in the current one."""
     thread = threading.Thread(target=other)
     thread.start()
     own()
