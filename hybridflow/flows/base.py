@@ -13,8 +13,8 @@ Calling a role queues the call for its devices immediately and returns an awaita
 that share devices run in call order; calls on other devices run concurrently. A role that the run
 does not have (no KL term, no reward model) computes nothing and adds no column.
 
-After ranks are lost, and in a resumed run, the flow is started again, and its steps continue after
-the last checkpoint. Local variables are lost, and code outside of the loop runs again. Store values
+When ranks are lost or a run is resumed, the flow is restarted, and its steps continue after the
+last checkpoint. Local variables are lost, and code outside the loop is re-executed. Store values
 that must survive in `run.state`.
 """
 
@@ -41,14 +41,14 @@ Body = Callable[["Run"], Coroutine[Any, Any, None]]
 
 
 class Reference(Protocol):
-    """The policy at the start of the run, or another model: the anchor of KL terms."""
+    """The reference model for KL terms: the initial policy, or another model."""
 
     def log_probs(self, batch: DataProto) -> Awaitable[DataProto]:
         """Return the batch with ref_log_probs."""
 
 
 class Teacher(Protocol):
-    """A model whose token distribution the policy learns."""
+    """A model whose token distribution the policy learns to match."""
 
     def log_probs(self, batch: DataProto) -> Awaitable[DataProto]:
         """Return the batch with the teacher's log-probs of the sampled tokens, or of its most
@@ -97,8 +97,9 @@ class Policy(Protocol):
 
 
 class FurtherPolicy(Policy, Protocol):
-    """A policy of `roles` in the configuration, `run.NAME`. Its `log_probs` also adds ref_log_probs
-    of its initial weights if its loss or estimator reads them."""
+    """An additional policy, defined under `roles` in the configuration and available as `run.NAME`.
+    If its loss or estimator needs them, `log_probs` also adds ref_log_probs computed with its
+    initial weights."""
 
     def advantages(self, batch: DataProto) -> DataProto:
         """Return the batch with advantages computed from its scores (`algorithm.adv_estimator`)."""
@@ -127,7 +128,7 @@ class Run(Protocol):
 
     @property
     def reference(self) -> Reference:
-        """The anchor of KL terms."""
+        """The reference model for KL terms."""
 
     @property
     def reward_model(self) -> RewardModel:
@@ -138,7 +139,7 @@ class Run(Protocol):
         """A model that the policy learns from."""
 
     def __getattr__(self, name: str) -> FurtherPolicy:
-        """Return a further policy by name."""
+        """Return the additional policy with this name."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -163,7 +164,7 @@ class Run(Protocol):
         greedy answer to each prompt."""
 
     def all(self, *calls: Awaitable[DataProto]) -> Awaitable[DataProto]:
-        """Wait for all calls, and return their common batch with the columns of all of them."""
+        """Wait for all calls, and return one batch with the columns of all their results."""
 
     def advantages(self, batch: DataProto, of: str = "scores") -> DataProto:
         """Return the batch with advantages and, with a critic, returns (`algorithm.adv_estimator`).
@@ -175,8 +176,8 @@ class Run(Protocol):
         in the batch, because every step has the same number of rows."""
 
     def later(self, update: Awaitable[None]) -> None:
-        """Let an update of a critic with separate devices continue beyond this step. Its metrics,
-        its next call and checkpoints wait for it."""
+        """Let an update of a critic on separate devices continue beyond this step. The critic's
+        metrics, its next call and checkpoints wait until it has finished."""
 
     def sync(self) -> Awaitable[None]:
         """Send the weights of all policies updated in this step to their engines."""

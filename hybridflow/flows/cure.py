@@ -1,6 +1,6 @@
 """CURE (arXiv 2506.03136): a coder and a tester that improve each other. The policy writes programs
-for the tasks of the dataset, and the tester unit tests for the same tasks; each program is run on
-each unit test of its task."""
+for the tasks in the dataset, and the tester writes unit tests for the same tasks. Each program is
+run on every unit test for its task."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ what the program prints
 
 @dataclass(frozen=True)
 class Options:
-    """`prompt`: what the tester is asked; {task} stands for the last message of the task.
-    `test_timeout_s`: wall clock limit of a program on a unit test."""
+    """`prompt`: the request to the tester, in which {task} stands for the last message of the task.
+    `test_timeout_s`: wall-clock limit for running a program on a unit test."""
 
     prompt: str = _REQUEST
     test_timeout_s: Positive = 6.0
@@ -42,8 +42,8 @@ class Options:
 
 @flow("cure", roles=("policy", "reference", "tester"), options=Options)
 async def cure(run: Run) -> None:
-    """A program is rewarded by the ground-truth tests (the verifier's score, at least 1 if it
-    passes all), a unit test by telling right programs from wrong ones."""
+    """Reward programs for passing the ground-truth tests (the verifier's score, at least 1 if all
+    pass), and unit tests for distinguishing correct programs from wrong ones."""
     with ProgramRuns(run.options.test_timeout_s) as runs:
         async for _ in run.steps():
             programs = await run.samples()
@@ -64,7 +64,7 @@ async def cure(run: Run) -> None:
 
 
 def requests(programs: DataProto, prompt: str) -> list[str]:
-    """What the tester is asked, for each task in the order of the batch."""
+    """Return the request to the tester for each task, in batch order."""
     _, first = np.unique(programs["uid"], return_index=True)
     tasks = [messages[-1]["content"] for messages in programs["prompt"][first]]
     return [prompt.replace("{task}", task) for task in tasks]
@@ -73,8 +73,8 @@ def requests(programs: DataProto, prompt: str) -> list[str]:
 async def judged(
     programs: DataProto, tests: DataProto, runs: ProgramRuns
 ) -> tuple[np.ndarray, Mapping[str, float]]:
-    """The rewards [B] of the unit tests, and metrics: means of `rewards_of`, and judged_tasks, the
-    share of tasks with right and wrong programs."""
+    """Return the rewards [B] of the unit tests, and metrics: the means of those from `rewards_of`,
+    and judged_tasks, the fraction of tasks with both correct and wrong programs."""
     texts = programs["response_text"]
     read = objects([unit_test_of(text) for text in tests["response_text"]])
     tasks = rows_by_task(programs, tests)
@@ -93,7 +93,8 @@ async def judged(
 
 
 def rows_by_task(programs: DataProto, tests: DataProto) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The rows of each task's programs, and those of its unit tests, which are in its order."""
+    """Return the rows of the programs and of the unit tests for each task. The uid of a unit test
+    is the index of its task."""
     tasks = np.unique(programs["uid"], return_inverse=True)[1]
     return [
         (np.flatnonzero(tasks == task), np.flatnonzero(tests["uid"] == task))
@@ -104,8 +105,9 @@ def rows_by_task(programs: DataProto, tests: DataProto) -> list[tuple[np.ndarray
 def rewards_of(
     passed: np.ndarray, is_right: np.ndarray, tests: np.ndarray
 ) -> tuple[np.ndarray, Mapping[str, float]]:
-    """The rewards of a task's unit tests. Metrics: with a right program right_tests, the share of
-    unit tests that all right ones pass; with a wrong one too mu (`rewards.unit_tests`)."""
+    """Return the rewards of a task's unit tests, and metrics. If there is a correct program, they
+    include right_tests, the fraction of unit tests that all correct programs pass; if there is also
+    a wrong one, mu (`rewards.unit_tests`)."""
     is_test = np.array([test is not None for test in tests])
     rewards, mu = unit_test_rewards(passed, is_right, is_test)
     metrics = {}

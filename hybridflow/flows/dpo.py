@@ -8,7 +8,7 @@ from hybridflow.flows.base import Run, flow
 
 @flow("dpo", roles=("policy", "reference", "reward_model"))
 async def dpo(run: Run) -> None:
-    """Raise the probability of a pair's better answer relative to the reference."""
+    """Raise the probability of the better answer in each pair, relative to the reference."""
     async for _ in run.steps():
         batch = await run.samples()
         batch = await run.all(

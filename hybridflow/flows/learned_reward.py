@@ -1,5 +1,5 @@
-"""A reward model that learns beside the policy, from pairs of the policy's own answers that the
-verifier's scores order (the iterated online reward models of arXiv 2204.05862, section 4.5)."""
+"""A reward model trained alongside the policy, on pairs of the policy's own answers ranked by the
+verifier's scores (iterated online reward models, arXiv 2204.05862, section 4.5)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridflow.flows.base import Run, flow
 
 @flow("learned_reward", roles=("policy", "reference", "reward_model"))
 async def learned_reward(run: Run) -> None:
-    """The reward of a step is that of the model before it learns the step's pairs."""
+    """Reward each step with the reward model as it is before training on the step's pairs."""
     async for _ in run.steps():
         batch = await run.samples()
         batch = await run.all(
@@ -30,8 +30,8 @@ async def learned_reward(run: Run) -> None:
 
 
 def preferred(batch: DataProto) -> tuple[np.ndarray, np.ndarray]:
-    """Two rows of each prompt whose answers have different scores: one with the highest and one
-    with the lowest. Of equal scores the first row counts."""
+    """Return a row with the highest and a row with the lowest score for each prompt whose answers
+    differ in score. Ties go to the first row."""
     best, worst = list[int](), list[int]()
     scores = batch["scores"]
     for uid in np.unique(batch["uid"]):
@@ -44,7 +44,7 @@ def preferred(batch: DataProto) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pairs_of(batch: DataProto, chosen: np.ndarray, rejected: np.ndarray) -> DataProto:
-    """A row for each pair: prompt_ids, chosen_ids, rejected_ids."""
+    """Return one row per pair: prompt_ids, chosen_ids, rejected_ids."""
     return DataProto.from_columns(
         {
             "prompt_ids": batch.rows(chosen).jagged("prompt_ids"),

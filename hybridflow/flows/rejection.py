@@ -14,8 +14,8 @@ from hybridflow.flows.base import Run, flow
 
 @dataclass(frozen=True)
 class Options:
-    """Selection of answers to train on: at most `best` per prompt (0: all), with a reward above
-    `threshold`."""
+    """Options for selecting answers to train on: at most `best` per prompt (0 means all), with a
+    reward above `threshold`."""
 
     threshold: float = 0.0
     best: NonNegativeInt = 1
@@ -28,7 +28,7 @@ class Options:
     policy_losses=("reinforce",),
 )
 async def rejection(run: Run) -> None:
-    """Minimize the mean negative log-likelihood of the chosen answers' tokens."""
+    """Minimize the mean negative log-likelihood of the tokens in the chosen answers."""
     async for _ in run.steps():
         batch = await run.samples()
         batch = await run.all(
