@@ -1,5 +1,5 @@
-"""Python objects passed instead of paths: rows, a reward function and a flow. Each is written to a
-content-addressed file next to the run folder."""
+"""Support for Python objects in place of paths: rows, a reward function and a flow. Each is written
+to a content-addressed file next to the run folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Given:
     """The files for the objects passed to a run.
 
     Attributes:
-        words: the settings that refer to the files.
+        words: settings that refer to the files.
     """
 
     words: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Given:
         """Add training rows, or a mapping with `train` and `test` (or `validation`).
 
         Args:
-            scratch: a folder in which to keep the rows until `write`.
+            scratch: a folder that stores the rows until `write` is called.
 
         Raises:
             ConfigError: the data is neither paths nor rows.
@@ -132,7 +132,7 @@ class Given:
         return name, file
 
     def write(self, folder: Path) -> None:
-        """Write the files to `folder`, to which `FOLDER` was resolved."""
+        """Write the files to `folder`, the value to which `FOLDER` was resolved."""
         for name, rows in self._rows.items():
             _place(folder, name, partial(shutil.copyfile, rows))
         for name, stub in self._texts.items():
@@ -140,7 +140,7 @@ class Given:
         self.offer(folder)
 
     def offer(self, folder: Path) -> None:
-        """Register the functions in this process under the names of their files."""
+        """Register the functions in this process under their file names."""
         for file, (name, function) in self._functions.items():
             path = folder / file
             if isinstance(function, Flow):
@@ -149,7 +149,7 @@ class Given:
 
 
 def _place(folder: Path, name: str, write: Callable[[str], Any]) -> None:
-    """Write a file atomically, unless it exists."""
+    """Write a file atomically, unless it already exists."""
     if (folder / name).exists():
         return
     try:
@@ -199,7 +199,7 @@ def _written(key: str, rows: Any, scratch: Path) -> Path:
 
 
 def _reason(rows: Sequence[Mapping[str, Any]], error: Exception) -> str:
-    """Return the first column that cannot be converted, with the reason."""
+    """Return the name of the first column that cannot be converted, and the reason."""
     import pyarrow as pa
 
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -216,7 +216,8 @@ def _name(function: Any) -> str:
 
 
 def _source(function: Any) -> tuple[str, str]:
-    """Return a function's source, or its bytecode if Python has no source, and its location."""
+    """Return a function's source (or its bytecode if the source is unavailable) and its
+    location."""
     inner = inspect.unwrap(function)
     while isinstance(inner, partial):
         inner = inner.func
@@ -231,7 +232,7 @@ def _source(function: Any) -> tuple[str, str]:
 
 
 def _instructions(code: Any) -> Iterator[str]:
-    """Yield text that depends only on the code, not on its address in memory."""
+    """Yield text that depends only on the code, not on memory addresses."""
     if code is None:
         return
     yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames}"

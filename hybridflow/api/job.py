@@ -1,4 +1,4 @@
-"""`hybridflow.Run(where="slurm")`: the program itself as a Slurm job."""
+"""`hybridflow.Run(where="slurm")`: submission of the calling program as a Slurm job."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hybridflow.launch.submission import Options, in_a_job, job_of
 
 
 def job_address() -> str | None:
-    """Return the address of the job's Ray if this program is a job's driver."""
+    """Return the address of the job's Ray cluster if this program is the driver of a job."""
     return os.environ.get(ADDRESS)
 
 
 def options_of(given: Mapping[str, Any]) -> Options:
-    """Return the options of a submission, given by name.
+    """Return the submission options, given as a mapping.
 
     Raises:
-        ConfigError: there is no such option, or a program cannot have it.
+        ConfigError: there is no such option, or it is not supported for programs.
     """
     names = [field.name for field in fields(Options) if field.name != "array"]
     for name in given:
@@ -43,10 +43,10 @@ def options_of(given: Mapping[str, Any]) -> Options:
 
 
 def checked_for_a_job(config: RunConfig, words: list[str]) -> RunConfig:
-    """Return the configuration as the job will have it.
+    """Check the configuration and return it as the job will use it.
 
     Raises:
-        ConfigError: the run cannot be a job.
+        ConfigError: the run cannot be submitted as a job.
     """
     if config.cluster.in_process:
         raise ConfigError(
@@ -60,8 +60,8 @@ def submit(config: RunConfig, options: Options) -> NoReturn:
     """Submit this program as the run's job, and exit.
 
     Raises:
-        ConfigError: there is no program that a job could run.
-        ResourceError: there is no Slurm, or it refuses the job.
+        ConfigError: there is no program file that a job could run.
+        ResourceError: Slurm is not installed, or it rejects the job.
     """
     from hybridflow.launch import slurm
     from hybridflow.launch.job import render
@@ -74,7 +74,7 @@ def submit(config: RunConfig, options: Options) -> NoReturn:
 
 
 def _program() -> list[str]:
-    """Return the words of a job that runs this program with its arguments."""
+    """Return the command of a job that runs this program with its arguments."""
     main = sys.modules["__main__"]
     if spec := getattr(main, "__spec__", None):
         # `python -m a.b`; `python -m a` runs a.__main__

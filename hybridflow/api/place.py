@@ -21,7 +21,7 @@ class Place:
         return work()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if the work finished before an interrupt reached it."""
+        """Raise KeyboardInterrupt if an interrupt arrived only after the work had finished."""
 
     def close(self) -> None:
         """Release the thread, if any."""
@@ -39,7 +39,8 @@ class OwnThread(Place):
         self._thread.start()
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run the work and return its result. An interrupt of the caller is passed on to it."""
+        """Run the work and return its result. An interrupt of the caller is forwarded to the
+        work."""
         result: Future[T] = Future()
         self._is_interrupted = False
         self._work.put((result, work))
@@ -52,7 +53,7 @@ class OwnThread(Place):
         return result.result()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if the work finished before an interrupt reached it."""
+        """Raise KeyboardInterrupt if an interrupt arrived only after the work had finished."""
         if self._is_interrupted:
             self._is_interrupted = False
             raise KeyboardInterrupt
@@ -76,7 +77,7 @@ class OwnThread(Place):
 
 
 def place_for_caller() -> Place:
-    """Return the caller's thread, or a new one if an event loop runs in the caller's."""
+    """Return the caller's thread, or a new thread if an event loop is running in the caller's."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -31,29 +31,31 @@ _ENDED = object()
 
 
 class Run:
-    """A reinforcement-learning run with the same settings, checks and results as `hybridflow
+    """A reinforcement learning run with the same settings, checks and results as `hybridflow
     train`.
 
     Nothing starts until the first call that needs it. A process can have one open run at a time.
 
     Args:
-        overrides: settings as on the command line, `"key=value"`.
-        recipe: name of a recipe, or path to a YAML file.
+        overrides: settings of the form `"key=value"`, as on the command line.
+        recipe: name of a recipe, or path of a YAML file.
         model: a Hugging Face folder or hub id (`model.path`).
-        data: training rows: a path, paths, a list of dictionaries or a table with `to_parquet`
-            (`datasets.Dataset`, DataFrame); or {"train": ..., "test": ...} of these. For model,
-            data and reward, a dictionary may also contain keys of the section.
+        data: training rows: a path, several paths, a list of dictionaries, or a table with
+            `to_parquet` (`datasets.Dataset`, DataFrame); or {"train": ..., "test": ...} with such
+            values. Dictionaries passed for model, data and reward may also contain keys of that
+            section.
         reward: a function that scores a response, or "path/to/file.py:name".
-        flow: the algorithm: a function decorated with `flow`, a name, or "path/to/file.py:name".
+        flow: the algorithm, as a function decorated with `flow`, the name of a built-in flow, or
+            "path/to/file.py:name".
         tokenizer: a Hugging Face folder (`model.tokenizer`).
-        where: "here", or "slurm": the constructor submits this program as a Slurm job and exits.
-            In the job the same line starts the run.
-        slurm: options of `hybridflow slurm submit` by name, for example {"nodes": 2}.
+        where: "here" runs in this process; "slurm" makes the constructor submit this program as a
+            Slurm job and exit. Inside the job, the same line starts the run.
+        slurm: options of `hybridflow slurm submit`, keyed by name, for example {"nodes": 2}.
         settings: any other keys, nested (`trainer={"total_steps": 5}`) or dotted
             (`**{"trainer.total_steps": 5}`).
 
     Raises:
-        ConfigError: a setting is invalid, with the same message as on the command line.
+        ConfigError: a setting is invalid; the message is the same as on the command line.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of the current or last step; 0 before the run has started."""
+        """Number of the current or last step; 0 before the run has started."""
         if self._stops is not None and self._stops.trainer is not None:
             self._last_step = self._stops.trainer.step
         return self._last_step
@@ -147,10 +149,10 @@ class Run:
         return self._summary
 
     def steps(self) -> Iterator[dict[str, float]]:
-        """Run step by step, yielding each step's metrics, with its number under `step`.
+        """Run step by step and yield the metrics of each step, including its number as `step`.
 
-        After `break` the run is paused; `steps()` or `train()` continues it. After the last step
-        the model is exported and the report written.
+        After a `break`, the run is paused; `steps()` or `train()` continues it. After the last
+        step, the model is exported and the report is written.
         """
         while self._summary is None:
             self._begin(by_hand=False)
@@ -158,8 +160,8 @@ class Run:
                 yield self._record()
 
     def steps_by_hand(self) -> Iterator[int]:
-        """Open step after step, which the caller executes with `samples`, the roles, `advantages`
-        and `sync`. As in a flow, a step ends when the next one is requested."""
+        """Yield steps that the caller executes using `samples`, the roles, `advantages` and `sync`.
+        As in a flow, a step ends when the next one is requested."""
         while self._summary is None:
             self._begin(by_hand=True)
             self._advance()
@@ -194,8 +196,8 @@ class Run:
     # ---- between steps
 
     def evaluate(self) -> dict[str, float]:
-        """Answer the held-out prompts with the current weights. Returns the metrics, which are not
-        recorded.
+        """Evaluate the current weights on the held-out prompts. Returns the metrics without
+        recording them.
 
         Raises:
             ConfigError: there are no held-out prompts.
@@ -226,8 +228,8 @@ class Run:
     def chat(
         self, messages: Sequence[Mapping[str, Any]] | str, max_new_tokens: int | None = None
     ) -> dict[str, str]:
-        """Return the policy's answer to chat messages, or to a text, as the next message. Sampling
-        is that of `generate`."""
+        """Return the policy's answer to a text or to chat messages, in the form of the next
+        message. Samples in the same way as `generate`."""
         (text,) = self.generate([messages], max_new_tokens)
         return {"role": "assistant", "content": text}
 
@@ -264,8 +266,8 @@ class Run:
     # ---- the end
 
     def close(self, *, save: bool = True) -> None:
-        """Stop ranks and engines. If the run is between two steps, a checkpoint is written first,
-        from which a run with the same settings continues."""
+        """Stop the ranks and engines. If the run is between two steps, a checkpoint is written
+        first; a run with the same settings continues from it."""
         if self._job is None:
             return
         try:
@@ -295,8 +297,8 @@ class Run:
     # ---- the job behind it
 
     def _begin(self, by_hand: bool | None = None) -> None:
-        """Start the run up to its first stop, unless it has started. `by_hand` then fixes whether
-        the caller executes its steps."""
+        """Run to the first stop, unless the run has already started. `by_hand` determines whether
+        the caller executes the steps; it cannot be changed later."""
         if self._job is None:
             self._start()
         if by_hand is None:
@@ -381,8 +383,8 @@ class Run:
         trainer = self._trainer()
         if not self._may_answer:
             raise FlowError(
-                f"{what} cannot be called between samples() and sync(), because the engines have "
-                "older weights, or no memory; call it after sync()"
+                f"{what} cannot be called between samples() and sync(), because the engines hold "
+                "outdated weights or have released their memory; call it after sync()"
             )
         return trainer
 
@@ -391,7 +393,7 @@ class Run:
             raise FlowError(f"{what} cannot be called inside a step; call it after the step")
 
     def _in_step(self, call: Callable[[Any], Any]) -> Any:
-        """Make a call in the open step and return its result."""
+        """Execute a call within the open step and return its result."""
         stops = self._stops
         if stops is None or not stops.is_in_step or stops.trainer is None:
             raise FlowError("call this only inside `for step in run.steps_by_hand():`")
@@ -437,7 +439,7 @@ class Run:
 
 
 class Role:
-    """A role of a run, for use in a step executed by the caller."""
+    """A role of a run, for use in steps that the caller executes."""
 
     def __init__(self, run: Run, name: str) -> None:
         self._run = run
@@ -474,7 +476,7 @@ class Role:
     def generate(
         self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], n: int | None = None
     ) -> DataProto:
-        """Generate `n` samples (default: `rollout.n`) of each prompt for training a policy. Call it
+        """Generate `n` samples (default: `rollout.n`) per prompt for training a policy. Call this
         before the policy's passes or after `sync()`."""
         found: DataProto = self._run._in_step(
             lambda flow: getattr(flow, self._name).generate(prompts, n)
@@ -482,7 +484,7 @@ class Role:
         return found
 
     def advantages(self, batch: DataProto) -> DataProto:
-        """Return a further policy's batch with advantages computed from its scores."""
+        """Return the batch of an additional policy with advantages computed from its scores."""
 
         async def add(flow: Any) -> DataProto:
             found: DataProto = getattr(flow, self._name).advantages(batch)
@@ -492,7 +494,7 @@ class Role:
         return found
 
     def take(self, other: Role) -> None:
-        """Copy the weights of another policy of the same model to this further policy."""
+        """Copy the weights of another policy with the same model to this additional policy."""
         self._run._in_step(lambda flow: getattr(flow, self._name).take(getattr(flow, other._name)))
 
 
@@ -512,8 +514,8 @@ def _go_on(job: Steps[None]) -> None:
 def _object(
     section: str, given: Any, settings: Mapping[str, Any], parts: Sequence[str] = ()
 ) -> tuple[Any, dict[str, Any]]:
-    """Split a dictionary passed for a section. Returns the object in it, if any, and the settings
-    with the section's other keys."""
+    """Split a dictionary that was passed for a section. Returns the object that it contains, if
+    any, and the settings for all other keys of the section."""
     if not isinstance(given, Mapping):
         return given, dict(settings)
     keys = {name: value for name, value in given.items() if name not in parts}
@@ -529,7 +531,7 @@ def _load(
     data: Any,
     tokenizer: str | Path | None,
 ) -> RunConfig:
-    """Load the configuration of a recipe with these objects and settings."""
+    """Load the configuration from a recipe, these objects and these settings."""
     from hybridflow.config.load import load_config
 
     path = Path(recipe)
@@ -563,8 +565,8 @@ def _checked(config: RunConfig) -> RunConfig:
 
 
 def _in_job(config: RunConfig, options: Mapping[str, Any], words: list[str]) -> RunConfig:
-    """Submit the program, unless it is the job's driver already: then return the configuration of
-    a run on the job's Ray."""
+    """Submit the program or, if it already is the job's driver, return the configuration for a run
+    on the job's Ray cluster."""
     from hybridflow.api.job import checked_for_a_job, job_address, options_of, submit
 
     wanted = options_of(options)
@@ -578,12 +580,12 @@ def _in_job(config: RunConfig, options: Mapping[str, Any], words: list[str]) -> 
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:
-    """Return the packages from optional extras that a run imports."""
+    """Return the packages from optional extras that the run imports."""
     return ("torch", "transformers", *(() if config.cluster.in_process else ("ray",)))
 
 
 def _job(config: RunConfig, stops: Stops) -> Steps[None]:
-    """Run the whole job, yielding at each stop."""
+    """Run the whole job as a generator that yields at each stop."""
     from hybridflow.config.derived import generates
     from hybridflow.process.obstacles import require_none
     from hybridflow.trainer.preload import Preload

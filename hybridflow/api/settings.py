@@ -1,5 +1,5 @@
-"""Conversion of settings from Python values to command-line words, so that one loader reads and
-checks both."""
+"""Conversion of settings from Python values to command-line words, so that the same loader reads
+and checks both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OTHER_VALUES = {"null", "true", "false", "inf", "nan"}
 
 
 def words(settings: Mapping[str, Any]) -> list[str]:
-    """Return `key=value` for each setting. `{"trainer": {"total_steps": 5}}` and
+    """Return one word `key=value` per setting. `{"trainer": {"total_steps": 5}}` and
     `{"trainer.total_steps": 5}` are equivalent."""
     found = []
     for key, value in _flat(settings):
