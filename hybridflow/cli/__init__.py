@@ -1,1 +1,1 @@
-"""The command line. Heavy imports are deferred until a job starts so that --help is instant."""
+"""The command line. Heavy imports are deferred until a job starts, so --help is instant."""

@@ -180,8 +180,8 @@ def run_baseline(args: argparse.Namespace) -> int:
     for other in runs[1:]:
         if words := results.differences(runs[0], other).get("hardware"):
             raise DataError(
-                f"these runs are from different kinds of machines ({'; '.join(words)}); pass runs "
-                "from one kind"
+                f"these runs are from different types of machines ({'; '.join(words)}); pass runs "
+                "from a single type"
             )
     path = files.baseline_path(args.baselines, runs[-1])
     results.write(path, files.pooled(runs))

@@ -1,4 +1,5 @@
-"""Code shared by all commands: parsers, the options that select a recipe, and running a job."""
+"""Code shared by all commands: creating parsers, adding options that select a recipe, and running a
+job."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Handler = Callable[[argparse.Namespace], int]
 def add_command(
     commands: Any, name: str, summary: str, epilog: str, handler: Handler | None
 ) -> argparse.ArgumentParser:
-    """Add the parser of a command to `commands`. A command with actions has no handler."""
+    """Add the parser of a command to `commands`. A command with actions does not have a handler."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         allow_abbrev=False,  # new options would change the meaning of abbreviations
@@ -35,14 +36,14 @@ def add_command(
 
 
 def add_actions(commands: Any, name: str, summary: str, epilog: str) -> Any:
-    """Add a command that requires one of several actions. Returns the object to which actions are
-    added."""
+    """Add a command that requires one of several actions. Returns the object to which the actions
+    must be added."""
     group = add_command(commands, name, summary, epilog, None)
     return group.add_subparsers(metavar="ACTION", required=True)
 
 
 def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> None:
-    """Add --config-name, --config-dir, and settings that override the recipe's."""
+    """Add --config-name, --config-dir and arguments for settings that override the recipe."""
     parser.add_argument("--config-name", *aliases, metavar="NAME", help=about)
     parser.add_argument(
         "--config-dir",
@@ -67,7 +68,8 @@ def say_error(text: object) -> None:
 
 
 def warn(run: RunConfig) -> None:
-    """Print warnings about values of a checked configuration that are far from published runs."""
+    """Print warnings about values in a checked configuration that differ widely from published
+    runs."""
     from hybridflow.config.habits import warnings
 
     for line in warnings(run):

@@ -83,8 +83,8 @@ def _of_machine(args: argparse.Namespace) -> list[Finding]:
 
 
 def _of_model(args: argparse.Namespace) -> list[Finding]:
-    """Check a model folder, but not a recipe's data or machine, because this may be the machine to
-    which the model was downloaded."""
+    """Check only the model folder, not the recipe's data or machine, because this machine may
+    merely be the one that downloaded the model."""
     from hybridflow.config import hub
     from hybridflow.doctor import machine, model
 

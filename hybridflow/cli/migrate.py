@@ -59,7 +59,7 @@ def run_verl(args: argparse.Namespace) -> int:
 
 
 def _of_file(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the settings of a script or a YAML file."""
+    """Return the settings in a script or YAML file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -105,7 +105,8 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
 
 
 def _of_words(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of words `key=value`, as Hydra reads them. Empty values are left out."""
+    """Parse words of the form `key=value` as Hydra does and return the settings. Empty values are
+    omitted."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -124,7 +125,7 @@ def _of_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of Hydra's grammar without its quoted strings."""
+    """Convert a value parsed by Hydra's grammar to plain Python values, without quoted strings."""
     from hydra.core.override_parser.types import QuotedString
 
     if isinstance(value, QuotedString):
@@ -135,7 +136,7 @@ def _plain(value: Any) -> Any:
 
 
 def _report(found: Migration, notes: Sequence[str], total: int, with_needless: bool) -> None:
-    """Print to stderr how complete the translation is, and what the user has to do."""
+    """Print to stderr how complete the translation is and what remains for the user to do."""
     done = len(found.renamed) + len(found.needless)
     lines = [
         f"{done} of {total} settings translated ({len(found.needless)} of them not needed here)"

@@ -1,5 +1,5 @@
-"""`hybridflow plan`: memory, time and placement of a recipe before allocating a device; and
-`hybridflow reshard plan`."""
+"""`hybridflow plan`: estimates memory, time and placement of a recipe without allocating a device;
+and `hybridflow reshard plan`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ number of such engines; --engines may be repeated.
 
 
 def add(commands: Any) -> None:
-    """Add `plan`, and `reshard plan`, which has the same flags for a transfer without a recipe."""
+    """Add `plan` and `reshard plan`. The latter has the same flags, for a transfer without a
+    recipe."""
     plan = add_command(
         commands,
         "plan",

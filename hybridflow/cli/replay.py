@@ -84,8 +84,9 @@ def run_replay(args: argparse.Namespace) -> int:
 
 
 def _require_config(file: Path) -> None:
-    """Raise ConfigError unless the file is a run's configuration: plain values, without a defaults
-    list or interpolations, because interpolations could read environment variables."""
+    """Raise ConfigError unless the file is a valid run configuration. It must contain only plain
+    values, with no defaults list and no interpolations, because interpolations could read
+    environment variables."""
     from hybridflow.config.outside_yaml import read_outside_yaml
 
     try:
@@ -93,15 +94,15 @@ def _require_config(file: Path) -> None:
     except FileNotFoundError as error:
         raise ConfigError(f"{file.parent} is not a run folder: {file.name} not found") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a run's configuration: {error}") from error
+        raise ConfigError(f"{file} is not a valid run configuration: {error}") from error
     if "defaults" in values or "${" in text:
         what = "a defaults list" if "defaults" in values else "an interpolation ${...}"
-        raise ConfigError(f"{file} is not a run's configuration: it contains {what}")
+        raise ConfigError(f"{file} is not a valid run configuration: it contains {what}")
 
 
 def _load(file: Path, words: Sequence[str]) -> RunConfig:
-    """Load the configuration with these settings, without using other files in its folder as
-    recipes or groups."""
+    """Load the configuration with these settings. Other files in its folder are not used as recipes
+    or groups."""
     from hybridflow.config.load import load_config
 
     with tempfile.TemporaryDirectory() as alone:
@@ -110,8 +111,8 @@ def _load(file: Path, words: Sequence[str]) -> RunConfig:
 
 
 def _refuse_code(run: RunConfig, run_dir: Path, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if the replay would execute code that config.yaml refers to, unless the
-    command line does too."""
+    """Raise ConfigError if the replay would execute code that config.yaml refers to but the command
+    line does not."""
     from hybridflow.config.own_entries import code_of
 
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
@@ -145,7 +146,7 @@ def _new_folder(parent: Path, step: int) -> Path:
 
 
 def _link_checkpoint(run: RunConfig, run_dir: Path, folder: Path, step: int) -> None:
-    """Make the replay start from the run's checkpoint after `step`, or from scratch if `step` is 0.
+    """Let the replay start from the run's checkpoint after `step`, or from scratch if `step` is 0.
 
     Raises:
         CheckpointError: there is no such checkpoint.

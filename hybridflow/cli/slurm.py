@@ -177,7 +177,8 @@ def run_cancel(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> tuple[Job, Site]:
-    """Return the job described by the options, with its recipe checked as for `train`."""
+    """Return the job described by the options. Its recipe is checked in the same way as for
+    `train`."""
     if args.bench:
         return _bench_job(args)
     if args.config_name is None:

@@ -174,7 +174,7 @@ def test_a_configuration_that_no_run_writes_is_not_replayed(
     (run / "config.yaml").write_text(text)
     assert main(["replay", str(run), "2"]) == 2
     assert re.search(
-        rf"config\.yaml is not a run's configuration: .*{message}", capsys.readouterr().err
+        rf"config\.yaml is not a valid run configuration: .*{message}", capsys.readouterr().err
     )
 
 

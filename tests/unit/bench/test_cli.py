@@ -79,7 +79,7 @@ def test_a_baseline_of_other_hardware_is_refused_with_what_differs(tmp_path: Pat
         in said(["compare", tmp_path / "b.json", *words], 2)
     )
     assert "different hardware" in said(["compare", run, tmp_path / "b.json"], 3)
-    assert "different kinds of machines" in said(["baseline", run, tmp_path / "b.json", *words], 2)
+    assert "different types of machines" in said(["baseline", run, tmp_path / "b.json", *words], 2)
 
 
 @pytest.mark.parametrize(
