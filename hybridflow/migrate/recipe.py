@@ -1,4 +1,4 @@
-"""A migrated run as a recipe."""
+"""Conversion of a migrated run to a recipe."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _GROUPS = ("data: files", "model: folder", "rollout: gpu", "cluster: gpu", "sft:
 
 
 def recipe(migration: Migration, source: str) -> str:
-    """Return the recipe as YAML. Comments name its source, the differences from it, and the
-    settings that have no equivalent."""
+    """Return the recipe as YAML. Comments name the source, the differences from it, and the
+    settings without an equivalent."""
     import yaml
 
     lines = [f"# Translated from {source} by `hybridflow migrate verl`."]
@@ -42,7 +42,7 @@ def _comment(text: str, indent: str = "") -> list[str]:
 
 
 def _tree(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {a: {b: value}} for {a.b: value}."""
+    """Convert {a.b: value} to {a: {b: value}}."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         *groups, last = key.split(".")

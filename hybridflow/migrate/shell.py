@@ -1,5 +1,5 @@
-"""Read the command of a shell script without running it. Variables, arrays and simple conditions
-are followed, other commands are skipped."""
+"""Extraction of a command from a shell script without running it. Variables, arrays and simple
+conditions are evaluated; other commands are skipped."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _MAX_CHARACTERS = 1_000_000
 
 @dataclass
 class Script:
-    """The words of a script's command, and the parts of the script that were not followed.
+    """The words of a command in a script, and the parts of the script that could not be evaluated.
 
     Attributes:
-        words: of the first command that contains `wanted`; empty if there is none.
-        notes: one line per variable without a value or condition that could not be decided.
+        words: words of the first command that contains `wanted`; empty if there is none.
+        notes: one line per variable without a value and per condition that could not be evaluated.
     """
 
     words: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ def command_of(text: str, wanted: str, environment: Mapping[str, str]) -> Script
 
 
 class _Reader:
-    """Splits a script into statements and expands their variables."""
+    """Splits a script into statements and expands the variables in them."""
 
     def __init__(self, text: str, environment: Mapping[str, str]) -> None:
         self.text = text
@@ -116,7 +116,7 @@ class _Reader:
             yield words
 
     def keep(self) -> None:
-        """Execute the present statement if it is an assignment."""
+        """Execute the current statement if it is an assignment."""
         if self.assigned is None:
             return
         name, value, more = self.assigned
@@ -128,14 +128,14 @@ class _Reader:
         self.variables[name] = value
 
     def holds(self, condition: Sequence[str]) -> bool:
-        """Return True if a test (`[ a = b ]`, `[[ a == b ]]`) is true. Other conditions count as
-        false and are noted."""
+        """Return True if a test (`[ a = b ]`, `[[ a == b ]]`) is true. All other conditions count
+        as false, and a note is added."""
         words = [word for word in condition if word not in ("[", "[[", "]", "]]")]
         if len(words) == 3 and words[1] in _COMPARED:
             return _COMPARED[words[1]](words[0], words[2])
         if len(words) == 2 and words[0] in ("-z", "-n"):
             return (words[1] == "") == (words[0] == "-z")
-        self.notes.append(f"if {' '.join(condition)}: taken as false")
+        self.notes.append(f"if {' '.join(condition)}: assumed to be false")
         return False
 
     def _assignment(self) -> tuple[str, str | list[str], bool] | None:
@@ -173,8 +173,8 @@ class _Reader:
         self.at = len(self.text) if end < 0 else end
 
     def _word(self, stops: str = "", splits: bool = True) -> list[str]:
-        """Read one word and return its expansion: several words for an array, and for an unquoted
-        variable with spaces if `splits`."""
+        """Read one word and return its expansion, which consists of several words for an array and,
+        if `splits` is set, for an unquoted variable with spaces."""
         pieces: list[str] = []
         whole: list[str] = []  # words before the last one, which an unquoted variable contained
         expanded: list[str] | None = None
@@ -200,7 +200,7 @@ class _Reader:
         return [*whole, "".join(pieces)]
 
     def _quoted(self, pieces: list[str], mark: str) -> list[str] | None:
-        """Read a quoted text into `pieces`; return an array's words if it contains one."""
+        """Read quoted text into `pieces`. If it contains an array, return the array's words."""
         if mark == "'":
             end = self._closing("'", self.at + 1)
             pieces.append(self.text[self.at + 1 : end])
@@ -217,7 +217,8 @@ class _Reader:
         return expanded
 
     def _piece(self, pieces: list[str]) -> list[str] | None:
-        """Read one letter or expansion into `pieces`; return an array's words if it is one."""
+        """Read one character or expansion into `pieces`. If it is an array, return the array's
+        words."""
         letter = self.text[self.at]
         if letter == "\\" and self.at + 1 < len(self.text):
             pieces.append(self.text[self.at + 1])
@@ -263,7 +264,7 @@ class _Reader:
         return None
 
     def _parameter(self, inside: str) -> str | list[str]:
-        """Expand the inside of `${...}`."""
+        """Expand the expression inside `${...}`."""
         name = _NAME.match(inside) or re.match(r"\d+", inside)  # a number: the script's argument
         if name is None:
             self.notes.append(f"${{{inside}}} is not known")

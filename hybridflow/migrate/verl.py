@@ -1,8 +1,9 @@
-"""verl's settings as settings of this project: the same run, in our keys and with verl's defaults.
+"""Translation of verl's settings to this project's: the same run, expressed in our keys, with
+verl's defaults.
 
-`config/verl_keys.py` maps names; this module maps values, where several keys of verl make one of
-ours or a value has another form. A rule takes the keys it understands out of `Settings`, so what is
-left at the end is looked up by its name alone.
+`config/verl_keys.py` maps names; this module contains rules for cases in which several verl keys
+map to one of ours or a value has a different form. Each rule removes the keys that it translates
+from `Settings`; the remaining keys are looked up by name.
 """
 
 from __future__ import annotations
@@ -91,11 +92,12 @@ class Migration:
     """A translated run.
 
     Attributes:
-        settings: {key of ours: value}.
-        renamed: verl's keys whose setting is in `settings`.
-        needless: {key of verl: reason}; here the setting always holds, or has no effect.
-        missing: {key of verl: reason}; the setting cannot be made here.
-        remarks: differences that the user should know.
+        settings: translated settings, keyed by our names.
+        renamed: verl keys that have been translated to `settings`.
+        needless: verl keys that are unnecessary because the setting always applies here or has no
+            effect, with the reason.
+        missing: verl keys without an equivalent here, with the reason.
+        remarks: differences that the user should know about.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +119,8 @@ class Migration:
 
 
 class Settings:
-    """verl's settings, {key without `actor_rollout_ref.`: value}, from which rules take keys."""
+    """verl's settings, keyed by name without `actor_rollout_ref.`. Rules remove the keys that they
+    translate."""
 
     def __init__(self, given: Mapping[str, Any], out: Migration) -> None:
         self._given = {name.removeprefix(_PREFIX): value for name, value in given.items()}
@@ -128,20 +131,20 @@ class Settings:
         return name in self._given
 
     def left(self) -> list[str]:
-        """Return the keys that no rule has taken, in the order of the script."""
+        """Return the keys that no rule has translated, in script order."""
         return [name for name in self._given if self._names.get(name) is not None]
 
     def whole(self, name: str) -> str:
-        """Return a key as the script has it."""
+        """Return a key as spelled in the script."""
         return self._names[name]
 
     def get(self, name: str) -> Any:
-        """Return a value, or verl's default, and leave the key."""
+        """Return the value of a key, or verl's default, without marking the key as translated."""
         return self._given.get(name, DEFAULTS.get(name))
 
     def take(self, *names: str) -> Any:
-        """Mark keys as translated (`*` is a wildcard). Return the first key's value, or verl's
-        default."""
+        """Mark keys as translated (`*` is a wildcard). Returns the value of the first one, or
+        verl's default."""
         value = self.get(names[0])
         for name in names:
             for known in fnmatch.filter(list(self._names), name) if "*" in name else [name]:
@@ -150,7 +153,7 @@ class Settings:
         return value
 
     def drop(self, reason: str, *names: str, needless: bool = True) -> None:
-        """Take keys that become no setting."""
+        """Mark keys as translated although they do not map to a setting."""
         for name in names:
             if whole := self._names.pop(name, None):
                 (self.out.needless if needless else self.out.missing)[whole] = reason
@@ -170,14 +173,14 @@ def migrate(given: Mapping[str, Any]) -> Migration:
             del out.settings[key]
         if any(name.startswith("critic.") for name in given):
             out.remarks.append(
-                f"adv_estimator={out.settings['algorithm.adv_estimator']} has no critic: the "
-                "settings of critic are left out"
+                f"adv_estimator={out.settings['algorithm.adv_estimator']} does not use a critic, "
+                "so the critic's settings are omitted"
             )
     return out
 
 
 def _by_name(name: str, settings: Settings, out: Migration) -> None:
-    """Translate a setting whose value keeps its meaning, by the table of names."""
+    """Translate a setting whose value keeps its meaning, using the table of names."""
     value = settings.get(name)
     key, note = counterpart(settings.whole(name))
     key = key or ("" if note else name)
@@ -201,7 +204,7 @@ def _kinds() -> Mapping[str, Kind]:
 
 
 def _converted(key: str, value: Any) -> Any:
-    """Return a value in the type of our key, and under our name."""
+    """Convert a value to the type and value names of our key."""
     kind = _kinds()[key]
     if isinstance(value, str):
         value = dict(kind.aliases).get(value, value)
@@ -339,7 +342,8 @@ def _layout(given: Settings) -> dict[str, Any]:
 
 
 def _same_layout(given: Settings, role: str, section: str) -> None:
-    """Take the layout of a role in the actor's processes, which has the actor's layout here."""
+    """Mark the layout settings of a role in the actor's processes as translated; here, such a role
+    uses the actor's layout."""
     differs: list[str] = []
     for name in _SIZES:
         own = given.take(f"{role}.megatron.{name}")
@@ -347,8 +351,9 @@ def _same_layout(given: Settings, role: str, section: str) -> None:
             differs.append(f"{name}={own}")
     if differs:
         given.out.remarks.append(
-            f"{role}.megatron has another layout than the actor ({', '.join(differs)}); in the "
-            f"actor's processes it has the actor's. {section}.placement=own gives it a layout"
+            f"{role}.megatron has a different layout from the actor ({', '.join(differs)}); in "
+            f"the actor's processes it uses the actor's. Set {section}.placement=own to use a "
+            "separate layout"
         )
 
 
@@ -556,8 +561,9 @@ def _names(given: Settings) -> dict[str, Any]:
         )
     if others := [str(one) for one in wanted if one not in _TRACKERS]:
         given.out.remarks.append(
-            f"trainer.logger: there is no tracker {', '.join(others)}; metrics are in "
-            "metrics.jsonl and the report. trainer.loggers=[path/to/file.py:name] adds your own"
+            f"trainer.logger: there is no tracker {', '.join(others)}; metrics are written to "
+            f"metrics.jsonl and the report. Add your own tracker with "
+            "trainer.loggers=[path/to/file.py:name]"
         )
     return found
 

@@ -70,7 +70,7 @@ def test_nothing_is_run_and_what_is_not_known_is_noted() -> None:
     found = command_of(script, "main_ppo", {})
     assert found.words == ["run", "main_ppo", "a=", "b=", "c="]
     assert len(found.notes) == 4 and "touch /tmp/never" in found.notes[0]
-    assert "taken as false" in found.notes[2] and "$D has no value" in found.notes[3]
+    assert "assumed to be false" in found.notes[2] and "$D has no value" in found.notes[3]
 
 
 @pytest.mark.parametrize("script", ["main_ppo 'a", 'main_ppo "a', "A=(a b", "main_ppo ${A", "A=`b"])
