@@ -216,7 +216,9 @@ def share_scored_before_update(config: RunConfig) -> float:
 
 def old_log_probs_column(config: RunConfig) -> str | None:
     """Return the column that updates compare their log-probs with; None means their own detached
-    values. If no pass has computed old_log_probs for its rows, the first of several updates also
+    values.
+
+    If no pass has computed old_log_probs for its rows, the first of several updates also
     uses its own values.
     """
     if config.actor.old_log_probs == "engine":
