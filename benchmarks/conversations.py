@@ -1,7 +1,7 @@
-"""The driver's work for 10,000 concurrent conversations of four responses each.
+"""Measures the driver's work for 10,000 concurrent conversations with four responses each.
 
-Conversations, requests and their placement are the same as in a run. The engines are lists that
-respond immediately.
+Conversations, requests and their placement are the same as in a run. The engines are plain lists
+and respond immediately.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Engines(Requests):
 
 @measurement("conversations", timeout_s=900, rounds=5, warm_up=0)
 def conversations(place: Place, count: int = 10_000) -> Iterator[Timed | Metric]:
-    """requests per second and memory of the driver for 10,000 conversations with list engines"""
+    """the driver's requests per second and memory for 10,000 conversations, using engines that
+    respond immediately"""
     write_character_tokenizer(place.local, "0123456789")
     (place.local / "loop.py").write_text(LOOP)
     config = RunConfig(
@@ -126,7 +127,7 @@ async def _answers(
 
 
 def _prompts(count: int) -> DataProto:
-    """Return prompts of digits, with eight samples each."""
+    """Return prompts that consist of digits, with eight samples each."""
     texts = np.array(["x"] * count, dtype=object)
     infos: list[Any] = [{} for _ in range(count)]
     return DataProto.from_columns(

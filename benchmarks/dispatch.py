@@ -1,8 +1,10 @@
-"""Round trip of a batch to two actors, and empty calls to four, against verl and bare Ray.
+"""Measures the round trip of a batch to two actors, and empty calls to four actors, compared with
+verl and bare Ray.
 
-On first access to the object store, a process takes a page fault for each 4 KiB, which costs half a
-second for the 416 MB of a round trip, and Ray places objects wherever there is room. Therefore the
-store is small and the warm-up long, so that all processes have touched it before timing starts.
+When a process first accesses the object store, it takes a page fault per 4 KiB, which costs half a
+second for the 416 MB of a round trip, and Ray may place objects anywhere in the store. The store is
+therefore small and the warm-up long, so that every process has touched all of it before timing
+starts.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 
 @measurement("dispatch", timeout_s=1200, rounds=11, warm_up=10)
 def dispatch(place: Place) -> Iterator[Timed]:
-    """round trip of 208 MB to two actors, and empty calls to four, against verl and bare Ray"""
+    """round trip of 208 MB to two actors, and empty calls to four actors, compared with verl and
+    bare Ray"""
     peer.install()
     folders = [
         os.environ.get("PYTHONPATH", ""),

@@ -1,4 +1,5 @@
-"""GAE advantages and returns with whitening, against verl's padded loop over tokens."""
+"""Measures GAE advantages and returns with whitening, compared with verl's padded loop over
+tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LONGEST = 7168
 
 @measurement("gae", timeout_s=600, rounds=5)
 def gae(place: Place) -> Iterator[Timed]:
-    """GAE and whitening of 1,024 responses of up to 7,168 tokens against verl's loop and a copy"""
+    """GAE and whitening of 1,024 responses of up to 7,168 tokens compared with verl's loop and a
+    copy"""
     peer.install()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)

@@ -1,7 +1,7 @@
-"""Reliability of the gate on this machine: identical runs must compare clean, and slowdowns must be
-detected.
+"""Measures the reliability of the gate on this machine: identical runs must pass, and slowdowns
+must be detected.
 
-Each try compares two consecutive real runs. A slowdown is injected into the second run by making
+Each trial compares two consecutive real runs. A slowdown is injected into the second run by making
 all rounds of one metric, or of all metrics of one node, 20% slower than measured. Four concurrent
 processes represent four nodes.
 """
@@ -29,7 +29,7 @@ NODES = ("n1", "n2", "n3", "n4")
 
 @measurement("gate", timeout_s=86_400)
 def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
-    """identical runs that compare clean, and slowdowns of 20% that the gate detects"""
+    """fraction of identical runs that pass the gate, and of 20% slowdowns that it detects"""
     draw = random.Random(0)
     found = Counter[str]()
     before = _run_parts(place.local / "0", parts)
@@ -57,7 +57,7 @@ def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
 
 
 def _quiet(_: str) -> None:
-    """Suppress the lines for entries."""
+    """Suppress the output line of each entry."""
 
 
 def _run_parts(folder: Path, parts: str) -> Result:
@@ -80,7 +80,7 @@ def _run_nodes(folder: Path) -> Result:
 
 
 def _slowed(result: Result, name: str, node: str) -> Result:
-    """Return the result with all rounds of a metric, or of a node, 20% slower."""
+    """Return the result after making all rounds of a metric, or of a node, 20% slower."""
 
     def slower(metric: Metric) -> Metric:
         if name not in ("", metric.name) or node not in ("", metric.node):
@@ -92,7 +92,7 @@ def _slowed(result: Result, name: str, node: str) -> Result:
 
 
 def _slower(before: Result, after: Result) -> list[str]:
-    """Return the metrics that the gate judges slower."""
+    """Return the metrics that the gate judges to be slower."""
     changes = compare(before, after).changes
     return [
         change.name for change in changes if change.verdict in ("slower", "only in A")

@@ -1,6 +1,8 @@
-"""Weight-sync plans for published sizes: planning time, evenness of the links, predicted time.
+"""Measures weight-sync plans for published model sizes: planning time, evenness across links,
+predicted time.
 
-Predictions come from a network model, whereas published times were measured: compare with care.
+Predictions come from a network model whereas published times were measured, so compare them with
+care.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ SETTINGS = Path(__file__).with_suffix(".yaml")
 
 @dataclass(frozen=True)
 class Case:
-    """A weight sync. `published` is the system in published.yaml that measured the same model."""
+    """A weight sync. `published` names the system in published.yaml that was measured with the same
+    model."""
 
     name: str
     model: str
@@ -45,8 +48,8 @@ CASES = [
 
 @measurement("reshard_plan", timeout_s=900)
 def reshard_plan(place: Place, case: str = "") -> Iterator[Metric]:
-    """plans for published models: seconds, memory, evenness of links, predicted against published
-    time"""
+    """plans for published models: seconds, memory, evenness across links, predicted time compared
+    with published time"""
     for one in CASES:
         if case in one.name:
             # a separate process, to measure the case's own peak memory
@@ -56,7 +59,7 @@ def reshard_plan(place: Place, case: str = "") -> Iterator[Metric]:
 
 
 def _measure(case: Case) -> dict[str, Any]:
-    """Compute a case's figures in this process."""
+    """Compute the figures of a case in this process."""
     trainer = report.build(ParallelShape, case.trainer)
     engine = report.build(EngineShape, case.engine)
     config = report.read_config(case.model)

@@ -1,7 +1,8 @@
-"""Weight syncs over tcp, gloo and shared memory, against bare sends, a copy, and verl's buckets.
+"""Measures weight syncs over tcp, gloo and shared memory, compared with bare sends, a copy, and
+verl's buckets.
 
-All sides of a part take turns in the same processes on the same tensors. A sync is timed from the
-command to the last rank's reply. Every element of a sync is checked beforehand.
+Within a part, all sides run in turn, in the same processes and on the same tensors. A sync is timed
+from the command to the last rank's reply. Before timing, one sync is verified element by element.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ PEER_MIB = (2048, 512, 64)
 def reshard_transfer(
     place: Place, part: str = "layers,small,one host"
 ) -> Iterator[Timed | Metric]:
-    """weight syncs over tcp and gloo against bare sends, and over shared memory against verl and a
-    copy"""
+    """weight syncs over tcp and gloo compared with bare sends, and over shared memory compared with
+    verl and a copy"""
     for name in part.split(","):
         if name == "one host":
             yield from _on_one_host(place)
@@ -84,7 +85,7 @@ def _between_hosts(name: str, hf: dict[str, Any]) -> Iterator[Timed | Metric]:
 
 
 def _on_one_host(place: Place) -> Iterator[Timed | Metric]:
-    """Sync 1.7 GB from one rank to one rank."""
+    """Sync 1.7 GB from one rank to another."""
     make = partial(
         BucketRanks,
         folder=str(place.local),
@@ -121,7 +122,8 @@ def _calls(pool: Pool, label: str, transport: str) -> dict[str, Call]:
 
 
 def _checked(pool: Pool, transports: tuple[str, ...], trainers: int) -> int:
-    """Check the weights after a sync in each mode. Returns the bytes that the engines receive."""
+    """Verify the weights after a sync in each mode. Returns the number of bytes that the engines
+    receive."""
     total = 0
     for transport in transports:
         for staged in MODES.values():
@@ -133,7 +135,7 @@ def _checked(pool: Pool, transports: tuple[str, ...], trainers: int) -> int:
 
 
 def _processor_time(pool: Pool, name: str, call: Call, limit: Call) -> Metric:
-    """Measure the CPU seconds of all ranks, which are least affected by other load."""
+    """Measure the CPU seconds used by all ranks, the quantity least affected by other load."""
     sides = {"call": call, "limit": limit}
     used: dict[str, list[float]] = {side: [] for side in sides}
     for side in rotated(list(sides), ROUNDS):

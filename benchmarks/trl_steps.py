@@ -1,13 +1,14 @@
-"""GRPO steps against TRL's on the same cores: seconds per step, and to the end of the first step.
+"""Compares GRPO steps with TRL's on the same cores: seconds per step, and seconds to the end of the
+first step.
 
-The peer is a Python with TRL 1.16, in a separate environment:
+The peer is TRL 1.16 in a separate Python environment:
 
     python3.11 -m venv FOLDER && FOLDER/bin/pip install trl==1.16.0
 
 A case has 64 prompts x 8 samples and two updates per step in fp32. Both sides start from the same
-weights, whose samples have the same length distribution (`support/lengths_model.py`). The sides
-take turns, each round in new processes. The first step of a round is a warm-up and only counts as
-the first step, unless it is the only one. Each side chooses its number of threads.
+weights, whose samples have the same length distribution (`support/lengths_model.py`). The sides run
+in turn, each round in new processes. The first step of a round is a warm-up and counts only as the
+first step, unless it is the only one. Each side chooses its own number of threads.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def trl_steps(
     rounds: int = 3,
     steps: int = 3,
 ) -> Iterator[Metric]:
-    """GRPO steps in turns with TRL's; set peer=PYTHON to the Python of an environment with TRL
+    """GRPO steps in turn with TRL's; set peer=PYTHON to the Python of an environment with TRL
     1.16"""
     names = sides.split(",")
     unknown = set(names) - {TRL, *LAYOUTS}
@@ -94,7 +95,7 @@ def trl_steps(
 
 
 def _metrics(case: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[Metric]:
-    """Yield each layout's steps and first steps, with TRL's from the same rounds."""
+    """Yield the steps and first steps of each layout, together with TRL's from the same rounds."""
     values = {}
     for name, ones in found.items():
         # if a round has a single step of many minutes, that step is counted
@@ -122,7 +123,7 @@ def _metrics(case: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[Metr
 
 
 def _prepare(folder: Path, case: str) -> list[str]:
-    """Write the model, prompts and reward. Returns the prompts' texts."""
+    """Write the model, prompts and reward. Returns the texts of the prompts."""
     size, length, *_ = case.split("-")
     (folder / "model").mkdir()
     lengths_model.write(folder / "model", SIZES[size], LENGTHS[length][1])
@@ -146,7 +147,8 @@ def _prepare(folder: Path, case: str) -> list[str]:
 
 
 def _run(side: str, command: Sequence[str], folder: Path, **more: str) -> str:
-    """Run a round of a side and return its output. Each side chooses its number of threads."""
+    """Run one round of a side and return its output. Each side chooses its own number of
+    threads."""
     environment = {
         name: value for name, value in os.environ.items() if name not in CONDITIONS
     }
@@ -177,7 +179,7 @@ def _run(side: str, command: Sequence[str], folder: Path, **more: str) -> str:
 
 
 def _ours(folder: Path, case: str, layout: Sequence[str], steps: int) -> dict[str, Any]:
-    """Run `hybridflow train` and return the seconds of its steps and of its start."""
+    """Run `hybridflow train` and return the duration of its steps and of its start, in seconds."""
     name = f"ours-{time.monotonic_ns()}"
     words = [
         "--config-name=steps",

@@ -1,2 +1,2 @@
-"""Shared code for the entries in `benchmarks/`: the peer's packages, persistent processes, and
+"""Shared code for the entries in `benchmarks/`: installation of the peer, persistent processes, and
 workloads."""

@@ -1,4 +1,5 @@
-"""Two ranks on one host: syncs over shared memory, verl's bucketed transfer, and a plain copy."""
+"""Two ranks on one host that perform syncs over shared memory, verl's bucketed transfer, and a
+plain copy."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from benchmarks.support.reshard_ranks import Ranks
 
 
 class NoDevice:
-    """A substitute for torch.cuda, which verl falls back to without an accelerator."""
+    """A substitute for torch.cuda, which verl uses if there is no accelerator."""
 
     def synchronize(self) -> None:
-        """Do nothing: nothing is queued."""
+        """Do nothing, because no work is queued."""
 
     def empty_cache(self) -> None:
-        """Do nothing: nothing is cached."""
+        """Do nothing, because no memory is cached."""
 
 
 def load_peer() -> ModuleType:
@@ -39,7 +40,7 @@ def load_peer() -> ModuleType:
 
 
 class BucketRanks(Ranks):
-    """A trainer's rank (0) and an engine's (1)."""
+    """A trainer rank (0) and an engine rank (1)."""
 
     def __init__(self, rank: int, folder: str, **arguments: Any) -> None:
         super().__init__(rank, **arguments)
@@ -52,7 +53,8 @@ class BucketRanks(Ranks):
         self.places: dict[str, slice] = {}
 
     def peer_sync(self, bucket_mb: int) -> None:
-        """Send all parameters with verl. Each is copied out of the bucket, as in loading."""
+        """Send all parameters with verl. Each parameter is copied out of the bucket, as when
+        loading weights."""
         if self.is_trainer:
             sender = self.peer.BucketedWeightSender(
                 self.handle, bucket_mb, use_shm=True
@@ -71,7 +73,7 @@ class BucketRanks(Ranks):
             self.flat[self.places[name]].copy_(values.view(-1))
 
     def copy(self) -> None:
-        """Copy the engine's bytes with one thread in the engine's process, as the limit."""
+        """Copy the engine's bytes with one thread in the engine's process. This is the limit."""
         begin = 0
         for values in self.live.values() if not self.is_trainer else ():
             self.flat[begin : begin + values.numel()].copy_(values.view(-1))

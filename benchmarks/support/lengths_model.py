@@ -1,10 +1,10 @@
-"""A model folder whose sampled responses have a chosen length distribution, in any engine and
-without patching its sampler.
+"""Creation of a model folder whose sampled responses have a chosen length distribution, in any
+engine and without patching its sampler.
 
-A token's embedding encodes the phase of a response, the blocks hardly change it (their outputs
-start small), and the output layer maps it to the probabilities of the next phase. A response passes
-through one of several branches of two phases each, so its length is a mixture of sums of two
-geometric variables, which is close to log-normal.
+The embedding of a token encodes the phase of a response, the blocks hardly change it (their initial
+outputs are small), and the output layer maps it to the probabilities of the next phase. A response
+passes through one of several branches with two phases each, so its length is distributed as a
+mixture of sums of two geometric variables, which is close to log-normal.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def write(
     Args:
         folder: an existing, empty folder.
         sizes: fields of a qwen3 config.json.
-        median: median length in tokens; the 99th percentile is about ten times as large. None: no
-            response ends before its limit.
-        seed: seed of the random weights.
+        median: median length in tokens; the 99th percentile is about ten times as large. None means
+            that no response ends before its limit.
+        seed: seed for the random weights.
     """
     write_character_tokenizer(folder, CHARACTERS)
     config = {

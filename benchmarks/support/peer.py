@@ -1,4 +1,4 @@
-"""verl, the peer: installed next to the benchmarks, never in the project's environment."""
+"""Installation of verl, the peer, next to the benchmarks and never in the project's environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = PACKAGES[0].replace("==", " ")
 
 
 def install() -> Path:
-    """Return the folder with the peer, created on first use.
+    """Return the folder that contains the peer, which is installed on first use.
 
     It is appended to the import path, so that it does not shadow any of the project's packages.
     """

@@ -1,5 +1,5 @@
-"""Processes that persist during an entry, so that sides can take turns. Every rank runs each
-job."""
+"""Processes that persist for the duration of an entry, so that sides can run in turn. Every rank
+runs every job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 class Pool:
-    """One forked process per rank, each with an object `make(rank)` whose methods are the jobs."""
+    """One forked process per rank. Each has an object `make(rank)`, whose methods are the jobs."""
 
     def __init__(self, world: int, make: Callable[[int], Any]) -> None:
         os.environ.setdefault(

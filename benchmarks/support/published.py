@@ -1,4 +1,4 @@
-"""Figures of other systems, read from `benchmarks/published.yaml`."""
+"""Published figures of other systems, read from `benchmarks/published.yaml`."""
 
 from __future__ import annotations
 
@@ -13,5 +13,6 @@ PUBLISHED: dict[str, Any] = yaml.safe_load(
 
 
 def sync_seconds(system: str, model: str) -> float:
-    """Return the fastest published time in seconds of a system's weight sync of a model."""
+    """Return the fastest published time, in seconds, in which a system syncs the weights of a
+    model."""
     return float(min(PUBLISHED["syncs"][system][model]))

@@ -1,4 +1,4 @@
-"""Ranks for the weight-transfer benchmark: syncs, and bare sends of the same bytes."""
+"""Ranks for the weight-transfer benchmark, which perform syncs and bare sends of the same bytes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Ranks:
 
     Args:
         rank: index among trainer and engine ranks; the trainer's come first.
-        hf: fields of config.json.
+        hf: fields of the model's config.json.
         trainer: sizes of the Megatron layout.
         engine: sizes of the only engine.
-        port: port of the store, which rank 0 opens.
+        port: port of the store that rank 0 opens.
         staging: bytes per bucket.
         transports: transports that `sync` can use. Each has an in-place and a staged session.
     """
@@ -84,7 +84,8 @@ class Ranks:
         }
 
     def _open(self, transport: str, staged: bool) -> tuple[Any, Any, Any]:
-        """Return messages, channel and staging of a session, with the trainer's sizes."""
+        """Return the messages, channel and staging buffers of a session, using the trainer's
+        sizes."""
         messages = Messages(self.plan, part_bytes(transport, Platform("cpu")))
         engines = range(self.plan.target.num_ranks)
         arriving = [messages.incoming(rank) for rank in engines]
@@ -115,7 +116,8 @@ class Ranks:
         )
 
     def sync(self, transport: str, staged: bool) -> tuple[int, float]:
-        """Sync once. Returns the bytes that this rank moved and the seconds of its commit."""
+        """Sync once. Returns the number of bytes that this rank moved and the duration of its
+        commit in seconds."""
         messages, channel, staging = self.sides[transport, staged]
         if self.is_trainer:
             return send_stream(messages, self.live, channel, staging).payload_bytes, 0.0
@@ -123,7 +125,7 @@ class Ranks:
         return received.stats.payload_bytes, received.commit(self.live)
 
     def cpu(self) -> float:
-        """Return the CPU seconds that this rank has used."""
+        """Return the number of CPU seconds that this rank has used."""
         return time.process_time()
 
     def forget(self) -> None:
@@ -133,7 +135,7 @@ class Ranks:
                 values.zero_()
 
     def check(self) -> bool:
-        """Return True if all elements of an engine rank's buffers are correct."""
+        """Return True if all elements in the buffers of an engine rank are correct."""
         if self.is_trainer:
             return True
         expected = make_buffers(self.plan.catalog, self.plan.target, self.engine)
@@ -142,8 +144,8 @@ class Ranks:
         )
 
     def bare(self, transport: str) -> None:
-        """Send the bytes of every pair over gloo, from and to memory of the weights' size, as the
-        limit for `transport`."""
+        """Send the bytes of every pair over gloo, using memory of the same size as the weights.
+        This is the limit for `transport`."""
         if not self.bare_memory:
             amounts: Counter[int] = Counter()
             for message in self.sides[transport, False][0]:
@@ -166,9 +168,9 @@ class Ranks:
 def make_buffers(
     catalog: Catalog, layout: Layout, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Return a rank's buffers, in three dimensions.
+    """Return the buffers of a rank, with three dimensions.
 
-    Every element is determined by its HF tensor and its position there, so replicas are equal.
+    Every element is determined by its HF tensor and its position in it, so replicas are equal.
     """
     mine = layout.classes[int(layout.rank_class[rank])]
     shapes = zip(mine.names, mine.shapes.tolist(), mine.dtypes, strict=True)

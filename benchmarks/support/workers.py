@@ -1,4 +1,4 @@
-"""Worker classes for the sides of `dispatch`, which return their arguments."""
+"""Worker classes for the sides of `dispatch`. They return their arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = (
 
 
 class Plain:
-    """A bare Ray actor, as the machine's limit."""
+    """A bare Ray actor, which represents the machine's limit."""
 
     def echo(self, value: object) -> object:
         """Return the value."""
@@ -32,13 +32,13 @@ class Plain:
 
 
 class Echo:
-    """A worker of this project; every rank is a data-parallel rank."""
+    """A worker of this project. Every rank is a data-parallel rank."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 
     def mesh_position(self) -> MeshPosition:
-        """Return the rank as the data-parallel rank."""
+        """Return the mesh position, in which the data-parallel rank equals the rank."""
         return MeshPosition(self.context.rank, self.context.world_size, True)
 
     @register(Dispatch.DP, writes=COLUMNS)

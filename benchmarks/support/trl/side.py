@@ -1,9 +1,9 @@
-"""The peer's side of `trl_steps`: steps of TRL's GRPO, run by a Python that has TRL but not this
-project.
+"""The peer's side of `trl_steps`: GRPO steps in TRL, run with a Python in which TRL is installed
+but this project is not.
 
-Uses the settings that TRL recommends for speed if a model fits: no gradient checkpointing, the
-whole share of an update in one batch up to 40,000 tokens, and old log-probs only because two
-updates share a generation. Prints one line of JSON.
+Uses the settings that TRL recommends for speed if the model fits: no gradient checkpointing, one
+batch per update of up to 40,000 tokens, and old log-probs only because two updates share a
+generation. Prints one line of JSON.
 """
 
 from __future__ import annotations
