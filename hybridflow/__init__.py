@@ -1,8 +1,8 @@
 """HybridFlow: a Megatron-first trainer for reinforcement learning of large language models.
 
-The names below are for a user's own programs and files: the run, the decorators that register an
-algorithm, a reward or an agent, and the batch passed to these. Each is imported on first access, so
-that `import hybridflow` loads neither torch nor Ray.
+The names below are for use in your own programs and files: the run, the decorators that register
+algorithms, rewards and agents, and the batch type passed to them. Each is imported on first access,
+so that `import hybridflow` loads neither torch nor Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m hybridflow`: the command line, for when its script is not on PATH."""
+"""`python -m hybridflow`: the command line, for use when its script is not on PATH."""
 
 import sys
 

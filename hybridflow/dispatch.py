@@ -1,7 +1,7 @@
 """Dispatch of worker methods: `@register` declares how arguments are distributed to the ranks of a
 group and how results are collected.
 
-A worker module imports this module but not the controller, so that the same class also runs under
+A worker module imports this module but not the controller, so the same class also runs under
 `torchrun` or in a plain test. `plan_call` converts a method and its arguments to one call per rank;
 `single_controller` executes it. This module imports neither Ray nor torch.
 """
@@ -32,7 +32,7 @@ class MeshError(HybridFlowError):
 
 
 class Dispatch(enum.Enum):
-    """The mode in which a call's arguments are distributed to the ranks and results returned."""
+    """How the arguments of a call are distributed to the ranks and how its results are returned."""
 
     ONE_TO_ALL = "one_to_all"  # every rank gets the same arguments; returns a list of results
     # every argument is a list with one value per rank; returns a list of results
@@ -52,8 +52,8 @@ class Execute(enum.Enum):
 
 @dataclass(frozen=True)
 class MeshPosition:
-    """A rank's data-parallel group, the number of groups, and whether the rank returns the group's
-    result."""
+    """The position of a rank: its data-parallel group, the number of groups, and whether it returns
+    the group's result."""
 
     dp_rank: int
     dp_size: int
@@ -62,7 +62,7 @@ class MeshPosition:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """First argument of a worker's constructor: `cls(context, *args)`. `log_path` receives the
+    """The first argument of a worker's constructor: `cls(context, *args)`. `log_path` receives the
     worker's stdout and stderr; servers that it starts listen on `ports`."""
 
     rank: int
@@ -80,8 +80,8 @@ class Mesh:
     """The validated positions of all ranks of a group.
 
     Raises:
-        MeshError: the sizes disagree, or a data-parallel group has no ranks, no collecting rank or
-            several.
+        MeshError: the sizes disagree, or a data-parallel group has no ranks or does not have
+            exactly one collecting rank.
     """
 
     positions: tuple[MeshPosition, ...]
@@ -115,10 +115,10 @@ class Mesh:
         return self.positions[0].dp_size
 
     def of(self, ranks: Sequence[int]) -> Mesh:
-        """Return the mesh of only these ranks, renumbered from 0 in the given order.
+        """Return the mesh that consists of only these ranks, renumbered from 0 in the given order.
 
         Raises:
-            MeshError: only some ranks of a data-parallel group are given.
+            MeshError: only some of the ranks in a data-parallel group are given.
         """
         groups = sorted({self.positions[rank].dp_rank for rank in ranks})
         if not ranks:
@@ -138,7 +138,7 @@ class Mesh:
 
     @property
     def collectors(self) -> tuple[int, ...]:
-        """The collecting rank of each group, by data-parallel rank."""
+        """The collecting rank of each data-parallel group, in order of data-parallel rank."""
         by_dp = {
             position.dp_rank: rank
             for rank, position in enumerate(self.positions)
@@ -149,8 +149,8 @@ class Mesh:
 
 @dataclass(frozen=True)
 class RankCall:
-    """The arguments for one rank. Ranks that get the same batch share one object, so that it is
-    sent once."""
+    """The arguments for one rank. Ranks that receive the same batch share one object, so that it is
+    sent only once."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -158,8 +158,8 @@ class RankCall:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """One call to a group: the calls by rank (ranks that are absent do not run), and the function
-    that combines their results into one value."""
+    """One call to a group: the per-rank calls (absent ranks do not run), and the function that
+    combines their results into one value."""
 
     calls: Mapping[int, RankCall]
     collect: Callable[[Mapping[int, Any]], Any]
@@ -176,11 +176,12 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class CustomDispatch:
-    """A custom dispatch mode, for a method that no mode of `Dispatch` fits. Created by
+    """A custom dispatch mode, for methods that no mode in `Dispatch` fits. Created by
     `custom_dispatch`.
 
     `split(world_size, mesh, args, kwargs)` returns the call for each rank, and `collect(mesh,
-    results by rank)` the value of the whole call. `mesh` is None unless `needs_mesh`.
+    results by rank)` returns the value of the whole call. `mesh` is None unless `needs_mesh` is
+    set.
     """
 
     name: str
@@ -191,7 +192,7 @@ class CustomDispatch:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method's declaration, as recorded by `@register`."""
+    """The declaration of a method, as recorded by `@register`."""
 
     name: str
     dispatch: Dispatch | CustomDispatch
@@ -203,7 +204,7 @@ class MethodSpec:
 
     @property
     def needs_mesh(self) -> bool:
-        """True if a call needs the ranks' positions."""
+        """True if a call needs the mesh positions of the ranks."""
         if isinstance(self.dispatch, CustomDispatch):
             return self.dispatch.needs_mesh
         return self.dispatch in (Dispatch.DP, Dispatch.DP_METRIC)
@@ -216,7 +217,7 @@ class MethodSpec:
 
 @dataclass(frozen=True)
 class DataflowStep:
-    """A step of the loop that is not a worker method, for `check_dataflow`."""
+    """A step in the training loop that is not a worker method, for use by `check_dataflow`."""
 
     name: str
     reads: tuple[str, ...] = ()
@@ -251,16 +252,18 @@ def register(
     """Mark a worker method as callable on a group. The function is returned unchanged.
 
     Args:
-        dispatch: how arguments are distributed and results collected.
+        dispatch: how arguments are distributed and results are collected.
         execute: the ranks that run the method.
         blocking: if False, `WorkerGroup.run` returns a `Future` immediately.
         reads: columns that the method needs. With `DP`, only these are sent; empty sends all.
         writes: columns that the method returns. With `DP`, the result must have exactly these;
-            empty skips the check. With `ONE_TO_ALL`, each rank returns a separate batch with them.
-        may_read: columns that the method reads if the batch has them.
+            empty skips the check. With `ONE_TO_ALL`, each rank returns a separate batch with these
+            columns.
+        may_read: optional columns, which the method reads if the batch contains them.
 
     Raises:
-        ValueError: a data-parallel method is run only by rank 0, or a column is declared twice.
+        ValueError: a data-parallel method is declared to run only on rank 0, or a column is
+            declared twice.
     """
     if execute is Execute.RANK_ZERO and dispatch in (
         Dispatch.DP,
@@ -306,11 +309,12 @@ def method_spec(function: Callable[..., Any]) -> MethodSpec:
 def check_dataflow(
     steps: Iterable[Callable[..., Any] | DataflowStep], available: Iterable[str]
 ) -> frozenset[str]:
-    """Check, before anything starts, that the columns each step reads exist by then. Returns the
-    columns at the end.
+    """Check, before anything starts, that every column a step reads has been written by then.
+    Returns the columns that exist at the end.
 
     Raises:
-        SchemaError: names the step, the column, and the later step that writes it, if any.
+        SchemaError: a column does not exist yet. The message names the step, the column, and the
+            later step that writes it, if any.
     """
     order = [step if isinstance(step, DataflowStep) else _as_step(step) for step in steps]
     known = set(available)
@@ -337,7 +341,7 @@ def plan_call(
 
     Raises:
         SchemaError: arguments do not match the dispatch mode, or a column is missing.
-        MeshError: a data-parallel method is called on workers without positions.
+        MeshError: a data-parallel method is called on workers without mesh positions.
     """
     if spec.needs_mesh and (mesh is None or len(mesh.positions) != world_size):
         raise MeshError(
@@ -398,7 +402,7 @@ def _require_reads(spec: MethodSpec, batches: Sequence[DataProto]) -> None:
 
 def _chunks(spec: MethodSpec, batch: DataProto, dp_size: int) -> list[DataProto]:
     """Split the batch into one piece per data-parallel group. All pieces have the same number of
-    rows, on which training code may rely."""
+    rows; training code may rely on this."""
     if spec.reads:
         batch = batch.select(name for name in spec.read_of(batch) if name in batch)
     padded, num_padding = batch.pad_to_divisor(dp_size)

@@ -1,8 +1,8 @@
 """The typed errors shared by all packages.
 
-Every error that a user can cause derives from `HybridFlowError`. Its message states the problem,
-the location (key, file, rank) and the remedy. The command line prints only the message and exits
-with `exit_code`; a traceback is shown only for bugs in HybridFlow.
+All errors that a user can cause derive from `HybridFlowError`. Its message states the problem, the
+location (key, file, rank) and the remedy. The command line prints only the message and exits with
+`exit_code`; a traceback is shown only for bugs in HybridFlow.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class HybridFlowError(Exception):
 
 
 class ConfigError(HybridFlowError):
-    """A key, value or combination in the configuration is invalid. Names the key and the nearest
-    valid one."""
+    """A key, value or combination in the configuration is invalid. The message names the key and
+    the nearest valid one."""
 
     exit_code = 2
 
 
 class DataError(HybridFlowError):
-    """A dataset file, column or row is missing or malformed. Names the file and the column or
-    row."""
+    """A dataset file, column or row is missing or malformed. The message names the file and the
+    column or row."""
 
     exit_code = 2
 
@@ -48,17 +48,18 @@ class ModelError(HybridFlowError):
 
 
 class ResourceError(HybridFlowError):
-    """The cluster lacks the requested resources. Lists the free ones by node."""
+    """The cluster lacks the requested resources. The message lists the free resources of each
+    node."""
 
 
 class ClusterLostError(ResourceError):
-    """Ray itself was lost, and with it all processes of the run. States which part failed, and how
-    to continue."""
+    """Ray itself failed, and with it all processes of the run. The message states which part failed
+    and how to continue."""
 
 
 class MemoryExhaustedError(ResourceError):
-    """A device or the machine ran out of memory. States the phase, the memory in use, and the keys
-    that reduce it."""
+    """A device or the machine ran out of memory. The message states the phase, the memory in use,
+    and the keys that reduce memory use."""
 
 
 class StorageError(HybridFlowError):
@@ -67,8 +68,8 @@ class StorageError(HybridFlowError):
 
     @classmethod
     def of(cls, error: OSError, where: str = "") -> StorageError | None:
-        """Convert an OSError to an error with a remedy; None if it is not about storage. `where`
-        replaces the file's name."""
+        """Convert an OSError to an error with a remedy; returns None if it does not concern
+        storage. `where` is used in place of the file name."""
         number = error.errno or 0
         remedy = _REMEDIES.get(number)
         return (
@@ -80,8 +81,8 @@ class StorageError(HybridFlowError):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Return a context manager that adds this file's name to an OSError without one. The system
-    reports the name for errors on opening, but not on writing or closing."""
+    """Return a context manager that adds this file name to OSErrors without one. The system reports
+    the name when opening fails, but not when writing or closing fails."""
     try:
         yield
     except OSError as error:
@@ -107,11 +108,11 @@ _REMEDIES = {
 
 
 class WorkerError(HybridFlowError):
-    """A worker died, hung or raised.
+    """A worker died, hung or raised an exception.
 
     Args:
-        message: what happened.
-        role, rank, node, method: identity of the worker, and the method it was running.
+        message: description of the failure.
+        role, rank, node, method: identity of the worker, and the method that it was running.
         waited_s: seconds waited before giving up, or None if the failure was immediate.
         log_tail: the last lines of the worker's log.
     """
@@ -142,9 +143,9 @@ class WorkerError(HybridFlowError):
 
 
 class EngineError(HybridFlowError):
-    """A rollout engine failed to start, died, timed out or rejected a request. Carries the tail of
-    its log and, in the requesting process, the responses so far (`begun`: a `Completion` per
-    prompt)."""
+    """A rollout engine failed to start, died, timed out or rejected a request. Contains the tail of
+    the engine's log and, in the requesting process, the partial responses (`begun`: a `Completion`
+    per prompt)."""
 
     def __init__(self, message: str, *, engine: str = "", log_tail: str = "") -> None:
         self.engine = engine
@@ -161,19 +162,19 @@ class EngineSilent(EngineError):
 
 
 class EnginesLostError(EngineError):
-    """No engine can serve requests: all have died or lack current weights. Gives the reason for
-    each."""
+    """No engine can serve requests: all have died or lack current weights. The message states the
+    reason for each engine."""
 
 
 class WeightSyncError(HybridFlowError):
-    """Weights could not be sent to an engine, or the received data differs from the sent data."""
+    """Weights could not be sent to an engine, or the data received differs from the data sent."""
 
 
 class FlowError(HybridFlowError):
     """A flow uses its run incorrectly, or the flow's own code failed.
 
     Args:
-        line: line of the flow's file to report, if not the one being executed.
+        line: line of the flow's file to report, if it is not the one being executed.
     """
 
     def __init__(self, message: str, *, line: int | None = None) -> None:
@@ -182,7 +183,7 @@ class FlowError(HybridFlowError):
 
 
 class LogprobMismatchError(HybridFlowError):
-    """Rollout and trainer disagree on the log-probabilities of the same tokens beyond the
+    """The log-probabilities of the same tokens differ between rollout and trainer by more than the
     configured bound."""
 
 
@@ -192,8 +193,8 @@ class RouterReplayError(HybridFlowError):
 
 
 class NonFiniteError(HybridFlowError):
-    """A loss or gradient is NaN or infinite. Names the rank and micro-batch; the weights are
-    unchanged."""
+    """A loss or gradient is NaN or infinite. The message names the rank and micro-batch; the
+    weights are unchanged."""
 
 
 class CheckpointError(HybridFlowError):
@@ -207,15 +208,15 @@ class RunInterrupted(HybridFlowError):
 
 
 class RunStopped(HybridFlowError):
-    """The run was told to stop (SIGUSR1) and did so after writing a checkpoint. `hybridflow slurm`
-    requeues such a job."""
+    """The run received a stop signal (SIGUSR1) and stopped after writing a checkpoint. `hybridflow
+    slurm` requeues such a job."""
 
     exit_code = 75  # EX_TEMPFAIL in sysexits.h: repeating the command continues the run
 
 
 def to_json(error: HybridFlowError) -> str:
-    """Serialize the error as JSON (type, message, attributes), to pass it between processes without
-    pickle. `from_json` reads it."""
+    """Serialize the error as JSON (type, message, attributes), so that it can be passed between
+    processes without pickle. `from_json` restores it."""
     state = {
         key: value
         for key, value in error.__dict__.items()
@@ -225,8 +226,8 @@ def to_json(error: HybridFlowError) -> str:
 
 
 def from_json(text: str, note: str = "") -> HybridFlowError:
-    """Restore an error serialized by `to_json`, with `note` appended to its message. A type unknown
-    to this process becomes the base type."""
+    """Restore an error serialized by `to_json`, with `note` appended to its message. A type that is
+    unknown in this process is replaced with the base type."""
     described: dict[str, Any] = json.loads(text)
     kind = next(
         (kind for kind in _kinds(HybridFlowError) if kind.__qualname__ == described["type"]),
