@@ -29,7 +29,7 @@ NODES = ("n1", "n2", "n3", "n4")
 
 @measurement("gate", timeout_s=86_400)
 def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
-    """fraction of identical runs that pass the gate, and of 20% slowdowns that it detects"""
+    """number of identical runs that pass the gate, and of 20% slowdowns that it detects"""
     draw = random.Random(0)
     found = Counter[str]()
     before = _run_parts(place.local / "0", parts)

@@ -22,7 +22,7 @@ _MORE = "the call is not valid JSON (text follows the value)"
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """A call format defined by its markers. Values are parsed as JSON, so their strings may contain
+    """A call format defined by its markers. A value is parsed as a whole, so its strings may contain
     markers.
 
     Attributes:
