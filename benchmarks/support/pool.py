@@ -49,7 +49,7 @@ class Pool:
         """Run a method on every rank and return the results.
 
         Raises:
-            ResourceError: a rank failed or did not reply in time. All ranks have been killed.
+            ResourceError: a rank failed or did not reply in time. All ranks are then killed.
         """
         for end in self.ends:
             end.send((method, values))

@@ -52,7 +52,7 @@ class Echo:
 
 
 def peer_group(ranks: int) -> Any:
-    """Start verl's worker group with echo workers, without GPUs."""
+    """Start verl's worker group with echo workers and no GPUs."""
     import ray
     from verl.single_controller.base import Worker
     from verl.single_controller.base.decorator import Dispatch as PeerDispatch

@@ -35,7 +35,7 @@ def read_calls(
 
     Args:
         call_format: `rollout.agent.call_format`.
-        tools: the JSON schema of each tool's arguments, by tool name.
+        tools: the JSON schema for the arguments of each tool, keyed by tool name.
         thinking_open: True if the answer starts inside a thinking block.
     """
     names = {name: tuple(schema.get("properties") or ()) for name, schema in tools.items()}

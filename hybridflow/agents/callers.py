@@ -33,8 +33,8 @@ class Callers:
         self._places = dict[asyncio.BaseTransport, ExitStack]()
 
     async def listen(self, host: str, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Server:
-        """Start a server on a free port of the host. Connections count as unauthenticated until
-        `know` is called."""
+        """Start a server on a free port. Connections count as unauthenticated until `know` is
+        called."""
         listener = socket.create_server((host, 0))
         loop = asyncio.get_running_loop()
         server = await loop.create_server(

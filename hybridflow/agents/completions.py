@@ -79,7 +79,7 @@ class CompletionServer:
 
     @asynccontextmanager
     async def endpoint(self, conversation: Conversation) -> AsyncIterator[Endpoint]:
-        """Serve a conversation for the duration of the block.
+        """Context manager that serves a conversation for the duration of the block.
 
         Raises:
             ConversationOver: the conversation ended inside the block, regardless of how the client
@@ -175,7 +175,7 @@ class CompletionServer:
         return await _streamed(request, completion, asked) if asked.stream else _json(completion)
 
     def _warn(self, asked: ChatRequest) -> None:
-        """Warn once that sampling fields are overridden by the run's configuration."""
+        """Log a single warning that the run's configuration overrides these sampling fields."""
         if asked.ignored and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -230,8 +230,8 @@ class CompletionServer:
 def _compare(
     conversation: Conversation, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
 ) -> None:
-    """Reject messages that do not render to the row's prompt. A `developer` message may replace the
-    system message."""
+    """Raise an error if the messages do not render to the row's prompt. A `developer` message may
+    replace the system message."""
     shown = conversation.tokenizer.decode(conversation.prompt)
     asked = sum(len(one["content"]) + 1 for one in messages) + len(json.dumps(tools))
     # encoding megabytes would block the other conversations
@@ -262,8 +262,8 @@ def _compare(
 
 
 def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
-    """Show the messages after the last answer: results of its calls, and other messages of the
-    program."""
+    """Show the messages that follow the last answer: results of its calls, and other messages from
+    the program."""
     calls = [ShownCall(one["function"]["name"], one["id"]) for one in served.calls]
     names = {one.id: one.name for one in calls}
     shown: list[dict[str, str]] = []
@@ -328,7 +328,7 @@ def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]
 
 
 def _tool_calls(conversation: Conversation, text: str, asked: ChatRequest) -> list[dict[str, Any]]:
-    """Return the calls in the text in OpenAI's format. Returns none if any of them cannot be
+    """Return the calls in the text, in OpenAI's format. Returns an empty list if any call cannot be
     parsed."""
     tools = {
         str(one["function"]["name"]): one["function"].get("parameters", {}) for one in asked.tools

@@ -106,8 +106,8 @@ class Episode:
         """Send an answer to the environment and return the resulting step.
 
         Raises:
-            EpisodeError: the environment raised, did not return a `Step`, did not respond within
-                `rollout.agent.tool_timeout_s`, or its process exited.
+            EpisodeError: the environment raised an error, did not return a `Step` or did not
+                respond within `rollout.agent.tool_timeout_s`, or its process exited.
         """
         observation, reward, done = await self.process.ask(
             {"episode": self.number, "answer": answer}

@@ -22,8 +22,8 @@ _MORE = "the call is not valid JSON (text follows the value)"
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """A call format defined by its markers. A value is parsed as a whole, so its strings may contain
-    markers.
+    """A call format defined by its markers. A value is parsed as a whole, so its strings may
+    contain markers.
 
     Attributes:
         begin: opens a call.

@@ -148,7 +148,7 @@ class _Server:
             self._changed = None
 
     async def _stay_connected(self) -> None:
-        """Connect, and reconnect until the limit is reached."""
+        """Connect, and reconnect after each loss until the limit is reached."""
         try:
             await self._connect()
         finally:

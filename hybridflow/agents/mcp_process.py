@@ -48,7 +48,7 @@ async def program(
 
     Args:
         log_path: receives the program's standard error.
-        lose: called with the reason when no more messages can arrive.
+        lose: called with the reason once no more messages can arrive.
 
     Raises:
         ConfigError: the program does not exist.

@@ -18,7 +18,7 @@ def as_written(key: re.Match[str], text: str) -> str:
 
 
 def without_breaks(key: re.Match[str], text: str) -> str:
-    """Return the value without the line breaks next to its tags."""
+    """Return the value without the line breaks adjacent to its tags."""
     del key
     return text.removeprefix("\n").removesuffix("\n")
 

@@ -29,7 +29,7 @@ class ResponseTokens(Protocol):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[S] number of response tokens of each sequence."""
+        """[S] number of response tokens in each sequence."""
 
     @property
     def columns(self) -> Mapping[str, torch.Tensor]:

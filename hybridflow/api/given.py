@@ -70,7 +70,7 @@ class Given:
         held_out = [name for name in HELD_OUT if name in splits]
         if "train" not in splits or len(held_out) > 1:
             raise ConfigError(
-                "data must have the part train, and test for held-out prompts; got "
+                "data must have the part train, and may have test for held-out prompts; got "
                 f"{', '.join(map(repr, splits)) or 'none'}"
             )
         self._add_files("data.train_files", splits["train"], scratch)
@@ -92,7 +92,7 @@ class Given:
         self.words.append(f'{key}=["{FOLDER}/{name}"]')
 
     def add_reward(self, reward: Any) -> None:
-        """Add a reward: a function, or `path/to/file.py:name`."""
+        """Add a reward, given as a function or as `path/to/file.py:name`."""
         if callable(reward):
             name, file = self._add_function("reward function", reward)
             self.words += [f'reward.path="{FOLDER}/{file}"', f"reward.name={name}"]
@@ -106,7 +106,7 @@ class Given:
         ]
 
     def add_flow(self, flow: Any) -> None:
-        """Add a flow: a function decorated with `flow`, the name of a built-in flow, or
+        """Add a flow, given as a function decorated with `flow`, the name of a built-in flow, or
         `path/to/file.py:name`."""
         if not callable(flow):
             self.words.append(f"algorithm.flow={text(flow, 'algorithm.flow')}")
@@ -121,7 +121,7 @@ class Given:
         self.words.append(f'algorithm.flow="{FOLDER}/{file}:{name}"')
 
     def _add_function(self, what: str, function: Any, entry: Any = None) -> tuple[str, str]:
-        """Add a file for a function. Returns the names of the function and of the file."""
+        """Add a file for a function. Returns the name of the function and the name of the file."""
         name = _name(function)
         source, where = _source(function)
         digest = hashlib.sha256(source.encode()).hexdigest()[:16]

@@ -1,5 +1,5 @@
-"""Selection of the thread in which a run's code executes: the caller's, or a separate one if the
-caller's thread has a running event loop, as in a notebook."""
+"""Selection of the thread that executes a run's code: the caller's thread, or a separate one if an
+event loop is already running in the caller's, as in a notebook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Place:
-    """Executes a run's work in the caller's thread."""
+    """Executes the work of a run in the caller's thread."""
 
     def run(self, work: Callable[[], T]) -> T:
         """Run the work and return its result."""
@@ -28,7 +28,7 @@ class Place:
 
 
 class OwnThread(Place):
-    """Executes all of a run's work in one daemon thread, sequentially."""
+    """Executes all work of a run sequentially in one daemon thread."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]

@@ -60,7 +60,7 @@ class Timed:
         return {**self.calls, **{side.name: side.call for side in references if side}}
 
     def metrics(self, seconds: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
-        """Yield the metrics, given each side's seconds in each round."""
+        """Yield the metrics computed from the seconds of each side in each round."""
 
         def reference(side: Side | None) -> Reference | None:
             if side is None:
@@ -118,7 +118,7 @@ def rotated(names: Sequence[str], rounds: int) -> Iterator[str]:
 
 
 def loop() -> int:
-    """Run a Python loop for about 10 ms, as the yardstick for interpreted code."""
+    """Run a Python loop for about 10 ms. It serves as the yardstick for interpreted code."""
     total = 0
     table: dict[int, int] = {}
     for number in range(60_000):

@@ -41,7 +41,7 @@ _NO_GPU = "it needs a GPU, but none was found"
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a suite or entry on this node. `nodes` are all participating nodes."""
+    """A run of a suite or entry on this node. `nodes` lists all participating nodes."""
 
     what: str
     folder: Path
@@ -116,7 +116,8 @@ def _without(job: Job, name: str, why: str) -> Result:
 
 
 def _measure(job: Job, name: str, entry: Measurement) -> Result:
-    """Return the pooled metrics of all processes of an entry, or the reason why one failed."""
+    """Return the metrics of an entry pooled over all its processes, or the reason why a process
+    failed."""
     parts = []
     # nodes measure each round at the same time, which restarted processes could not
     for part in range(entry.processes if len(job.nodes) == 1 else 1):

@@ -77,7 +77,7 @@ def warn(run: RunConfig) -> None:
 
 
 def run_job(job: str, run: RunConfig) -> None:
-    """Run a checked configuration as `train`, `sft` or `train-reward`."""
+    """Run `train`, `sft` or `train-reward` with a checked configuration."""
     libraries = ("torch", "transformers", *(() if run.cluster.in_process else ("ray",)))
     require(KERNELS, *libraries)
     require_none((*libraries, "numpy", "pyarrow"))

@@ -216,7 +216,7 @@ def _write_page(args: argparse.Namespace, name: str, plan: Plan, text: str) -> N
 
 
 def _sizes(config: RunConfig) -> dict[str, Any]:
-    """Return the policy's Hugging Face config, with the tokenizer's vocabulary size if the recipe
+    """Return the policy's Hugging Face config, using the tokenizer's vocabulary size if the recipe
     does not specify one."""
     from hybridflow.config import derived
     from hybridflow.config.outside_json import read_outside_json

@@ -118,7 +118,7 @@ def _names(config: RunConfig) -> Iterator[str]:
 
 
 def _layout(config: RunConfig) -> Iterator[str]:
-    """Check parallel sizes against the number of processes."""
+    """Check the parallel sizes against the number of processes."""
     world = derived.world_size(config)
     parallel = config.actor.parallel
     cluster = config.cluster

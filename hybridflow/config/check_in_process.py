@@ -32,7 +32,7 @@ _WITHOUT_USE: Mapping[str, Any] = {
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield every problem as one line."""
+    """Yield the problems, one line each."""
     if not config.cluster.in_process:
         if config.rollout.engine == _ENGINE:
             yield (

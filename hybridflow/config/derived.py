@@ -107,8 +107,8 @@ def has_dense_mlps(sizes: Mapping[str, Any]) -> bool:
 
 
 def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return Megatron's names of the linear layers that support adapters. Routed experts do not
-    support them."""
+    """Return the names that Megatron uses for the linear layers that support adapters. Routed
+    experts do not support them."""
     if sizes.get("kv_lora_rank"):
         query = (
             ("linear_q_down_proj", "linear_q_up_proj")
@@ -171,7 +171,7 @@ def scores_before_update(config: RunConfig) -> bool:
 
     Without it, the first update reports the values for its own rows, which it computes anyway with
     the same weights. The separate pass is needed if the reward, the estimator or the loss reads the
-    values, or if it records or compares experts.
+    values, or if the pass must also record or compare experts.
     """
     actor = config.actor
     algorithm = config.algorithm
@@ -290,7 +290,7 @@ def replays_routes(config: RunConfig) -> bool:
 
 
 def has_own_reference(config: RunConfig) -> bool:
-    """Return True if a reference is needed and has separate processes."""
+    """Return True if a reference is needed and runs in separate processes."""
     return needs_reference(config) and not is_colocated(config, "reference")
 
 
@@ -368,7 +368,7 @@ def shares_devices(config: RunConfig) -> bool:
 
 
 def generates(config: RunConfig) -> bool:
-    """Return True if a run has engines; otherwise it trains on dumps."""
+    """Return True if a run uses engines; otherwise it trains on dumps."""
     return config.trainer.rollouts_from is None
 
 

@@ -33,7 +33,7 @@ STATISTICS = (
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of an entry without options."""
+    """Options class for entries that have no options."""
 
 
 @dataclass(frozen=True)

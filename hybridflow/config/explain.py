@@ -74,7 +74,7 @@ class Origins:
 
 
 def explain(config: RunConfig, origins: Origins) -> str:
-    """Return the text of `--explain`."""
+    """Return the text that `--explain` prints."""
     given = _given(config, origins)
     parts = (_rollout, _algorithm, _actor, _reference, _teacher, _critics, _sync, _sft)
     lines = [*given, *(line for part in parts for line in ("", *part(config)))]

@@ -53,8 +53,8 @@ def cached(hub_id: str, kind: Kind) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return True if every weight file is present: A snapshot folder may also be left by an
-    interrupted or partial download."""
+    """Return True if every weight file is present. An interrupted or partial download also leaves a
+    snapshot folder."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
@@ -158,7 +158,7 @@ def _words(path: Path) -> set[str]:
 
 
 def missing(hub_id: str, kind: Kind) -> str:
-    """Return why a hub id is unavailable, and the command to download it."""
+    """Return why a hub id is unavailable, and the command that downloads it."""
     repository, _, revision = hub_id.partition("@")
     words = [
         "hf",

@@ -158,7 +158,7 @@ class Kind:
 
     @property
     def plain(self) -> Any:
-        """The type `type`, or str for a key with choices."""
+        """The bare type, or str for a key with choices."""
         return str if typing.get_origin(self.type) is typing.Literal else self.type
 
     def accepts(self, value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Recipe + command-line overrides -> `RunConfig`.
+"""Loading of a recipe and command-line overrides into a `RunConfig`.
 
 Hydra composes the YAML groups and parses the overrides; everything it accepts is then checked
-against the schema by `build`. Hydra is used through its compose API only: it neither changes the
+against the schema by `build`. Hydra is used only through its compose API: it neither changes the
 working directory nor creates folders.
 """
 
@@ -75,7 +75,7 @@ def normalise_override(text: str, dirs: Sequence[Path]) -> str:
     """Rewrite an override so that Hydra accepts it even if no YAML file contains its key.
 
     Hydra rejects such keys unless they are prefixed with `+`. Our schema defines all keys, so the
-    key is checked here and then forced. Group choices (`algorithm=grpo`) are left to Hydra.
+    key is checked here and then set with `++`. Group choices (`algorithm=grpo`) are left to Hydra.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

@@ -17,7 +17,7 @@ def read_outside_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     Raises:
         OSError: the file is missing or cannot be read.
         ValueError: as for `read_outside_bytes`, or not UTF-8, not YAML, nested too deeply, not a
-            mapping, or containing an alias (a few lines of aliases can expand to exhaust memory).
+            mapping, or contains an alias (a few lines of aliases can expand to exhaust memory).
             The message does not name the file.
     """
     import yaml

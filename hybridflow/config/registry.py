@@ -57,8 +57,7 @@ class Registry(Generic[T]):
         namespaced by its path and never shadow built-ins.
 
         Raises:
-            ConfigError: the user file has already registered this name; the message contains the
-                line.
+            ConfigError: the user file has already registered this name; the message names the line.
         """
         frame = self._importing_frame()
         if frame is not None:

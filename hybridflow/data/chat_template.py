@@ -163,7 +163,7 @@ class _Form:
 
 
 class ChatTemplate:
-    """Continues conversations as a chat template does.
+    """Continues conversations in the format of a chat template.
 
     Args:
         name: name of the tokenizer, for errors.
@@ -354,8 +354,8 @@ class ChatTemplate:
         raise problem
 
     def _end_of_answer(self, text: str, count: int) -> tuple[int, int]:
-        """Return the position after the first placeholder of the last answer, and that answer's
-        end: after its content, or at the stop token after its tool calls."""
+        """Return two positions in the last answer: after its first placeholder, and at its end
+        (after its content, or at the stop token after its tool calls)."""
         marks = [(found[1], int(found[2]), found) for found in _MARK.finditer(text)]
         said = [found for kind, _, found in marks if kind == "A"]
         called = [found for kind, _, found in marks if kind == "V"]
@@ -421,7 +421,7 @@ class ChatTemplate:
         if any(next(self._added.find(value), None) or _MARK.search(value) for value in values):
             raise DataError(
                 f"{self._name}: the chat template's output depends on the contents of these "
-                "messages, so special tokens in them would be taken for its own: "
+                "messages, so special tokens in them would be mistaken for its own: "
                 f"{str(frame.contents)[:200]}"
             )
         text = self._render(_with_contents(frame, dict(enumerate(frame.contents))), True)
@@ -483,8 +483,8 @@ def _first_seen(text: str) -> int:
 
 
 def _with_contents(frame: _Frame, contents: Mapping[int, str]) -> list[Message]:
-    """Return the messages and replace the placeholders after the last answer with the real
-    contents."""
+    """Return the messages with the real contents in place of the placeholders after the last
+    answer."""
     first = len(frame.messages) - len(frame.contents)
     texts = {first + number: content for number, content in contents.items()}
     messages: list[Message] = []

@@ -49,7 +49,8 @@ class _Turn:
     Attributes:
         text: the rendered conversation.
         begin, end: span of the answer, including the token that closes it.
-        is_closed: there is such a token; if not, the header of the next message may close it.
+        is_closed: True if there is such a token. If False, the header of the next message may close
+            the answer.
     """
 
     text: str
@@ -198,8 +199,8 @@ def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
 
 
 def _rows(tokenizer: Tokenizer, answers: Sequence[_Turn]) -> list[LearnedRow]:
-    """Build the training rows. Start with the longest conversation, because it may contain earlier
-    turns unchanged."""
+    """Build the training rows, beginning with the longest conversation, because it may contain
+    earlier turns unchanged."""
     rows: list[tuple[str, list[tuple[int, int]]]] = []
     for turn in reversed(answers):
         for text, spans in rows:

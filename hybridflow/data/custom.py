@@ -30,7 +30,7 @@ class Prompts(Protocol):
 
     @property
     def data_sources(self) -> list[str]:
-        """The distinct data sources, sorted."""
+        """The sorted distinct data sources."""
         ...
 
     def batch(self, indices: np.ndarray) -> DataProto:
@@ -44,8 +44,8 @@ def open_prompts(
     config: DataConfig,
     max_rows: int | None = None,
 ) -> Prompts:
-    """Open `data.dataset_class`, or `PromptDataset`, as `cls(files, tokenizer, config,
-    max_rows=...)`.
+    """Open the dataset by calling `data.dataset_class` (by default `PromptDataset`) as `cls(files,
+    tokenizer, config, max_rows=...)`.
 
     Raises:
         ConfigError: the file or class is missing, fails to import or lacks a method, or its batches
@@ -72,7 +72,7 @@ def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | Prefere
     prompts with recorded answers.
 
     Raises:
-        ConfigError: rows would repeat within a step; also raised by `open_prompts`.
+        ConfigError: rows would repeat within a step, or the error was raised by `open_prompts`.
         DataError: a file of pairs lacks a column, or a row is malformed.
     """
     dataset: Prompts | PreferenceDataset

@@ -51,7 +51,8 @@ class _Dataset:
         max_rows: keep only the first `max_rows` rows after filtering; None keeps all.
 
     Attributes:
-        num_filtered, num_truncated: numbers of overlong rows that were dropped and truncated.
+        num_filtered, num_truncated: how many overlong rows were dropped and truncated,
+            respectively.
         places: file and row number of each row, for error messages.
 
     Raises:
@@ -194,7 +195,7 @@ class PromptDataset(_Dataset):
 
     @property
     def data_sources(self) -> list[str]:
-        """The distinct data sources, sorted."""
+        """The sorted distinct data sources."""
         return sorted(set(self._rows["data_source"].tolist()))
 
 
@@ -274,8 +275,7 @@ def _rows(
                 f"{error}. Set the column names in data.prompt_key, data.ground_truth_key and "
                 "data.data_source_key (or data.data_source=NAME for all rows), or, for "
                 "demonstrations, in sft.response_key or sft.messages_key; or convert a published "
-                "dataset with "
-                "`hybridflow prepare`"
+                "dataset with `hybridflow prepare`"
             ) from error
 
 

@@ -31,7 +31,7 @@ class Packed(Protocol):
 
 
 def sequence_lengths(batch: DataProto) -> np.ndarray:
-    """Return the number of prompt plus response tokens of each row [B]."""
+    """Return the number of tokens (prompt plus response) in each row [B]."""
     return np.asarray(batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths)
 
 
@@ -121,7 +121,7 @@ def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) ->
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the concatenation of arange(start, start + length)."""
+    """Return the concatenation of arange(start, start + length) over all pairs."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)

@@ -111,7 +111,7 @@ def _fast_class() -> type[PreTrainedTokenizerFast]:
         parts_of = staticmethod(parts_of)
 
         def encode(self, text: str, *args: Any, **options: Any) -> list[int]:
-            """Return the token ids of the text, without special tokens around it."""
+            """Return the token ids of the text, without adding special tokens around it."""
             tokens: list[int] = []
             for part in parts_of(text):
                 tokens.extend(super().encode(part, *args, **options))

@@ -43,7 +43,7 @@ class Script:
 
 
 def command_of(text: str, wanted: str, environment: Mapping[str, str]) -> Script:
-    """Read the first command of a bash script that has a word containing `wanted`.
+    """Read the first command in a bash script in which a word contains `wanted`.
 
     Args:
         environment: variables that the script inherits.
@@ -336,7 +336,7 @@ class _Reader:
         return end
 
     def _matching(self, start: int, opener: str, closer: str) -> int:
-        """Return the position of the bracket that closes the one at `start`."""
+        """Return the position of the bracket that matches the one at `start`."""
         depth = 0
         for position in range(start, len(self.text)):
             depth += self.text[position] == opener

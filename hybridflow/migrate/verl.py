@@ -94,9 +94,8 @@ class Migration:
     Attributes:
         settings: translated settings, keyed by our names.
         renamed: verl keys that have been translated to `settings`.
-        needless: verl keys that are unnecessary because the setting always applies here or has no
-            effect, with the reason.
-        missing: verl keys without an equivalent here, with the reason.
+        needless: verl keys whose setting always applies here or has no effect, mapped to the reason.
+        missing: verl keys without an equivalent here, mapped to the reason.
         remarks: differences that the user should know about.
     """
 
@@ -562,7 +561,7 @@ def _names(given: Settings) -> dict[str, Any]:
     if others := [str(one) for one in wanted if one not in _TRACKERS]:
         given.out.remarks.append(
             f"trainer.logger: there is no tracker {', '.join(others)}; metrics are written to "
-            f"metrics.jsonl and the report. Add your own tracker with "
+            "metrics.jsonl and the report. Add your own tracker with "
             "trainer.loggers=[path/to/file.py:name]"
         )
     return found

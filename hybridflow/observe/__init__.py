@@ -1,1 +1,2 @@
-"""The output of a run: terminal progress, metrics, timeline, dumps, environment, HTML report."""
+"""The output of a run: terminal progress, metrics, a timeline, dumps, environment information and
+an HTML report."""

@@ -1,5 +1,5 @@
-"""The environment of a run: versions, machine size and commit. Host, user and folder names are
-omitted so that a run folder can be shared."""
+"""Recording of a run's environment: versions, machine size and commit. Host, user and folder names
+are omitted so that a run folder can be shared."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Python logging to the run folder: all of HybridFlow's records, and library warnings. The terminal
-shows only warnings."""
+"""Python logging to the run folder: all records from HybridFlow, and warnings from libraries. The
+terminal shows only warnings."""
 
 from __future__ import annotations
 

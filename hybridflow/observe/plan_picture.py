@@ -108,7 +108,7 @@ def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
 def _spans(
     phases: Sequence[Phase], begin: str, seconds: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """Return {name: (begin, end)} of the phases in `seconds`."""
+    """Return (begin, end) for each phase in `seconds`, keyed by name."""
     found: dict[str, tuple[float, float]] = {}
     end = 0.0
     for phase in phases:

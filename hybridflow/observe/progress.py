@@ -171,7 +171,8 @@ class State:
 
 
 def number(value: float | str) -> str:
-    """Format a number with three decimals, or in exponent notation if that is not enough."""
+    """Format a number with three decimals, or in scientific notation if three decimals are not
+    enough."""
     if isinstance(value, str):
         return value
     if isinstance(value, int):

@@ -137,7 +137,7 @@ def _page(**parts: Any) -> str:
 
 
 def facts(run: RunFolder) -> list[Fact]:
-    """Return the tiles at the top of the page."""
+    """Return the tiles shown at the top of the page."""
     found = [
         _accuracy(run, number, prefix) for number, prefix in enumerate(run.val_sets() or ["val"])
     ]

@@ -129,8 +129,8 @@ def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
 
 
 def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
-    """Return (step, file) of every dump in a folder, ordered by step; empty if there is no
-    folder."""
+    """Return (step, file) for every dump in a folder, ordered by step; empty if the folder does not
+    exist."""
     found = (
         (_STEP_FILE.fullmatch(path.name), path) for path in Path(folder).glob("step_*.parquet")
     )
@@ -142,8 +142,8 @@ def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
 
 
 def remove_dumps_after(folder: str | Path, step: int) -> int:
-    """Delete the dumps of later steps, because a resumed run repeats them. Returns the number
-    deleted."""
+    """Delete the dumps of later steps, because a resumed run repeats them. Returns the number of
+    deleted files."""
     late = [path for at, path in list_dumps(folder) if at > step]
     for path in late:
         path.unlink()

@@ -97,8 +97,8 @@ class RunFolder:
         return sorted(found.items())
 
     def val_sets(self) -> list[str]:
-        """Return the metric prefix of each validation set, "val" or "val-NAME", in the
-        configuration's order."""
+        """Return the metric prefix of each validation set, "val" or "val-NAME", in the order of the
+        configuration."""
         found: dict[str, None] = {}
         for record in self.metrics:
             if record["phase"] == "val":
@@ -108,7 +108,7 @@ class RunFolder:
         return list(found)
 
     def names(self, phase: str) -> set[str]:
-        """Return the names of all metrics of a phase."""
+        """Return the names of all metrics recorded in a phase."""
         names: set[str] = set()
         for record in self.metrics:
             if record.get("phase") == phase:
@@ -295,8 +295,8 @@ def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[d
 
 
 def _varied(ranked: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the first `count` rows. Among rows with the top score, each prompt appears once before
-    any appears twice."""
+    """Return the first `count` rows. Among rows with the top score, every prompt appears once
+    before any prompt appears twice."""
     seen: set[Any] = set()
     first = []
     later = []
@@ -385,8 +385,8 @@ def _is_number(value: object) -> bool:
 
 
 def _config(path: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
-    """Return config.yaml as text and as a mapping, which is empty if the file is not a valid run
-    configuration."""
+    """Return config.yaml as text and as a mapping. The mapping is empty if the file is not a valid
+    run configuration."""
     try:
         _require_inside(path)
         return read_outside_yaml(path)

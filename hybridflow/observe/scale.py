@@ -1,4 +1,4 @@
-"""Axes of the report's charts: round ticks, tick labels, and the mapping from values to pixels."""
+"""Axes for the report's charts: round ticks, tick labels, and the mapping from values to pixels."""
 
 from __future__ import annotations
 

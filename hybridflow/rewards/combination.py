@@ -102,5 +102,5 @@ class Combination(Verifier):
 
     @property
     def is_async(self) -> bool:
-        """True if any part is async. The parts of a row run sequentially."""
+        """True if any part is async. The parts that score a row run sequentially."""
         return any(one.is_async for one, _ in self.parts.values())

@@ -99,12 +99,12 @@ class Scoring:
         return None if self._function else sorted(self._verifiers)
 
     def runs_in_driver(self, source: str) -> bool:
-        """Return True if rows of this data source can be scored in the driver
+        """Return True if rows from this data source can be scored in the driver
         (`Verifier.runs_in_driver`)."""
         return self._function is None and self._verifier(source).runs_in_driver
 
     def check_installed(self, source: str) -> None:
-        """Raise ConfigError if the verifier of this data source imports a package that is not
+        """Raise a ConfigError if the verifier for this data source imports a package that is not
         installed."""
         if self._function is None:
             check_installed(self._verifier(source), f"the verifier of data_source {source!r}")

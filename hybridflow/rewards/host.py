@@ -86,7 +86,7 @@ class Host:
             self._start()
 
     def serve(self) -> None:
-        """Run calls until the driver closes the connection."""
+        """Handle calls until the driver closes the connection."""
         while True:
             for key, mask in self.events.select(self._patience()):
                 if not mask & selectors.EVENT_READ:
@@ -138,7 +138,7 @@ class Host:
         self.events.register(ours, selectors.EVENT_READ, process)
 
     def _patience(self) -> float | None:
-        """Return the seconds until the next deadline; None if there is none."""
+        """Return the number of seconds until the next deadline; None if there is none."""
         begun = [job.begun for process in self.processes for job in process.jobs.values()]
         return max(min(begun) + self._limit_s - time.monotonic(), 0.0) if begun else None
 
@@ -254,7 +254,7 @@ def _answer(number: int, outcomes: list[Outcome]) -> bytes:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the host on the connection with this file descriptor."""
+    """Run the host on the connection at this file descriptor."""
     driver = connection_of(argv)
     orders = driver.first()
     if orders is None:

@@ -66,7 +66,7 @@ def opens_thinking(prompt: str) -> bool:
 
 
 def has_markers(text: str) -> bool:
-    """Return True if the text contains any thinking marker."""
+    """Return True if the text contains a thinking marker."""
     return _MARKER.search(text) is not None
 
 
@@ -228,7 +228,7 @@ class Block:
 
 
 def fenced_blocks(text: str) -> list[Block]:
-    """Return the fenced blocks of a Markdown text, in order. A fence may follow other text on its
+    """Return the fenced blocks in a Markdown text, in order. A fence may follow other text on its
     line."""
     lines = text.replace("\r\n", "\n").split("\n")
     closings = [number for number, line in enumerate(lines) if _closes(line)]
@@ -264,7 +264,8 @@ def fenced_blocks(text: str) -> list[Block]:
 
 
 def _opening(line: str) -> tuple[str, str] | None:
-    """Return the indentation and the label of an opening fence at the end of a line, or None."""
+    """Return the indentation and label of an opening fence at the end of a line, or None if there
+    is no fence."""
     position = min((at for at in (line.find("```"), line.find("~~~")) if at >= 0), default=-1)
     match = _FENCE.match(line, position) if position >= 0 else None
     if match is None:

@@ -506,8 +506,8 @@ class _Space:
             socket.send_fds(nursery, [_NEW], [theirs.fileno()])
 
     def run(self, order: dict[str, Any], given: str, began: float) -> dict[str, Any]:
-        """Run the program (the same one each time) with this standard input, until it ends or hits
-        a limit."""
+        """Run the program with this standard input until it exits or hits a limit. The program must
+        be the same in every call."""
         out = os.pipe()
         err = os.pipe()
         status = os.pipe()

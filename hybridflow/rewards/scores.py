@@ -20,7 +20,8 @@ PART_REWARDS = ("turn_rewards", "token_rewards")
 
 def finite_number(value: Any, factor: float = 1.0) -> float | None:
     """Convert a number, boolean, scalar, 0-d array or 0-d tensor to float. Returns None for
-    anything else, and if the value or its product with `factor` exceeds 1e30 in magnitude."""
+    anything else, or if the magnitude of the value, or of its product with `factor`, exceeds
+    1e30."""
     # numpy and torch: `item` detaches and moves to the host
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()

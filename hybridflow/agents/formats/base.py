@@ -83,8 +83,8 @@ def json_call(found: Any, arguments_key: str) -> Call:
 
 
 def with_arguments(name: str, arguments: Any, number: str = "") -> Call:
-    """Build a call of `name`. `arguments` is an object, or JSON text of one; `number` is the call's
-    id."""
+    """Build a call of `name`. `arguments` is an object or its JSON text; `number` is the id of the
+    call."""
     if isinstance(arguments, str):
         try:
             arguments, _ = json_at(arguments, len(arguments) - len(arguments.lstrip()))

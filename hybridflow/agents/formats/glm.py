@@ -1,5 +1,5 @@
-"""The call format of GLM-4.5 and later: <tool_call>name, then
-<arg_key>...</arg_key><arg_value>...</arg_value> pairs."""
+"""The call format of GLM-4.5 and later: <tool_call>name, followed by pairs
+<arg_key>...</arg_key><arg_value>...</arg_value>."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class _Open:
     parts: list[tuple[str, Any]] = field(default_factory=list)
 
     def value(self, text: str, end: int) -> Any:
-        """Return the text of a tag without inner tags, a list of items, or an object."""
+        """Return the text if the tag contains no other tags, else a list of items or an object."""
         if not self.parts:
             return text[self.start : end]
         if all(name == "item" for name, _ in self.parts):

@@ -80,7 +80,7 @@ class Tool:
         return ""
 
     def schema(self) -> dict[str, Any]:
-        """Return the tool's declaration in the format of chat templates."""
+        """Return the tool's declaration in the format that chat templates expect."""
         if self.declared is not None:
             declared = {
                 "name": self.name,
@@ -144,7 +144,7 @@ class Toolbox:
         self._at_a_time = config.max_parallel_calls
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the declarations of the tools for chat templates."""
+        """Return the tools' declarations for chat templates."""
         return [found.schema() for found in self.tools.values()]
 
     def calls(self, answer: str) -> list[Call]:
@@ -153,8 +153,8 @@ class Toolbox:
         return read_calls(self._format, answer, self._declared, thinking_open=self._thinking_open)
 
     async def results(self, calls: Sequence[Call]) -> list[str]:
-        """Run the calls and return their results, or errors, as text for the policy. Up to
-        `rollout.agent.max_parallel_calls` run concurrently, started in order.
+        """Run the calls and return their results, or errors, as text for the policy. Calls are
+        started in order, and up to `rollout.agent.max_parallel_calls` run concurrently.
 
         Raises:
             ToolLostError: the process that runs one of the tools has exited. Pending calls are not

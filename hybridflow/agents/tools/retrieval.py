@@ -195,7 +195,7 @@ def _rows(file: Path, options: Options) -> Iterator[object]:
 
 
 def _parts(text: str, most: int) -> Iterator[str]:
-    """Merge paragraphs into passages of at most `most` characters. Longer paragraphs are cut
+    """Merge paragraphs into passages of at most `most` characters. Longer paragraphs are split
     between words."""
     part = ""
     for paragraph in filter(None, map(str.strip, re.split(r"\n\s*\n", text))):

@@ -24,7 +24,7 @@ class Groups:
 
     @classmethod
     def by(cls, groups_B: torch.Tensor) -> Groups:
-        """Group samples by these ids, which may be in any order."""
+        """Group the samples by id. The ids may be in any order."""
         _, group = groups_B.unique(return_inverse=True)
         count = group.bincount().double()
         return cls(group, count)

@@ -34,8 +34,7 @@ def gdpo(samples: Samples, options: GdpoOptions) -> Estimate:
     if not options.rewards or len(options.weights) not in (0, len(options.rewards)):
         raise ConfigError(
             f"{key}: gdpo requires rewards=[NAME, ...] and either no weights or one per reward, "
-            "got "
-            f"rewards={options.rewards} and weights={options.weights}"
+            f"got rewards={options.rewards} and weights={options.weights}"
         )
     if missing := [name for name in options.rewards if name not in samples.parts]:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""KTO: each answer is judged desirable or undesirable, without pairs."""
+"""KTO: each answer is classified as desirable or undesirable, so no pairs are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On-policy optimal baseline: the mean score of a prompt's samples, weighted by their lengths."""
+"""On-policy optimal baseline: the length-weighted mean score over a prompt's samples."""
 
 from __future__ import annotations
 

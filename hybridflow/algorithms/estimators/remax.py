@@ -1,4 +1,4 @@
-"""ReMax: the score of the greedy answer to the same prompt is the baseline."""
+"""ReMax: uses the score of the greedy answer to the same prompt as the baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""REINFORCE with the mean score of a prompt's other samples as the baseline."""
+"""REINFORCE with the mean score over the prompt's other samples as the baseline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 @estimator("rloo", compares_samples=True)
 def rloo(samples: Samples, options: object) -> Estimate:
-    """Compute the score minus the mean score of the prompt's other samples (arXiv 2402.14740, eq.
+    """Compute the score minus the mean score over the prompt's other samples (arXiv 2402.14740, eq.
     8).
 
     This equals n / (n - 1) times the score minus the mean of all n. A single sample has no

@@ -25,7 +25,8 @@ Function = Callable[["Tokens", Any], "Loss"]
 
 @dataclass(frozen=True)
 class Clipping:
-    """The clipping range of probability ratios: 1 - `clip_ratio_low` to 1 + `clip_ratio_high`."""
+    """Options: the clipping range for probability ratios, 1 - `clip_ratio_low` to 1 +
+    `clip_ratio_high`."""
 
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2

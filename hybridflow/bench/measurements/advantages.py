@@ -26,7 +26,8 @@ COPIES = 20
     cpu_time=True,
 )
 def advantages(place: Place) -> Iterator[Timed]:
-    """GAE and whitening of 256 responses of 1 to 2,048 tokens, against a copy of their columns"""
+    """GAE and whitening of 256 responses of 1 to 2,048 tokens, compared with a copy of their
+    columns"""
     import torch
 
     from hybridflow.algorithms.whitening import whiten

@@ -160,7 +160,7 @@ class Measurement:
 
 
 def _synchronized(call: Call) -> Call:
-    """Wrap the call so that it synchronizes the device before returning."""
+    """Wrap a call so that it synchronizes the device before returning."""
     from hybridflow.device.platform import Platform
 
     platform = Platform.detect()

@@ -12,8 +12,8 @@ from hybridflow.launch import preflight
 
 @measurement("checks", "preflight", per_node=True)
 def checks(place: Place) -> Iterator[Metric | dict[str, str]]:
-    """devices, packages, limits and disks as checked by `hybridflow doctor`, connections to other
-    nodes, clocks"""
+    """the checks of `hybridflow doctor` (devices, packages, limits, disks), connections to other
+    nodes, and clocks"""
     for finding in machine.examine():
         if finding.level in ("warning", "error"):
             remedy = f"; {finding.remedy}" if finding.remedy else ""

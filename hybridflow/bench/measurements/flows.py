@@ -85,7 +85,7 @@ async def _followed(workers: _Workers, timeline: str) -> None:
 
 
 async def _by_hand(workers: _Workers) -> None:
-    """Make the flow's calls directly, one after another."""
+    """Make the same calls as the flow, directly and in sequence."""
     from hybridflow.workers.model_role import ModelWorker
     from hybridflow.workers.policy import PolicyWorker
 
@@ -160,7 +160,7 @@ class _Workers:
     async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[Sequence[Any], DataProto]:
-        """Count an update of the policy. Returns the batch in place of its log-probs."""
+        """Count an update of the policy. Returns the batch itself in place of its log-probs."""
         self.updates += 1
         return [], batch
 

@@ -33,7 +33,7 @@ class PreparedData:
 
     Attributes:
         folder: the folder given as `out`: train.parquet, test.parquet, [sft.parquet], tokenizer/.
-        rows: rows per parquet file name.
+        rows: number of rows, keyed by parquet file name.
         reused: True if the folder already had exactly these contents and nothing was written.
     """
 
@@ -62,7 +62,7 @@ def prepare(
         options: the task's options by name; missing ones fall back to their defaults.
 
     Raises:
-        ConfigError: an unknown task or option, an option of a wrong type or out of range, or a
+        ConfigError: an unknown task or option, an option of the wrong type or out of range, or a
             missing or unused `source`.
         DataError: a raw file is missing or malformed, or `out` contains files that no preparation
             wrote.

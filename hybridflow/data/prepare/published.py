@@ -79,8 +79,8 @@ class Published:
             is malformed.
         instruction: appended to plain-text questions.
         splits: the available splits: `train`, `test` or both.
-        subset: the only folder of the snapshot to read.
-        optional: columns that a file may have.
+        subset: the only folder in the snapshot to read.
+        optional: columns that a file may lack.
     """
 
     repository: str

@@ -33,7 +33,7 @@ def write_prompts(
     extra_info: Mapping[str, pa.DataType],
     ground_truth: pa.DataType | None = None,
 ) -> int:
-    """Write prompt rows. Returns their number.
+    """Write prompt rows. Returns the number of rows.
 
     Args:
         path: the parquet file.
@@ -58,12 +58,12 @@ def write_prompts(
 
 
 def write_demonstrations(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Write rows {prompt: messages, response: str}. Returns their number."""
+    """Write rows {prompt: messages, response: str}. Returns the number of rows."""
     return _write(path, rows, pa.schema([("prompt", MESSAGES), ("response", pa.string())]))
 
 
 def write_pairs(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Write rows {prompt: messages, chosen: str, rejected: str}. Returns their number."""
+    """Write rows {prompt: messages, chosen: str, rejected: str}. Returns the number of rows."""
     return _write(
         path,
         rows,

@@ -36,7 +36,7 @@ class JsonlTracker:
         self._writer.write(record)
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Rewrite the file without the phase's later lines."""
+        """Rewrite the file without the later lines of the phase."""
         self._writer.keep(
             lambda record: record.get("phase") != phase or record.get("step", 0) <= step
         )

@@ -38,7 +38,8 @@ class TensorBoardTracker:
         self._distributions: dict[Path, Any] = {}  # by folder
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
-        """Write the scalars of one step and flush, so that an open TensorBoard shows them."""
+        """Write the scalars of one step and flush the file, so that a running TensorBoard shows
+        them."""
         self._write(step, wall_time, metrics)
         self._records.flush()
 

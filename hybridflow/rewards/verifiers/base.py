@@ -92,7 +92,7 @@ class Verifier:
 
     @property
     def is_async(self) -> bool:
-        """True if the function is async, so that a process may have many calls in flight."""
+        """True if the function is async; a process may then have many calls in flight."""
         return inspect.iscoroutinefunction(self.function)
 
     def given(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def verifier(
     requires: str | None = None,
     truth: Callable[[Any], object] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the verifier of these data sources. `Verifier` documents the
+    """Register a function as the verifier for these data sources. `Verifier` documents the
     arguments."""
     return VERIFIERS.entry(
         name,

@@ -133,7 +133,7 @@ class ArithmeticOptions:
 
 def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[str, int]:
     """Write train.parquet, test.parquet, tokenizer/ and optionally demonstrations and pairs.
-    Returns the rows per parquet file."""
+    Returns the number of rows per parquet file."""
     del source  # the data is generated
     held_out = _held_out(options)
     forbidden = (

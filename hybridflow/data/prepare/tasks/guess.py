@@ -51,8 +51,8 @@ class GuessOptions:
 
 
 def write(options: GuessOptions, out: Path, source: Path | None) -> dict[str, int]:
-    """Write train.parquet, test.parquet, tokenizer/ and optionally sft.parquet. Returns the rows
-    per file."""
+    """Write train.parquet, test.parquet, tokenizer/ and optionally sft.parquet. Returns the number
+    of rows per file."""
     del source  # the data is generated
     rng = np.random.default_rng(options.seed)
     rows = {}

@@ -1,4 +1,4 @@
-"""MATH-500 (HuggingFaceH4): 500 held-out problems of MATH."""
+"""MATH-500 (HuggingFaceH4): 500 held-out problems from MATH."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class ProgramsOptions:
         num_steps: number of steps in each problem.
         operations: words that a problem may use.
         num_train, num_test: number of prompts, all of them different problems.
-        num_sft: demonstrations on problems of train.parquet, with operations drawn at random; 0
-            writes no sft.parquet.
+        num_sft: number of demonstrations, which pair problems from train.parquet with random
+            operations; 0  writes no sft.parquet.
         num_cases: number of inputs on which an answer is run.
         seed: draws the training prompts and demonstrations.
         holdout_seed: draws the held-out problems.
@@ -103,7 +103,7 @@ class ProgramsOptions:
 
 def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str, int]:
     """Write train.parquet, test.parquet, tokenizer/ and optionally sft.parquet and
-    unit_tests.parquet. Returns the rows per file."""
+    unit_tests.parquet. Returns the number of rows per file."""
     del source  # the data is generated
     total = options.num_problems
     held_out = np.random.default_rng(options.holdout_seed).choice(
@@ -142,7 +142,7 @@ def question(steps: Steps) -> str:
 
 
 def answer(steps: Steps) -> str:
-    """Return a program that solves it: "print((int(input())+3)*2)" in a fenced block."""
+    """Return a program that solves the problem: "print((int(input())+3)*2)" in a fenced block."""
     expression = _READ
     for number, (name, operand) in enumerate(steps):
         expression = (
@@ -164,8 +164,8 @@ def _demonstrations(
     demonstration: Callable[[Steps, Steps, np.random.Generator], dict[str, Any]],
     rng: np.random.Generator,
 ) -> list[dict[str, Any]]:
-    """Return a demonstration for each of the problems with these numbers. The operations in its
-    response are random."""
+    """Return a demonstration for each of the problems with these numbers. The operations in the
+    responses are random."""
     found = []
     for number in numbers:
         steps = options.steps(int(number))
