@@ -176,8 +176,8 @@ def _vocabulary(config: RunConfig, role: str, path: str) -> Iterator[str]:
         other = sum(policy.get(token) != index for token, index in own.items())
         yield (
             f"{role}.path={path} has a different tokenizer ({other} of its {len(own)} tokens have "
-            "different ids than the policy's), so it would decode the policy's answers to different "
-            "text; use a model with the policy's tokenizer"
+            "different ids than the policy's), so it would decode the policy's answers to "
+            "different text; use a model with the policy's tokenizer"
         )
         return
     size = _vocab_size(ModelConfig(path=path))

@@ -131,8 +131,8 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if len(line) == _MOST_ROW_BYTES:
                 raise DataError(
-                    f"{path}, line {number}: has {_MOST_ROW_BYTES >> 20} MiB or more, which no row "
-                    "has"
+                    f"{path}, line {number}: has {_MOST_ROW_BYTES >> 20} MiB or more, too much "
+                    "for a row"
                 )
             if line.strip():
                 yield _object(_parsed(line, f"{path}, line {number}"), f"{path}, line {number}")

@@ -94,8 +94,8 @@ class Migration:
     Attributes:
         settings: translated settings, keyed by our names.
         renamed: verl keys that have been translated to `settings`.
-        needless: verl keys whose setting always applies here or has no effect, mapped to the reason.
-        missing: verl keys without an equivalent here, mapped to the reason.
+        needless: verl keys whose setting always applies here or has no effect, with the reason.
+        missing: verl keys without an equivalent here, with the reason.
         remarks: differences that the user should know about.
     """
 

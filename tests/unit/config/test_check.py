@@ -279,7 +279,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         ),
         (
             ("rollout.pipeline=2", "rollout.tensor=3", "rollout.nodes_per_engine=3"),
-            ("nodes_per_engine=3", "rollout.pipeline=2", "complete nodes"),
+            ("nodes_per_engine=3", "rollout.pipeline=2", "occupy whole nodes"),
         ),
         (
             ("model=tiny-dense", "rollout.tensor=2", "rollout.expert=2"),

@@ -170,7 +170,7 @@ def test_every_setting_is_accounted_for() -> None:
     }
     assert sorted([*found.renamed, *found.needless, *found.missing]) == sorted(given)
     assert not any(key.startswith("critic.") for key in found.settings)
-    assert any("has no critic" in text for text in found.remarks)
+    assert any("does not use a critic" in text for text in found.remarks)
 
 
 def test_a_script_becomes_a_recipe_that_loads(
