@@ -371,7 +371,7 @@ class _Scores(torch.autograd.Function):
             grad_weight_VH=None if grad_weight is None else grad_weight[: shard.rows],
         )
         if main_grad is not None:
-            # Megatron's hook adds the parameter's gradient unless this flag says that it is already
+            # Megatron's hook adds the parameter's gradient unless this flag marks it as already
             # added
             ctx.parameter.grad_added_to_main_grad = True
             return grad_hidden, torch.empty_like(weight), None, None, None

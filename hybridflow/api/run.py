@@ -112,7 +112,7 @@ class Run:
         self.reference = Role(self, "reference")
         self.reward_model = Role(self, "reward_model")
         self.teacher = Role(self, "teacher")
-        # further policies by name
+        # additional policies, keyed by name
         self.roles = {name: Role(self, name) for name in self.config.roles}
 
     @property

@@ -26,7 +26,7 @@ def build(values: Mapping[str, Any]) -> RunConfig:
             the full dotted key.
     """
     config = cast(RunConfig, build_options(RunConfig(), values, ""))
-    # a further policy inherits the settings of the first one
+    # an additional policy inherits the settings of the first one
     first = PolicyConfig(config.model, config.actor, config.rollout)
     roles = {}
     for name, given in config.roles.items():

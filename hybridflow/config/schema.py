@@ -73,7 +73,7 @@ class ModelConfig:
 
     path: str | None = None
     # fields of a HF config.json; model_type selects the family. With `path`: sizes that its
-    # config.json must have
+    # config.json must contain
     hf_config: dict[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None  # HF tokenizer folder; null: `path`
     # your own parameter map, path/to/file.py:MODEL_TYPE; null: a built-in one
@@ -169,7 +169,7 @@ class ActorConfig:
     kl_loss_unbiased: bool = False
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     # further fields of Megatron's TransformerConfig, e.g. {moe_router_dtype: fp32}; rejected if
-    # another key or config.json sets them, or the job relies on its own value
+    # another key or config.json sets them, or if the job depends on its own value
     # (docs/parallelism.md) [megatron.override_transformer_config]
     megatron: dict[str, Any] = field(default_factory=dict)
     # experts used during updates; none: selected by the live router; compare: the same, and measure
@@ -322,7 +322,7 @@ class AgentConfig:
     environment_processes: PositiveInt | None = None
     # tools that the policy may call: built-in ones, and path/to/file.py:name
     tools: tuple[Annotated[str, TOOL], ...] = ()
-    # options by tool name: {retrieval: {documents: docs/}}
+    # options, keyed by tool name: {retrieval: {documents: docs/}}
     tool_options: dict[str, Any] = field(default_factory=dict)
     # Model Context Protocol servers, under names of your choice, whose tools are offered too:
     # {files: {command: [python, files.py]}} or {web: {url: "https://...", token_env: WEB_TOKEN}}
@@ -470,7 +470,7 @@ class TrainerConfig:
     # samples are as fresh as possible
     steps_ahead: NonNegativeInt | None = None
     # tail batching (RollPacker): a step submits this share of additional prompts and trains those
-    # whose samples finish first; the others are generated again in a separate step. 0: off
+    # whose samples finish first; the others are regenerated in a separate step. 0: off
     # (docs/asynchronous.md)
     tail_batching: NonNegative = 0.0
     critic_warmup: NonNegativeInt = 0  # first steps in which only the critic is trained
@@ -529,7 +529,7 @@ class RunConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    # further trained policies by name: {tester: {model: {path: ...}, procs: 2}}
+    # additional trained policies, keyed by name: {tester: {model: {path: ...}, procs: 2}}
     roles: dict[str, PolicyConfig] = field(default_factory=dict)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

@@ -28,7 +28,7 @@ class DatasetClassConfig:
     """Your own dataset class instead of `PromptDataset`; `hybridflow.data.custom.Prompts` defines
     its interface."""
 
-    path: str | None = None  # python file; null: the built-in class
+    path: str | None = None  # Python file; null: the built-in class
     name: str = "Dataset"
 
 

@@ -55,7 +55,7 @@ class RewardConfig:
 
     # your own verifiers, [path/to/file.py:name], in addition to the built-in ones
     verifiers: tuple[Annotated[str, VERIFIER], ...] = ()
-    path: str | None = None  # python file; null: the verifiers
+    path: str | None = None  # Python file; null: the verifiers
     # compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float | dict;
     # or, called once for the samples of a prompt, (data_sources, solution_strs, ground_truths,
     # extra_infos, **kwargs) -> list. May be async
@@ -98,16 +98,16 @@ class AlgorithmConfig:
     norm_adv_by_std: bool = True
     gamma: Share = 1.0  # gae, reinforce_plus_plus: discount per token; gigpo: per turn
     lam: Share = 1.0  # gae: 1 sums all future rewards, 0 looks one token ahead
-    kl_coef: NonNegative = 0.0  # coefficient of the KL penalty inside the reward
+    kl_coef: NonNegative = 0.0  # coefficient of the KL penalty in the reward
     kl_penalty: KlEstimate = "k1"  # per-token estimate of the KL divergence
     # adapt kl_coef to reach this mean KL per token; null: kl_coef is fixed
     kl_target: Positive | None = None
     kl_horizon: PositiveInt = 10000  # samples over which the adaptation takes effect
-    # DAPO: replace groups whose samples all have the same score by groups of further prompts, with
+    # DAPO: replace groups whose samples all have the same score with groups of other prompts, using
     # at most this many batches of data.train_batch_size prompts per step; 0: keep every group
     dynamic_sampling: NonNegativeInt = 0
-    # share of a step's sampled tokens that keep an advantage: those of highest entropy before its
-    # updates; 1: all
+    # share of a step's sampled tokens that keep an advantage: those with the highest entropy before
+    # its updates; 1: all
     top_entropy_share: Annotated[float, Above(0), AtMost(1)] = 1.0
     # DAPO: exclude answers that reach data.max_response_length from loss and statistics
     overlong_filter: bool = False

@@ -54,7 +54,7 @@ def command_of(text: str, wanted: str, environment: Mapping[str, str]) -> Script
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(f"more than {_MAX_CHARACTERS} characters")
     reader = _Reader(text.replace("\\\n", ""), environment)
-    taken: list[bool] = []  # for each open `if`: whether its present branch is followed
+    taken: list[bool] = []  # for each open `if`: whether its current branch is executed
     decided: list[bool] = []  # and whether one of its branches has been
     for statement in reader.statements():
         first = statement[0] if statement else ""
@@ -84,7 +84,7 @@ class _Reader:
         self.at = 0
         self.variables: dict[str, str | list[str]] = dict(environment)
         self.notes: list[str] = []
-        # the present statement's assignment: name, value, and whether it appends
+        # the current statement's assignment: name, value, and whether it appends
         self.assigned: tuple[str, str | list[str], bool] | None = None
 
     def statements(self) -> Iterator[list[str]]:

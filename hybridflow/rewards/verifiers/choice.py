@@ -18,7 +18,7 @@ _SUBJECT = re.compile(
     r"be)\s(?:the\s)?(?:only\s|best\s|most\s)?"
     r"(?:correct|right|accurate|answer|best)\b"
 )
-# before it: it is one of several, or nothing is said of it
+# text before the letter that means it is one of several, or that nothing is stated about it
 _NO_SUBJECT = re.compile(
     r"(?:(?<![A-Za-z])[A-Z][)*_]{0,3},?\s(?:and|or|nor)\s|"
     r"(?i:\b(?:neither|either|not|nor|if|whether|unless)\s))"
