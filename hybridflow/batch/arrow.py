@@ -1,10 +1,10 @@
 """Batches as Arrow tables, parquet files and IPC streams. Any Arrow tool can read them, and loading
 is safe (no pickle).
 
-Jagged columns become lists, dense columns with inner dimensions fixed-size lists, and object
-columns strings. Objects other than strings are stored as JSON, with tags for tuples, integer keys
-and arrays. Field metadata records the column kind, so a round trip returns the same batch. Tables
-from other tools are read according to their Arrow types.
+Jagged columns become lists, dense columns with inner dimensions become fixed-size lists, and object
+columns become strings. Objects other than strings are stored as JSON, with tags for tuples, integer
+keys and arrays. Field metadata records the column kind, so a round trip returns the same batch.
+Tables from other tools are read according to their Arrow types.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _CHECKSUM_MARK = b"HFcrc32\x00"
 
 
 def to_table(batch: DataProto) -> pa.Table:
-    """Convert a batch to an Arrow table. The meta is stored in the schema.
+    """Convert a batch to an Arrow table. The batch's meta is stored in the table's schema metadata.
 
     Raises:
-        SchemaError: a column cannot be represented in Arrow. Names the column.
+        SchemaError: a column cannot be represented in Arrow; the message names it.
     """
     arrays = []
     fields = []
@@ -55,11 +55,11 @@ def to_table(batch: DataProto) -> pa.Table:
 
 
 def from_table(table: pa.Table) -> DataProto:
-    """Convert an Arrow table to a batch. It may come from `to_table` or another tool. Lists become
-    jagged columns.
+    """Convert an Arrow table from `to_table` or another tool to a batch. Lists become jagged
+    columns.
 
     Raises:
-        SchemaError: a column has missing values or an unsupported type. Names the column.
+        SchemaError: a column has missing values or an unsupported type; the message names it.
     """
     columns: dict[str, Column] = {}
     tags = []
@@ -72,8 +72,7 @@ def from_table(table: pa.Table) -> DataProto:
 
 
 def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) -> None:
-    """Write the rows of all `batches`, which must have the same columns, to one file. The write is
-    atomic.
+    """Write all `batches`, which must have the same columns, to one file. The write is atomic.
 
     Raises:
         StorageError: the disk is full or the file cannot be written.
@@ -109,8 +108,7 @@ def read_parquet(path: str | Path) -> DataProto:
 
 
 def parquet_rows(path: str | Path) -> int:
-    """Return the row count of one file from its footer. Raises the same errors as
-    `iter_parquet`."""
+    """Return a file's row count, read from its footer. Raises the same errors as `iter_parquet`."""
     with _open_parquet(path) as file:
         return int(file.metadata.num_rows)
 
@@ -122,20 +120,21 @@ def iter_parquet(
     rows: int = 4096,
     most_bytes: int | None = None,
 ) -> Iterator[DataProto]:
-    """Yield the rows of one file in batches of at most `rows`, with the named columns.
+    """Yield the requested columns of one file in batches of at most `rows` rows.
 
     Args:
         path: the parquet file.
-        required, optional: columns that the file must have, and columns that are read if present.
+        required: columns that the file must have.
+        optional: columns to read if present.
         rows: maximum rows per batch.
-        most_bytes: maximum decompressed bytes of these columns per row group; None for half of the
-            machine's memory.
+        most_bytes: maximum decompressed size of these columns per row group, in bytes; None for
+            half of the machine's memory.
 
     Raises:
         DataError: the file is missing, not a complete parquet file, lacks a required column, or is
-            larger than allowed. Names the file.
-        SchemaError: a column has missing values or an unsupported type. Names the file and the
-            column.
+            larger than allowed; the message names the file.
+        SchemaError: a column has missing values or an unsupported type. The message names the file
+            and the column.
     """
     with _open_parquet(path) as file:
         present = file.schema_arrow.names
@@ -153,8 +152,8 @@ def iter_parquet(
 def pick_parquet(
     path: str | Path, numbers: Sequence[int], columns: Sequence[str], most_bytes: int
 ) -> DataProto:
-    """Read the rows with these numbers, in this order. Columns missing from the file are skipped,
-    as are row groups without any of the rows. For `most_bytes` and errors, see `iter_parquet`."""
+    """Read the rows with the given indices, in the given order. Skips row groups that contain none
+    of them, and columns missing from the file. For `most_bytes` and errors, see `iter_parquet`."""
     found: dict[int, pa.RecordBatch] = {}
     with _open_parquet(path) as file:
         names = [name for name in columns if name in file.schema_arrow.names]
@@ -209,8 +208,8 @@ def _refuse_bomb(
     most_bytes: int | None = None,
     columns: Sequence[str] | None = None,
 ) -> None:
-    """Reject a row group that needs too much memory, because it can only be decompressed in one
-    piece."""
+    """Reject files with a row group too large for memory: a row group can only be decompressed as a
+    whole."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for number in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(number)

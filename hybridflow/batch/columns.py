@@ -51,16 +51,17 @@ class Deferred(abc.ABC):
     @property
     @abc.abstractmethod
     def lengths(self) -> np.ndarray | None:
-        """Row lengths `[B]` of a jagged column, known without fetching it; None for a dense one."""
+        """Row lengths `[B]` of a jagged column, available without fetching it; None for a dense
+        column."""
 
     @property
     @abc.abstractmethod
     def nbytes(self) -> int:
-        """Size of these rows in bytes, wherever they are stored."""
+        """Size of the rows in bytes, regardless of where they are stored."""
 
     @abc.abstractmethod
     def concat(self, others: Sequence[Deferred]) -> Deferred:
-        """Append the rows of `others`, which must be of the same class."""
+        """Return a column with the rows of `others` appended. All must be of this class."""
 
     def slice(self, start: int, stop: int) -> Deferred:
         """Return rows `start..stop`."""
@@ -77,7 +78,7 @@ def shown(column: Held) -> Column:
 
 
 def slice_column(column: Held, start: int, stop: int) -> Held:
-    """Return rows `start..stop`, sharing memory."""
+    """Return rows `start..stop`, sharing the column's memory."""
     return column[start:stop] if isinstance(column, np.ndarray) else column.slice(start, stop)
 
 
@@ -137,8 +138,8 @@ def merged_meta(what: str, metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def row_type(column: Held) -> str:
-    """Describe kind, dtype and trailing shape of the rows. Columns can be concatenated only if
-    these agree."""
+    """Describe the kind, dtype and trailing shape of a column's rows. Only columns with equal
+    descriptions can be concatenated."""
     if isinstance(column, Deferred):
         return "deferred"
     values = column.values if isinstance(column, Jagged) else column
@@ -159,7 +160,8 @@ def same_row_type(a: Held, b: Held) -> bool:
 
 
 def concat_column(parts: Sequence[Held]) -> Held:
-    """Concatenate columns of one row type with a single copy. Deferred columns stay deferred."""
+    """Concatenate columns of the same row type, copying the data once. Deferred columns stay
+    deferred."""
     first = parts[0]
     if isinstance(first, Deferred):
         return first.concat([part for part in parts[1:] if isinstance(part, Deferred)])
@@ -172,7 +174,7 @@ def concat_column(parts: Sequence[Held]) -> Held:
 
 
 def same_column(a: Held, b: Held) -> bool:
-    """Return True if rows and types are equal. NaN equals NaN."""
+    """Return True if two columns have equal rows and types. NaN equals NaN."""
     if a is b:
         return True
     a = shown(a)

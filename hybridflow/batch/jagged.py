@@ -1,8 +1,8 @@
 """`Jagged`: rows of different lengths in two numpy arrays, without padding.
 
-Row `i` is `values[offsets[i]:offsets[i + 1]]`. The same pair is used across processes: the numpy
-buffers pass out-of-band through Ray's object store, and torch, Arrow and Megatron's packed
-sequences (`cu_seqlens`) use the same layout without a copy.
+Row `i` is `values[offsets[i]:offsets[i + 1]]`. The same layout is used everywhere: Ray's object
+store transfers the numpy buffers out-of-band, and torch, Arrow and Megatron's packed sequences
+(`cu_seqlens`) use them without a copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Jagged:
-    """A column of B rows of different lengths.
+    """A column of B variable-length rows.
 
     Args:
         values: `[sum(t), ...]` numeric, all rows concatenated.
@@ -108,7 +108,7 @@ class Jagged:
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of values and offsets."""
+        """Total size of values and offsets in bytes."""
         return self.values.nbytes + self.offsets.nbytes
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class Jagged:
         return Jagged.from_lengths(np.concatenate(pieces), ends - starts)
 
     def equals(self, other: Jagged) -> bool:
-        """Return True if rows and dtype are equal. NaN equals NaN."""
+        """Return True if two columns have equal rows and dtypes. NaN equals NaN."""
         return (
             self.dtype == other.dtype
             and np.array_equal(self.offsets, other.offsets)

@@ -51,7 +51,8 @@ RowIndex: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | np.ndarray
 
 
 class DataProto:
-    """A batch of B rows in named columns, plus JSON-serializable values for all rows (`meta`).
+    """A batch of B rows in named columns, plus JSON-serializable values that apply to all rows
+    (`meta`).
 
     Construct it with `from_columns`. All errors are `SchemaError` and name the column.
     """
@@ -130,7 +131,7 @@ class DataProto:
         """Return a batch with columns added from tensors `[B, ...]` or pairs (values `[sum(t),
         ...]`, offsets `[B + 1]`).
 
-        Otherwise the same as `with_columns`; bfloat16 tensors are tagged.
+        Otherwise equivalent to `with_columns`; bfloat16 tensors are tagged.
         """
         from hybridflow.batch.torch_views import to_numpy
 
@@ -173,7 +174,8 @@ class DataProto:
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of all columns, deferred ones included. An object counts as one pointer."""
+        """Total size of all columns in bytes, including deferred ones. Each object counts as one
+        pointer."""
         return sum(column.nbytes for column in self._columns.values())
 
     def __contains__(self, name: object) -> bool:
@@ -211,7 +213,7 @@ class DataProto:
         )
 
     def pieces(self, names: Iterable[str], nbytes: int = 4 << 20) -> Iterator[DataProto]:
-        """Yield the named columns in consecutive, fetched pieces of about `nbytes`.
+        """Fetch the named columns and yield them in consecutive pieces of about `nbytes`.
 
         Iterating over the pieces never keeps an entire deferred column in memory. A batch without
         deferred columns is yielded as one piece.
@@ -264,8 +266,8 @@ class DataProto:
         return view(column, is_bfloat16)
 
     def equals(self, other: DataProto) -> bool:
-        """Return True if columns (in any order), rows, types, tags and meta are equal. NaN equals
-        NaN."""
+        """Return True if both batches have equal columns (in any order), rows, types, tags and
+        meta. NaN equals NaN."""
         return (
             set(self.columns) == set(other.columns)
             and same_value(dict(self._meta), dict(other._meta))
@@ -316,7 +318,8 @@ class DataProto:
         return DataProto(dict(zip(names, self._columns.values(), strict=True)), self._meta, tags)
 
     def union(self, other: DataProto) -> DataProto:
-        """Merge the columns and meta of two batches. A name in both must have equal values."""
+        """Merge the columns and meta of two batches. Names that occur in both must have equal
+        values."""
         if self._columns and other._columns and len(self) != len(other):
             raise SchemaError(
                 f"union: batches must have the same number of rows, got {len(self)} and "
@@ -432,8 +435,8 @@ class DataProto:
         return DataProto(columns, meta, first._bfloat16)
 
     def pad_to_divisor(self, n: int) -> tuple[DataProto, int]:
-        """Pad to a length divisible by `n` with rows from the start (cyclic). Returns (batch,
-        number of rows added)."""
+        """Pad to a length divisible by `n`, repeating rows cyclically from the start. Returns
+        (batch, number of rows added)."""
         if n < 1:
             raise SchemaError(f"pad_to_divisor requires n >= 1, got {n}")
         padding = -len(self) % n
@@ -478,8 +481,8 @@ class DataProto:
 
 
 def _positions(index: np.ndarray, rows: int) -> np.ndarray:
-    """Convert negative indices, which count from the end. Raises SchemaError for an index out of
-    range."""
+    """Resolve negative indices, which count from the end. Raises SchemaError for out-of-range
+    indices."""
     if not len(index):
         return np.empty(0, dtype=np.int64)
     if index.dtype.kind not in "iu":

@@ -1,5 +1,5 @@
-"""The batch column of expert routes, i.e. of the experts that processed each token, built from
-engine output."""
+"""The batch column of expert routes (the experts that processed each token), built from engine
+output."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def with_free_end(routes: np.ndarray, tokens: int, layers: int, what: str) -> np
         [tokens, layers, k] int16; the last row is `FREE`.
 
     Raises:
-        RouterReplayError: the number of rows is not `tokens` - 1, or their width is not a multiple
-            of `layers`.
+        RouterReplayError: the number of rows is not `tokens` - 1, or the row width is not a
+            multiple of `layers`.
     """
     if (
         routes.ndim != 2
@@ -52,5 +52,5 @@ def with_free_end(routes: np.ndarray, tokens: int, layers: int, what: str) -> np
 
 
 def unknown_routes(tokens: int, layers: int, topk: int) -> np.ndarray:
-    """Return routes `[tokens, layers, k]` that are all `FREE`."""
+    """Return routes `[tokens, layers, k]` filled with `FREE`."""
     return np.full((tokens, layers, topk), FREE, dtype=np.int16)

@@ -1,5 +1,5 @@
-"""The batch columns of sampling supports: the tokens left by top-p, top-k and min-p for each
-response token."""
+"""The batch columns of sampling supports: for each response token, the candidate tokens that
+remained after top-p, top-k and min-p filtering."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Supports:
         return len(self.sizes)
 
     def take(self, keep: np.ndarray | slice) -> Supports:
-        """Select tokens' supports by slice, mask [t] or indices."""
+        """Select the supports of some tokens by slice, mask [t] or indices."""
         starts = np.cumsum(self.sizes, dtype=np.int64) - self.sizes
         sizes = self.sizes[keep]
         ends = np.cumsum(sizes, dtype=np.int64)

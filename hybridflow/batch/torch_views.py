@@ -43,8 +43,8 @@ def to_numpy(name: str, tensor: torch.Tensor) -> tuple[npt.NDArray[Any], bool]:
     """Return an array that shares a CPU tensor's memory, and True if it contains bfloat16 bits
     (stored as uint16).
 
-    Tensors on other devices are copied. Raises SchemaError naming the column `name` for dtypes that
-    numpy does not have, such as fp8.
+    Tensors on other devices are copied. For dtypes that numpy does not support, such as fp8, raises
+    a SchemaError that names the column `name`.
     """
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
