@@ -1,6 +1,6 @@
-"""Starting jobs on a cluster: the sbatch file, the processes on each node of the job, and the
-reason why a job ended.
+"""Launching jobs on a cluster: the sbatch file, the processes on each node, and the verdict on why
+a job ended.
 
-The bash part, which admins read and may edit, is `launch/slurm/job.sh`. It calls `python -m
+The bash part is `launch/slurm/job.sh`, which admins can read and edit. It calls `python -m
 hybridflow.launch STEP`.
 """

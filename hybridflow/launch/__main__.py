@@ -1,8 +1,8 @@
-"""`python -m hybridflow.launch STEP`: the parts of a job that `launch/slurm/job.sh` and
+"""`python -m hybridflow.launch STEP`: the job steps that `launch/slurm/job.sh` and
 `launch/ray/cluster.sh` run.
 
-Each step imports its own modules, because all nodes start at the same time, usually from one shared
-filesystem.
+Each step imports only the modules that it needs, because all nodes start at the same time, usually
+from a shared filesystem.
 """
 
 from __future__ import annotations

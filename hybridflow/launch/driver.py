@@ -1,9 +1,9 @@
-"""The driver of a job: waits until every node has joined Ray, runs `hybridflow train` or a user's
-program, and forwards requests to stop.
+"""Supervisor of a job's driver: waits until every node has joined Ray, runs `hybridflow train` or a
+user's program, and forwards stop requests.
 
-On SIGUSR1 or SIGTERM, it asks the driver for a checkpoint (with SIGUSR1), and ends it if that takes
-too long. On SIGUSR2, it ends the driver immediately. The driver runs in a separate session, because
-Slurm may signal the whole process group of a step.
+On SIGUSR1 or SIGTERM, it asks the driver for a checkpoint (with SIGUSR1), and terminates it if that
+takes too long. On SIGUSR2, it terminates the driver immediately. The driver runs in a separate
+session, because Slurm may signal a step's entire process group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridflow.launch.node import clean_environment
 from hybridflow.launch.verdict import STOPPED
 from hybridflow.single_controller.cluster import wait_for_nodes
 
-# first word of a job whose driver is a program of the user's; Python's own words follow
+# first word of a job whose driver is a user's program, followed by the arguments for Python
 PROGRAM = "program"
 # where `hybridflow.Run(where="slurm")` of that program finds the job's Ray
 ADDRESS = "HYBRIDFLOW_JOB_ADDRESS"
@@ -31,8 +31,8 @@ _POLL_S = 0.2
 
 
 class Driver:
-    """A `hybridflow` command, or a user's program, whose output goes to a log and to this
-    process's output."""
+    """A `hybridflow` command or a user's program, whose output is copied to a log and to this
+    process's stdout."""
 
     def __init__(self, folder: Path, grace_s: float) -> None:
         """`grace_s`: seconds that a requested checkpoint may take."""
@@ -58,16 +58,16 @@ class Driver:
             self._send(signal.SIGTERM)
 
     def check(self) -> None:
-        """Raise ResourceError if a node's Ray has exited, and RunStopped if the job was asked to
-        stop, before the driver has started."""
+        """Before the driver starts, raise ResourceError if Ray has exited on a node, or RunStopped
+        if the job was asked to stop."""
         if failed := records.failures(self.folder):
             raise ResourceError(f"{failed[0]['node']}: {failed[0]['what']}")
         if self.asked_at is not None or self.ended_at is not None:
             raise RunStopped("stopped on request before the driver had started")
 
     def run(self, words: Sequence[str], address: str) -> int:
-        """Run the command of these words (`command`) to its end, with the address of Ray's head.
-        Return its exit status, or STOPPED if it was asked to stop."""
+        """Run the driver (see `command`) until it exits. `address` is that of the Ray head. Returns
+        the driver's exit status, or STOPPED if it was asked to stop."""
         with (self.folder / records.DRIVER_LOG).open("ab") as log:
             self.process = subprocess.Popen(
                 command(words, address),
@@ -91,8 +91,8 @@ class Driver:
         return status if status >= 0 else 128 - status
 
     def _escalate(self) -> None:
-        """Escalate when time is up, from asking to ending, and from ending to killing. End the
-        driver if the job has a later start."""
+        """Escalate when a deadline has passed: from a stop request to SIGTERM, and from SIGTERM to
+        SIGKILL. Also terminate the driver if the job has been restarted elsewhere."""
         now = time.monotonic()
         # Slurm has lost this node and started the job on others
         if records.has_later_start(self.folder):
@@ -117,9 +117,9 @@ class Driver:
 
 
 def command(words: Sequence[str], address: str) -> list[str]:
-    """Return the driver's command: `hybridflow WORDS` with the address of Ray's head, or after
-    `PROGRAM` Python with the words that follow. Such a program starts as at a prompt, so modules
-    of its own folder can be imported."""
+    """Return the driver's command: `hybridflow WORDS` with the address of the Ray head, or, if the
+    first word is `PROGRAM`, Python with the remaining words. Such a program starts as if from a
+    shell, so it can import modules from its own folder."""
     if words[0] == PROGRAM:
         return [sys.executable, *words[1:]]
     address_word = f"cluster.address={address}"
@@ -132,11 +132,11 @@ def run(
     """Wait for the cluster, then run the driver in it.
 
     Args:
-        folder: folder of this start of the job.
-        nodes: number of nodes that must have joined.
+        folder: the `restart-N` folder of this start of the job.
+        nodes: number of nodes that must join.
         words: see `command`.
-        start_timeout_s: seconds for the nodes to join.
-        grace_s: seconds for a requested checkpoint.
+        start_timeout_s: seconds within which the nodes must join.
+        grace_s: seconds that a requested checkpoint may take.
     """
     driver = Driver(folder, grace_s)
     deadline = time.monotonic() + start_timeout_s

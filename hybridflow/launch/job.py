@@ -17,8 +17,8 @@ from hybridflow.launch import bad_nodes
 from hybridflow.launch.site import Site
 from hybridflow.placement.preview import preview
 
-# share of the timeout for waiting for the others' files; the rest is for starting Python and
-# connecting
+# fraction of the timeout spent waiting for the other nodes' files; the rest is for starting Python
+# and connecting
 PREFLIGHT_SHARE = 0.5
 
 
@@ -60,11 +60,11 @@ class Job:
 
 
 def nodes_of(config: RunConfig, job: str = "train") -> int:
-    """Return the number of nodes that the run's processes and engines fill; with
-    `cluster.devices_per_node`, as in placement.
+    """Return the number of nodes required by the run's processes and engines. If
+    `cluster.devices_per_node` is set, placement determines it.
 
     Raises:
-        ResourceError: no number of nodes with this many GPUs is enough.
+        ResourceError: the run does not fit on any number of nodes with this many GPUs.
     """
     if config.cluster.devices_per_node is not None and (placed := preview(config, job)) is not None:
         return max(config.cluster.nodes, len(placed.cluster.nodes))
@@ -74,7 +74,7 @@ def nodes_of(config: RunConfig, job: str = "train") -> int:
 
 
 def check(job: Job) -> None:
-    """Raise ConfigError if the numbers are inconsistent."""
+    """Raise ConfigError if the job's settings are invalid or inconsistent."""
     if job.nodes < 1 or job.spares < 0 or not 0 <= job.other_nodes < job.nodes:
         raise ConfigError(
             f"--nodes {job.nodes} --other-nodes {job.other_nodes} --spares {job.spares}: the "
@@ -82,21 +82,23 @@ def check(job: Job) -> None:
         )
     if job.other_nodes and job.spares:
         raise ConfigError(
-            "--spares cannot be used with --other-nodes: a spare cannot replace its nodes"
+            "--spares cannot be used with --other-nodes: a spare cannot replace a node given by "
+            "--other-nodes"
         )
     if job.grace_s < 1 or job.max_restarts < 0:
         raise ConfigError(
-            f"--grace {job.grace_s} --max-restarts {job.max_restarts}: must be at least 1 and 0"
+            f"--grace {job.grace_s} --max-restarts {job.max_restarts}: --grace must be at least 1, "
+            "--max-restarts at least 0"
         )
     if "\n" in f"{job.name}{job.workdir}{job.out}{job.run_dir}":
         raise ConfigError("the run's name and folders may not contain line breaks")
 
 
 def render(job: Job, site: Site) -> str:
-    """Return the complete file.
+    """Return the complete sbatch file.
 
     Raises:
-        ConfigError: the numbers are inconsistent, or a site's `body` cannot be read.
+        ConfigError: the settings are invalid or inconsistent, or the site's `body` cannot be read.
     """
     check(job)
     path = (
@@ -135,7 +137,7 @@ def _directives(job: Job, site: Site) -> list[str]:
 
 
 def _part(job: Job, site: Site, nodes: int) -> list[str]:
-    """Return the options of each part of a heterogeneous job."""
+    """Return the sbatch options shared by both parts of a heterogeneous job."""
     asked = [f"--nodes={nodes}", "--ntasks-per-node=1"]
     asked += ["--exclusive"] if site.exclusive else []
     asked += [f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
@@ -179,8 +181,8 @@ def _settings(job: Job, site: Site) -> list[str]:
 
 
 def _launchers(job: Job, site: Site) -> list[str]:
-    """Return the command prefixes for every node (SRUN), inside srun (CONTAINER), and for this node
-    only (HERE)."""
+    """Return the command prefixes: srun's options (SRUN), for commands inside srun (CONTAINER), and
+    for commands on this node only (HERE)."""
     container = site.container
     folders = [job.workdir] if job.out.is_relative_to(job.workdir) else [job.workdir, job.out]
     mounts = [*(f"{folder}:{folder}" for folder in folders), *container.mounts]
@@ -234,7 +236,7 @@ def _array(name: str, values: Sequence[str]) -> str:
 
 
 def _quoted(value: str) -> str:
-    """Quote a value of an #SBATCH line, in which Slurm reads quotes and backslashes as a shell
+    """Quote a value for an #SBATCH line, where Slurm interprets quotes and backslashes as a shell
     does."""
     if all(letter.isalnum() or letter in "-_./%:,@=+" for letter in value):
         return value

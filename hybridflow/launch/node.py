@@ -1,6 +1,6 @@
 """Ray on one node of a job: starts it, monitors it, reports why it ended, and cleans up.
 
-Slurm sends SIGTERM to every process of a step when it is about to take the nodes. Ray must keep
+Slurm sends SIGTERM to every process of a step when it is about to reclaim the nodes. Ray must keep
 running until the driver has written its checkpoint, so it runs in a separate session, and this
 process only records the signal. SIGUSR2, sent by the job's script, ends Ray. If this process is
 killed, a guard cleans up.
@@ -51,7 +51,8 @@ _LEAKING = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "PMI_", "PMIX_", "PALS_", "
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Options for starting Ray on each node. `object_store_gib` None: Ray's default."""
+    """Options for starting Ray on each node. If `object_store_gib` is None, Ray's default
+    applies."""
 
     gpus: int = 0
     object_store_gib: float | None = None
@@ -59,9 +60,9 @@ class RayOptions:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Remove the variables of Slurm and MPI launchers, which would make libraries take Ray's
-    workers for MPI ranks. Also remove those that a local run sets in the submitting Python: a Ray
-    token, which would override the job's, and the variable that confines Ray to one machine."""
+    """Remove the variables set by Slurm and MPI launchers, which would make libraries mistake Ray's
+    workers for MPI ranks. Also remove variables that a local run sets in the submitting process: a
+    Ray token, which would override the job's, and the variable that confines Ray to one machine."""
     dropped = ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
     kept: dict[str, str] = {}
     for name, value in environment.items():
@@ -71,18 +72,18 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def choose_ports(job_id: int, position: int, address: str) -> dict[str, int]:
-    """Choose free ports for Ray, by the name of `ray start`'s option. The block follows from the
-    job id and the node's position in the job, so that two jobs on a node do not collide; if it is
-    taken, the next free block is used.
+    """Choose free ports for Ray, keyed by `ray start` option. The block of ports is derived from
+    the job id and the node's position in the job, so that two jobs on a node do not collide; if it
+    is taken, other blocks are tried.
 
     Raises:
-        ResourceError: too many blocks are taken.
+        ResourceError: every block that was tried is taken.
     """
     blocks = (_first_ephemeral_port() - FIRST_PORT) // len(PORTS)
     if blocks < _TRIES:
         raise ResourceError(
-            f"the ephemeral ports begin at {_first_ephemeral_port()}, which leaves Ray none above "
-            f"{FIRST_PORT}; raise net.ipv4.ip_local_port_range on this node"
+            f"the ephemeral ports begin at {_first_ephemeral_port()}, which leaves no ports for "
+            f"Ray above {FIRST_PORT}; raise net.ipv4.ip_local_port_range on this node"
         )
     tried = []
     for attempt in range(_TRIES):
@@ -101,8 +102,7 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
     arrives.
 
     Returns:
-        0 if asked to stop or not chosen; 1 if Ray ended. Then `failed-NODE.json` contains the
-        reason.
+        0 if asked to stop or not chosen; 1 if Ray exited, with the reason in `failed-NODE.json`.
     """
     chosen = (records.read(folder / records.CHOSEN) or {}).get("use", [])
     position = next((number for number, entry in enumerate(chosen) if entry["node"] == node), None)
@@ -112,7 +112,7 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
     asked: list[int] = []
 
     def stop(number: int, frame: object) -> None:
-        # a step whose other node has failed is ended with SIGTERM
+        # if a node fails, srun terminates the step's other nodes with SIGTERM
         if number == signal.SIGUSR2 or records.failures(folder):
             asked.append(number)
 
@@ -133,8 +133,8 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
 
 @contextmanager
 def _private_folder(job_id: int) -> Iterator[Path]:
-    """Create Ray's temporary folder inside a private one. A guard removes it if this process
-    dies."""
+    """Create a private folder and yield the path for Ray's temporary folder in it. A guard removes
+    the folder if this process dies."""
     private = make_private_folder(f"hf-job-{job_id}-", ROOM_FOR_RAY)
     watching = subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, str(private), str(os.getpid())],
@@ -157,8 +157,8 @@ def _run_ray(
     asked: list[int],
     announce: Callable[[], bool] | None,
 ) -> int:
-    """Start Ray, restarting it until all nodes have joined, and wait for its end. Returns the
-    status of `run`."""
+    """Run Ray until it exits, restarting it if it exits before all nodes have joined. Returns the
+    status for `run`."""
     for start in range(1, _STARTS + 1):
         with _ray(node, folder, command, temporary) as ray:
             status = _wait(ray, folder, asked, announce)
@@ -185,7 +185,7 @@ def _run_ray(
 def _ray(
     node: str, folder: Path, command: list[str], temporary: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start Ray; at the end, keep its logs and clean up."""
+    """Start Ray. On exit from the block, stop it, save its logs and clean up."""
     print(f"{node}: {' '.join(command[3:])}", flush=True)
     ray = subprocess.Popen(command, env=clean_environment(os.environ), start_new_session=True)
     try:
@@ -202,9 +202,9 @@ def _wait(
     asked: list[int],
     announce: Callable[[], bool] | None,
 ) -> int | None:
-    """Return Ray's exit status if it has exited by itself; None if `asked` is not empty, or the job
-    has a later start elsewhere because Slurm has lost this node. `announce` is called until it
-    returns True."""
+    """Wait for Ray and return its exit status if it exits by itself. Returns None if `asked` is no
+    longer empty, or if Slurm has lost this node and restarted the job elsewhere. `announce` is
+    called until it returns True."""
     while (status := ray.poll()) is None and not asked and not records.has_later_start(folder):
         if announce is not None and announce():
             announce = None
@@ -215,7 +215,8 @@ def _wait(
 def ray_command(
     head: str | None, address: str, ports: Mapping[str, int], temporary: Path, options: RayOptions
 ) -> list[str]:
-    """Return the command `ray start` in the foreground; `head` None starts the head."""
+    """Return the command that runs `ray start` in the foreground. If `head` is None, it starts the
+    head."""
     # Ray uses CPUs only to count slots; a small machine may run more processes than it has cores.
     words = [
         sys.executable,
@@ -259,11 +260,11 @@ _OF_THE_HEAD = ("port", "ray-client-server-port")
 
 
 def _publish_head(folder: Path, address: str, port: int) -> bool:
-    """Publish the head's address to the other nodes and the driver once it listens. They send the
-    job's token there.
+    """Once the head is listening, publish its address to the other nodes and the driver, which send
+    the job's token there. Returns True if it was published.
 
     Raises:
-        ResourceError: another user listens there.
+        ResourceError: another user is listening at the head's address.
     """
     users = listeners_at(address, port)
     if strangers := users - {os.getuid()}:
@@ -319,7 +320,7 @@ def _report(folder: Path, node: str, what: str, log_tail: str) -> None:
 
 
 def _ray_log(temporary: Path) -> str:
-    """Return the end of the logs of Ray's daemons, the most informative ones first."""
+    """Return the last lines of the most informative non-empty log of Ray's daemons."""
     for name in (
         "ray_process_exit.log",
         "raylet.err",
@@ -342,7 +343,7 @@ def _keep_logs(temporary: Path, target: Path) -> None:
 
 
 def _stop(ray: subprocess.Popen[bytes]) -> None:
-    """End `ray start`; `guard.clear_up` ends the daemons. If asked to stop, Ray would drain the
+    """Kill `ray start`; `guard.clear_up` ends the daemons. On a regular stop, Ray would drain the
     node for 30 seconds."""
     with suppress(ProcessLookupError):  # it has exited
         os.killpg(ray.pid, signal.SIGKILL)

@@ -1,8 +1,7 @@
-"""Checks of every node of a job before Ray starts: its resources, the shared folder, its clock, and
-the connections between all nodes.
+"""Checks of a job's nodes before Ray starts: resources, the shared folder, clocks, and the
+connections between all nodes.
 
-One process per node runs `check_node`, all at the same time; `choose` evaluates all of their
-records.
+One process per node runs `check_node`, all concurrently; `choose` evaluates their records.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """Requirements of a node. `gpus` 0: GPUs are not checked."""
+    """Requirements for a node. If `gpus` is 0, GPUs are not checked."""
 
     gpus: int = 0
     min_free_gib: float = 5.0
@@ -51,7 +50,7 @@ class Wanted:
 
 @dataclass
 class Record:
-    """A node's record of itself and of the other nodes."""
+    """A node's findings about itself and the other nodes."""
 
     node: str
     address: str = ""
@@ -59,7 +58,7 @@ class Record:
     nonce: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    # other node -> the problem between the two
+    # other node -> the problem with it
     complaints: dict[str, str] = field(default_factory=dict)
     # other node -> minimum number of seconds by which its clock is ahead
     clocks: dict[str, float] = field(default_factory=dict)
@@ -73,14 +72,14 @@ def check_node(
     timeout_s: float,
     clock: Callable[[], float] = time.time,
 ) -> Record:
-    """Check this node and its connections to the others. Problems are not raised but recorded.
+    """Check this node and its connections to the others. Problems are recorded, not raised.
 
     Args:
         node: this node's name in `hosts`.
         hosts: all nodes of the allocation.
-        folder: folder of this start of the job; every node must see the files that the others write
-            there.
-        wanted: requirements of the node.
+        folder: the folder for this start of the job; every node must see the files that the others
+            write there.
+        wanted: requirements for the node.
         timeout_s: seconds to wait for the others' files.
         clock: seconds since the epoch; replaced in tests.
     """
@@ -136,11 +135,12 @@ def check_node(
 
 
 def node_address(node: str, interface: str | None) -> str:
-    """Return the IPv4 address at which the other nodes reach this one: the interface's, or the one
-    known to Slurm.
+    """Return the IPv4 address at which other nodes reach this one: the address of `interface` or,
+    by default, the node's address in Slurm.
 
     Raises:
-        ResourceError: there is no such interface, it has no address, or the node's name has none.
+        ResourceError: the interface does not exist or has no IPv4 address, or the node's name
+            cannot be resolved.
     """
     if interface is not None:
         addresses = psutil.net_if_addrs()
@@ -175,7 +175,7 @@ def node_address(node: str, interface: str | None) -> str:
 
 
 def parse(output: str) -> dict[str, Record]:
-    """Return the records in the output of all nodes, by node. Other output is ignored."""
+    """Parse the records in the output of all nodes, keyed by node. Other output is ignored."""
     found = {}
     for line in output.splitlines():
         _, mark, text = line.partition(MARK)
@@ -243,7 +243,8 @@ def choose(
 def _complaints(
     good: Sequence[str], found: Mapping[str, Record], max_clock_skew_s: float
 ) -> list[tuple[str, str, str]]:
-    """Return (accuser, accused, problem) for each pair of usable nodes with a problem."""
+    """Return (accuser, accused, problem) for each problem that a usable node reported about
+    another."""
     pairs = []
     for host in good:
         record = found[host]
@@ -271,7 +272,7 @@ def _said(host: str, errors: str) -> str:
 
 
 def problems_here(folder: Path, wanted: Wanted) -> list[str]:
-    """Return the problems of this node, including those with writing and syncing a file in
+    """Return this node's problems, including errors while writing and syncing a file in
     `folder`."""
     _, problems = _resources(folder, wanted)
     probe = folder / f".hybridflow-{os.getpid()}"
@@ -287,7 +288,7 @@ def problems_here(folder: Path, wanted: Wanted) -> list[str]:
 
 
 def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]:
-    """Return facts about this machine, and its unmet requirements."""
+    """Return facts about this machine, and the requirements that it does not meet."""
     temporary = Path(tempfile.gettempdir())
     free = {str(path): _free_gib(path) for path in (temporary, folder)}
     shm = _free_gib(Path("/dev/shm"))
@@ -341,7 +342,7 @@ def _answer(server: socket.socket, record: Record, clock: Callable[[], float]) -
             connection, _ = server.accept()
         except OSError:
             return
-        # the client may have disconnected, or be a foreign one: continue with the others
+        # the client may have disconnected or may not belong to the job: continue with the others
         with connection, suppress(OSError):
             said = {"node": record.node, "nonce": record.nonce, "time": clock()}
             connection.sendall(json.dumps(said).encode())
@@ -351,7 +352,7 @@ def _visit(
     record: Record, other: str, found: Mapping[str, Any], clock: Callable[[], float]
 ) -> None:
     """Connect to another node at the address in its file, compare its answer with the file, and
-    record its clock."""
+    record its clock offset."""
     address = (str(found.get("address", "")), int(found.get("port", 0)))
     try:
         started = clock()
@@ -372,8 +373,8 @@ def _visit(
             "another `interface`"
         )
         return
-    # The answer was written at some moment in between, which on a busy node may be seconds. Only an
-    # offset beyond that interval counts.
+    # The answer was written at some moment in this interval, which may last seconds on a busy node.
+    # Only an offset beyond the interval counts.
     offset = float(said["time"]) - (started + ended) / 2
     record.clocks[other] = round(
         math.copysign(max(abs(offset) - (ended - started) / 2, 0.0), offset), 3
@@ -381,8 +382,8 @@ def _visit(
 
 
 def _await(paths: Iterable[Path], deadline: float) -> Iterable[tuple[str, dict[str, Any] | None]]:
-    """Yield (name, content) of each file as soon as it exists; content is None for files that do
-    not exist by the deadline."""
+    """Yield (name, content) for each file as soon as it exists; content is None for files that are
+    still missing at the deadline."""
     missing = list(paths)
     while missing:
         left = []

@@ -1,5 +1,5 @@
-"""Small JSON files in a job's folder, in which the parts of a job publish their addresses and how
-they ended."""
+"""Small JSON files in a job's folder, in which the job's processes publish their addresses and the
+reason why they ended."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 CHOSEN = "nodes.json"  # preflight's result: the nodes in use and their addresses, the head first
 HEAD = "head.json"  # HOST:PORT of the cluster, written by the head's node
-FAILED = "failed-{}.json"  # by a node whose Ray ended, with the end of its log
+FAILED = "failed-{}.json"  # written by a node on which Ray exited, with the end of its log
 DRIVER_LOG = "driver.log"  # exists once all nodes have joined and `hybridflow train` starts
-NODE_LOG = "node-{}.log"  # output of a node's process and of `ray start`
+NODE_LOG = "node-{}.log"  # output of the node's process and of `ray start`
 ATTEMPTS = "attempts.jsonl"  # in the job's folder: how each restart ended
 
 
@@ -35,19 +35,19 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def failures(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of the nodes of a start whose Ray ended, the first failure first."""
+    """Return the failure records of this start's nodes on which Ray exited, earliest first."""
     found = filter(None, map(read, folder.glob(FAILED.format("*"))))
     return sorted(found, key=lambda value: float(value.get("time", 0.0)))
 
 
 def has_later_start(folder: Path) -> bool:
-    """Return True if the job has been started again since the start of this folder."""
+    """Return True if the job has been restarted after the start that uses this folder."""
     restart = int(folder.name.rpartition("-")[2])
     return folder.with_name(f"restart-{restart + 1}").exists()
 
 
 def tail(path: Path, lines: int = 20) -> str:
-    """Return the last lines of a text file; empty if it cannot be read."""
+    """Return the last lines of a text file, or an empty string if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 65536))

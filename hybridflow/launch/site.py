@@ -17,17 +17,17 @@ _JOIN_NODE_S = 2
 
 @dataclass(frozen=True)
 class Container:
-    """The image that every process of a job runs in."""
+    """The container image used by every process of a job."""
 
     kind: Literal["none", "pyxis", "apptainer"] = "none"
-    image: str | None = None  # of pyxis (srun --container-image), or a .sif file
+    image: str | None = None  # an image for pyxis (srun --container-image), or a .sif file
     mounts: tuple[str, ...] = ()  # SOURCE:TARGET; the working directory is always mounted
     python: str = "python3"  # in the image
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The Python environment on the nodes, without a container."""
+    """The Python environment on the nodes if no container is used."""
 
     python: str | None = None  # null: the one that runs `hybridflow slurm submit`
     # a tar file that each node unpacks into `local` before anything else
@@ -37,7 +37,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Limits:
-    """Preflight's requirements of each node, and deadlines."""
+    """Preflight's requirements for each node, and deadlines."""
 
     min_free_gib: float = 5.0  # in the node's temporary folder and in the output folder
     min_shm_gib: float = 1.0  # /dev/shm, where Ray keeps objects
@@ -49,14 +49,14 @@ class Limits:
     start_timeout_s: int = 300
 
     def join_timeout_s(self, nodes: int) -> int:
-        """Return the seconds within which every node must have joined Ray. It grows with the number
-        of nodes, because they read Ray's libraries from a shared disk."""
+        """Return the number of seconds within which every node must join Ray. It grows with the
+        number of nodes, because they all read Ray's libraries from a shared disk."""
         return self.start_timeout_s + _JOIN_NODE_S * max(nodes - _JOIN_NODES, 0)
 
 
 @dataclass(frozen=True)
 class Site:
-    """Defaults of `hybridflow slurm submit` on one cluster."""
+    """Default options of `hybridflow slurm submit` for one cluster."""
 
     partition: str | None = None
     account: str | None = None
@@ -80,8 +80,8 @@ class Site:
 
 
 def read_site(path: Path | None) -> Site:
-    """Read the site file at `path`, otherwise the one in $HYBRIDFLOW_SITE. Without either, return
-    the defaults.
+    """Read the site file at `path`, or else the one given by $HYBRIDFLOW_SITE. If neither is set,
+    return the defaults.
 
     Raises:
         ConfigError: the file does not exist, or contains an invalid key or value.

@@ -15,18 +15,18 @@ from hybridflow.launch.job import Job
 from hybridflow.launch.site import Site
 
 _TIMEOUT_S = 60.0
-_LOOK_S = 0.5  # interval between two reads of the output of a job that is followed
+_LOOK_S = 0.5  # interval between two reads of a followed job's output
 _LOOKS = 10  # reads of the output per query of slurmctld, which all users share
 
 
 def submit(job: Job, script: str) -> str:
-    """Submit the script with sbatch. Returns the job id, and keeps the script in the job's folder.
+    """Submit the script with sbatch, save it in the job's folder, and return the job id.
 
     Raises:
-        ResourceError: Slurm is not available here, or rejects the job.
+        ResourceError: Slurm is not available here or rejects the job.
     """
     job.out.mkdir(parents=True, exist_ok=True)
-    # Inside an allocation, the user's environment would set options of the new job.
+    # Inside an allocation, the user's environment would override options of the new job.
     environment = {}
     for name, value in os.environ.items():
         if not name.startswith(("SLURM_", "SBATCH_")):
@@ -52,8 +52,8 @@ def submitted(job: Job, number: str, site: Site) -> str:
 
 
 def status(job: str, out: Path) -> str:
-    """Return Slurm's line about the job, and one for each start that has ended. Raises
-    ResourceError if Slurm does not answer."""
+    """Return Slurm's status line for the job, followed by one line for each start that has ended.
+    Raises ResourceError if Slurm does not answer."""
     lines = _queued(job) or [f"{job} is not in Slurm's queue"]
     attempts = verdict.read_attempts(out / job)
     lines += [f"  start {one.restart}: {one.outcome}, {one.why}" for one in attempts]
@@ -61,8 +61,8 @@ def status(job: str, out: Path) -> str:
 
 
 def follow(job: str, out: Path) -> Iterator[str]:
-    """Yield the job's output as it is written, until the job ends: the driver's lines and the
-    verdict of each start.
+    """Yield the job's output as it is written, until the job ends: the driver's output and the
+    verdict for each start.
 
     Raises:
         ResourceError: the job is unknown, or Slurm does not answer.
@@ -90,7 +90,7 @@ def follow(job: str, out: Path) -> Iterator[str]:
 
 
 def _queued(job: str) -> list[str]:
-    """Return Slurm's lines about a pending or running job; none once it has ended."""
+    """Return Slurm's status lines for a pending or running job; an empty list once it has ended."""
     try:
         listed = _ask(
             ["squeue", "--noheader", f"--jobs={job}", "--format=%i %T, %D nodes (%R), %M of %l"]
@@ -103,10 +103,11 @@ def _queued(job: str) -> list[str]:
 
 
 def log_files(job: str, out: Path) -> list[tuple[str, Path]]:
-    """Return (label, file) of all logs of the job, by restart: preflight, driver, nodes.
+    """Return (label, path) for all logs of the job, ordered by restart, and within a restart:
+    preflight, driver, nodes.
 
     Raises:
-        ResourceError: there are no logs of this job here.
+        ResourceError: `out` contains no logs of this job.
     """
     folder = out / job
     if not folder.is_dir():
@@ -135,7 +136,7 @@ def log_files(job: str, out: Path) -> list[tuple[str, Path]]:
 
 
 def joined(files: Sequence[tuple[str, Path]]) -> str:
-    """Return all logs as one text, each line with its label."""
+    """Merge all logs into one text, with each line prefixed by its label."""
     width = max((len(label) for label, _ in files), default=0)
     lines = []
     for label, path in files:

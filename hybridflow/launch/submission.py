@@ -1,5 +1,5 @@
-"""A run as a Slurm job: the options of a submission, and the job that they and the run's settings
-describe."""
+"""Submission of a run as a Slurm job: the submission options, and the job built from them and the
+run's configuration."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _HEAD = "127.0.0.1:1"
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `hybridflow slurm submit`, under their names.
+    """The options of `hybridflow slurm submit`, using the same names.
 
     Attributes:
-        nodes: default: the number that the run's cluster and engines need.
-        other_nodes: how many of them form the second part of a heterogeneous job, with the sbatch
-            options `other_sbatch`.
-        spares: spare nodes that replace bad ones.
-        grace: seconds for a checkpoint before the end.
-        site: the site file; None: the one that $HYBRIDFLOW_SITE names.
+        nodes: number of nodes; None for as many as the run's cluster and engines need.
+        other_nodes: number of these nodes that form the second part of a heterogeneous job, which
+            uses the sbatch options `other_sbatch`.
+        spares: number of spare nodes, used to replace bad ones.
+        grace: seconds for writing a checkpoint before the job ends.
+        site: path of the site file; None for the one given by $HYBRIDFLOW_SITE.
     """
 
     nodes: int | None = None
@@ -55,14 +55,15 @@ class Options:
 
 
 def in_a_job(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration as the job will have it, with an address of Ray's head.
+    """Return the configuration that the job will use, with a placeholder for the address of Ray's
+    head.
 
     Args:
-        overrides: the user's settings (`key=value`). A `cluster.address` among them is refused;
-            the recipe's is ignored with a message.
+        overrides: the user's settings (`key=value`). A `cluster.address` among them is rejected;
+            one set by the recipe is ignored with a message.
 
     Raises:
-        ConfigError: the run cannot be a job.
+        ConfigError: the run cannot be submitted as a job.
     """
     if config.trainer.resume == "disable":
         raise ConfigError(
@@ -92,13 +93,13 @@ def job_of(
     kind: str = "train",
     name: str | None = None,
 ) -> Job:
-    """Return the job of a run.
+    """Build the Slurm job for a run.
 
     Args:
-        config: before `in_a_job`.
-        words: what the job's driver runs (`launch.driver.command`).
-        kind: the command of the run: `train`, `sft` or `train-reward`.
-        name: of the run folder, if tasks of an array have different ones.
+        config: the run's configuration, before `in_a_job`.
+        words: the driver's command (`launch.driver.command`).
+        kind: subcommand of the run: `train`, `sft` or `train-reward`.
+        name: name of the run folder, if each task of an array uses a different one.
     """
     here = Path.cwd()
     folder = Path(derived.run_dir(config))

@@ -1,4 +1,5 @@
-"""The reason why a job ended, in one line, and what happens next: done, requeued, or given up."""
+"""The verdict on a job: the reason why it ended, in one line, and whether it is done, requeued or
+given up."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _TAIL = "--- last lines of its log ---"
 
 @dataclass(frozen=True)
 class Attempt:
-    """How one start of the job ended."""
+    """The outcome of one start of the job."""
 
     restart: int
     outcome: str  # finished | stopped | failed
@@ -39,11 +40,12 @@ def judge(
     state: str = "RUNNING",
     why: str = "",
 ) -> tuple[Attempt, str, int]:
-    """Determine how this start ended, the tail of the log that shows it, and the exit status of the
-    job's script: 75 requests a requeue.
+    """Determine how this start ended. Returns the attempt, the tail of the log that shows the
+    reason, and the exit status for the job's script (75 requests a requeue).
 
     Args:
-        job_dir: the job's folder. Earlier attempts are read from it, and this one is added.
+        job_dir: the job's folder. Earlier attempts are read from it, and this one is recorded
+            there.
         restart: number of times that Slurm has restarted the job.
         max_restarts: a failure after this many restarts is final; stopping on request does not
             count.
@@ -51,7 +53,7 @@ def judge(
         driver_status: the driver's exit status; None if it did not run.
         asked: True if Slurm had asked the job to stop.
         state: the job's state in Slurm; only a running job is requeued.
-        why: the reason, if the script knows it.
+        why: the reason, if the script has determined one.
     """
     folder = job_dir / f"restart-{restart}"
     checkpoint = str(
@@ -88,7 +90,7 @@ def judge(
 
 
 def read_attempts(job_dir: Path) -> list[Attempt]:
-    """Return how the earlier starts of a job ended, oldest first."""
+    """Return the outcomes of the job's earlier starts, oldest first."""
     try:
         lines = (job_dir / records.ATTEMPTS).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -108,7 +110,7 @@ def _note(job_dir: Path, attempt: Attempt) -> Attempt:
 
 
 def _cause(folder: Path, driver_status: int | None, why: str) -> tuple[str, str]:
-    """Return the first failure in one line, and the log that shows it."""
+    """Return a one-line description of the first failure, and the log that shows it."""
     names = _node_names(folder)
     if failed := records.failures(folder):
         first = failed[0]
@@ -132,8 +134,8 @@ def _cause(folder: Path, driver_status: int | None, why: str) -> tuple[str, str]
 
 
 def _killed_agent(errors: Path) -> str:
-    """Return srun's message about a node whose own process ended, for example because a user or the
-    kernel killed it."""
+    """Return srun's message about a node on which the process watching Ray exited, for example
+    because a user or the kernel killed it."""
     for line in records.tail(errors, 50).splitlines():
         if found := re.match(
             r"srun: error: (?:(\S+): tasks? \S+ (.+)|(Node failure on \S+|Task launch .+))", line
@@ -151,7 +153,7 @@ def _node_names(folder: Path) -> dict[str, str]:
 
 
 def _with_names(line: str, names: dict[str, str]) -> str:
-    """Replace addresses by node names."""
+    """Replace addresses with node names."""
     return re.sub(r"\d+\.\d+\.\d+\.\d+", lambda found: names.get(found[0], found[0]), line)
 
 

@@ -9,7 +9,7 @@ mkdir -p -- "$DIR"
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 status=0
-# shellcheck disable=SC2016 # the nodes expand it
+# shellcheck disable=SC2016 # expanded on the nodes
 srun "${SRUN[@]}" --ntasks-per-node=1 --mem=0 --cpu-bind=none --wait=0 "${CONTAINER[@]}" bash -c \
   'exec "$1" -P -m hybridflow.cli.main "${@:3}" --out "$2" --node "$SLURMD_NODENAME"' - "$PYTHON" "$DIR" "${TRAIN[@]}" \
   --nodes "${HOSTS[@]}" || echo "hybridflow: the suite exited with status $? on a node; see the report for the results"

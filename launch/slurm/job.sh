@@ -28,7 +28,7 @@ umask 022
 TRAIN=("${TRAIN[@]//%a/${SLURM_ARRAY_TASK_ID:-}}") # the settings of array tasks differ by %a
 RUN_DIR=${RUN_DIR//%a/${SLURM_ARRAY_TASK_ID:-}}
 
-# Names of all nodes of the allocation, also of a heterogeneous job; scontrol expands gaps and several prefixes.
+# Names of all nodes of the allocation, including both parts of a heterogeneous job; scontrol expands gaps and prefixes.
 HOSTS=()
 for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
   list=SLURM_JOB_NODELIST_HET_GROUP_$group
@@ -45,7 +45,7 @@ each() {
 }
 
 asked=0 driver='' ray='' step='' driver_status=none why=''
-# Slurm is about to take the nodes (USR1: time limit, preemption; TERM): have the driver write a checkpoint and exit.
+# Slurm is about to reclaim the nodes (USR1: time limit, preemption; TERM): have the driver write a checkpoint and exit.
 ask() {
   asked=1
   [[ -z $driver ]] || kill -USR1 "$driver" 2> /dev/null || true
@@ -105,12 +105,12 @@ finish() {
 
 if [[ -n $ARCHIVE ]]; then # the environment on each node's own disk
   each "${HOSTS[@]}"
-  # shellcheck disable=SC2016 # the nodes expand it
+  # shellcheck disable=SC2016 # expanded on the nodes
   run "${ON[@]}" bash -c 'mkdir -p -- "$2" && tar -xf "$1" -C "$2"' - "$ARCHIVE" "$LOCAL" \
     || { why="the environment $ARCHIVE could not be unpacked into $LOCAL on every node"; finish; }
 fi
 
-# An unreachable node ends the step of all others: name it, and retry with the rest.
+# An unreachable node aborts the step on all other nodes: exclude it, and retry with the rest.
 TRY=("${HOSTS[@]}")
 : > "$DIR/preflight.err"
 while ((${#TRY[@]} > 0)); do

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A node health check for slurm.conf (Prolog= or HealthCheckProgram=) that drains the node if a check fails. It finishes
+# A node health check for slurm.conf (Prolog= or HealthCheckProgram=). It drains the node if a check fails, and finishes
 # within 30 seconds even if a disk or a driver hangs. Set PYTHON to the Python that has HybridFlow, and MIN_FREE_GIB and
 # GPUS to the requirements of a node of this cluster.
 set -euo pipefail
