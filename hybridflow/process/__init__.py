@@ -1,2 +1,2 @@
-"""Process management: startup and shutdown, rendezvous, and text exchange outside the training
+"""Process management: startup and shutdown, rendezvous, and exchange of text outside the training
 collectives."""

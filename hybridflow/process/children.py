@@ -1,8 +1,8 @@
-"""Setup of a new process: end with the process that started it, even if that one is killed with
-SIGKILL, and apply its own environment.
+"""Setup of child processes: exit together with the parent, even if the parent is killed with
+SIGKILL, and apply the child's own environment.
 
-Engines and workers start further processes. Without this, a killed run leaves them behind, holding
-ports and memory. Linux only (`prctl(PR_SET_PDEATHSIG)`).
+Engines and workers start further processes. Without this, a killed run would leave them behind,
+occupying ports and memory. Linux only (`prctl(PR_SET_PDEATHSIG)`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STOPPED = "T"  # by SIGSTOP or a terminal; a process halted by a debugger has an
 ENDED = "Z"  # not yet reaped by its parent
 _PR_SET_PDEATHSIG = 1
 _KILL_WAIT_S = 5.0
-# loaded here, because nothing may be loaded between a fork and an exec
+# loaded here, because a library must not be loaded between a fork and an exec
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -31,8 +31,8 @@ def die_with_parent(parent: int | None = None) -> None:
     this process. The request is not inherited: each generation has to repeat it.
 
     Args:
-        parent: pid of the parent before the fork. If the parent exited before the request, about
-            which the kernel sends no signal, this process ends too. None if the pid is unknown.
+        parent: pid of the parent before the fork; None if unknown. If that parent has already
+            exited, the kernel sends no signal, so this process exits immediately.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -41,8 +41,8 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Return the state of a local process as in /proc: `R` running, `S` sleeping, `T` stopped, `Z`
-    zombie; empty if it does not exist."""
+    """Return the state of a local process as shown in /proc: `R` running, `S` sleeping, `T`
+    stopped, `Z` zombie; empty if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -68,8 +68,8 @@ def end_processes(pids: Sequence[int], patience_s: float = _KILL_WAIT_S) -> None
 
 
 def use_threads_of_environment() -> None:
-    """Apply OMP_NUM_THREADS (default: the number of cores) in a process that had loaded torch
-    before the variable was set. A later import of torch reads it itself."""
+    """Apply OMP_NUM_THREADS (default: the number of cores) to torch if it was imported before the
+    variable was set. If imported later, torch reads the variable itself."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(
             int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
@@ -77,18 +77,19 @@ def use_threads_of_environment() -> None:
 
 
 def print_whole_lines() -> None:
-    """Write each printed line immediately and in one piece, for a process that shares its log file
-    with others or may be killed. By default, the last lines of a killed process are lost; with
+    """Make `print` write each line immediately and atomically, for a process that shares its log
+    file with others or may be killed. By default, the last lines of a killed process are lost; with
     PYTHONUNBUFFERED, lines of two processes interleave."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Become another program that ends with the process that started this one.
+    """Replace this process with a program that exits together with the process that started this
+    one.
 
-    `python -I children.py PID PROGRAM ARGUMENT ...` is for callers with several threads, which must
-    not run Python code between a fork and an exec. PID is the caller's.
+    `python -I children.py PID PROGRAM ARGUMENT ...` is for multi-threaded callers, which must not
+    run Python code between a fork and an exec. PID is the caller's process id.
     """
     die_with_parent(int(argv[0]))
     os.execvp(argv[1], list(argv[1:]))

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 
 class Exchange:
-    """A group of all ranks. All ranks create it together and call `gather` in the same order."""
+    """A process group of all ranks. All ranks must create it together and call `gather` in the same
+    order."""
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: seconds that `gather` waits for the slowest rank."""
@@ -19,21 +20,23 @@ class Exchange:
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def gather(self, text: str) -> list[str]:
-        """Return every rank's text, by rank. RuntimeError if a rank has died or is late."""
+        """Return the texts of all ranks, in rank order. Raises RuntimeError if a rank has died or
+        does not respond in time."""
         data, sizes = self._padded(text)
         texts = [torch.empty_like(data) for _ in sizes]
         dist.all_gather(texts, data, group=self.group)
         return _decoded(texts, sizes)
 
     def gather_on_first(self, text: str) -> list[str]:
-        """Gather texts of megabytes: rank 0 receives them, the others an empty list."""
+        """Gather large texts (megabytes) on rank 0. Returns an empty list on the other ranks."""
         data, sizes = self._padded(text)
         texts = [torch.empty_like(data) for _ in sizes] if dist.get_rank() == 0 else None
         dist.gather(data, texts, dst=0, group=self.group)
         return _decoded(texts, sizes) if texts is not None else []
 
     def _padded(self, text: str) -> tuple[torch.Tensor, list[int]]:
-        """Return the text's bytes, padded to the longest text, and every rank's number of bytes."""
+        """Return the text's bytes, padded to the length of the longest text, and the byte count of
+        every rank's text."""
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)

@@ -1,4 +1,4 @@
-"""Mapping of missing modules to the extras of this package."""
+"""Mapping from missing modules to the extras of this package that provide them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODULES = {
 }
 
 KERNELS = "hybridflow_kernels"
-# part of the package, unless it was built from a subset of the files
+# part of the package, unless the package was built from a subset of the files
 WITHOUT_KERNELS = (
     f"{KERNELS} is not installed: this installation was built without the folder kernels/; copy "
     "it as in launch/containers/Dockerfile and rebuild the image, or pip install the whole "
@@ -38,16 +38,16 @@ WITHOUT_KERNELS = (
 
 
 def require(*modules: str) -> None:
-    """Raise ModuleNotFoundError for the first of these that is not installed, before starting
-    processes that need it."""
+    """Raise ModuleNotFoundError for the first of these modules that is not installed. Call it
+    before starting processes that need them."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def missing_package(error: ModuleNotFoundError, user: str = "this command") -> str | None:
-    """Return a message that names the package to install; None for a module that no extra
-    provides."""
+    """Return a message that names the package to install, or None if no extra provides the
+    module."""
     module = (error.name or "").partition(".")[0]
     if module == KERNELS:
         return WITHOUT_KERNELS
@@ -61,8 +61,8 @@ def missing_package(error: ModuleNotFoundError, user: str = "this command") -> s
 
 @contextmanager
 def naming_packages(user: str) -> Iterator[None]:
-    """Raise ResourceError, which names the package to install, if an import inside fails because a
-    package of an extra is missing."""
+    """If an import inside the block fails because a package of an extra is missing, raise a
+    ResourceError that names the package to install."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,9 +1,10 @@
-"""The client of a fork server (`fork_server`): requests a process, and represents it to our caller.
+"""The client of a fork server (`fork_server`): requests a process, and acts as its proxy for the
+caller.
 
 Standard library only. Run as a script, `python -I -S fork_client.py SOCKET ARGUMENT...` acts as
-`python -P ARGUMENT...` with its modules already loaded. It passes on environment, folder and files,
-forwards SIGTERM and SIGINT, and exits as the process does. If the server does not answer, it
-becomes that interpreter itself.
+`python -P ARGUMENT...` with the modules already loaded. It passes on its environment, working
+directory and standard streams, forwards SIGTERM and SIGINT, and exits with the process's status. If
+the server does not answer, it replaces itself with a regular interpreter.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _POLL_S = 0.02
 
 
 def address_of(name: str) -> str:
-    """Return the abstract unix address of the server with this name. It has no file, and disappears
-    with the server."""
+    """Return the abstract unix socket address of the server with this name. It has no file, and
+    disappears when the server exits."""
     return f"\0hybridflow-fork-{name}"
 
 
 def peer_user(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end of a unix socket, whether it connects or
-    listens."""
+    """Return the user id of the process at the other end of a unix socket, whether that process
+    connected or listened."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", peer)[1])
 
@@ -52,8 +53,8 @@ class ForkedProcess:
         self._answers = answers
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs. If the server exits, the process counts as
-        killed (SIGKILL)."""
+        """Return the exit code, or None while the process is running. If the server exits, the
+        process is reported as killed by SIGKILL."""
         if self.returncode is None:
             self._connection.settimeout(0.0)
             try:
@@ -63,16 +64,16 @@ class ForkedProcess:
             except OSError:
                 pass  # the connection was reset: the process has exited
             self._connection.settimeout(PATIENCE_S)
-            # also after the connection has closed: the status of a short process may arrive
-            # together with its pid
+            # check even after the connection has closed: the status of a short-lived process may
+            # arrive together with its pid
             line = self._answers.readline()
             self.returncode = int(json.loads(line)["status"]) if line else -signal.SIGKILL
             self._connection.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the process and return its exit code; subprocess.TimeoutExpired after `timeout`
-        seconds."""
+        """Wait for the process and return its exit code. Raises subprocess.TimeoutExpired after
+        `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -81,7 +82,7 @@ class ForkedProcess:
         return status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has exited."""
+        """Send a signal, unless the process has exited."""
         if self.poll() is None:
             try:
                 os.kill(self.pid, number)
@@ -112,14 +113,14 @@ def fork(
         name: the server's name.
         argv: the script or `-m MODULE`, and its arguments.
         env: the complete environment.
-        files: descriptors of its standard input, output and error.
-        leader: it leads a separate session and handles its own shutdown. It starts with SIGTERM
-            blocked, and unblocks it once its handler is installed. Other processes are killed when
-            the server exits.
+        files: descriptors for the process's standard input, output and error.
+        leader: True if the process should lead a separate session and handle its own shutdown. It
+            starts with SIGTERM blocked, and must unblock it once its handler is installed. Other
+            processes are killed when the server exits.
 
     Raises:
-        OSError: there is no such server, it has exited, or another user listens under its name; in
-            these cases nothing was sent.
+        OSError: the server does not exist, has exited, or belongs to another user. In these cases
+            nothing was sent.
     """
     order = {"argv": list(argv), "env": dict(env), "cwd": os.getcwd(), "leader": leader}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,12 +1,12 @@
-"""A process that has loaded modules and forks the processes that need them: loading torch, Megatron
-and SGLang takes an interpreter several core-seconds each, a fork milliseconds.
+"""A server that preloads modules and forks the processes that need them. A new interpreter needs
+several core-seconds each for importing torch, Megatron and SGLang; a fork takes milliseconds.
 
 `python -m hybridflow.process.fork_server SOCKET MODULE... [/ SOCKET MODULE...]...` loads the
-modules. For each connection (`fork_client.fork`) of the same user to the listening socket with that
+modules. For each connection (`fork_client.fork`) by the same user to the listening socket with that
 descriptor, it forks a process. Each `/` begins another server, which starts as a fork of the first.
-Only for machines without CUDA, which does not survive a fork. It refuses if a module has started
-threads, which would not survive either. Its forks are killed with it, except those that lead a
-separate session.
+Use it only on machines without CUDA, which does not survive a fork. Requests are rejected if a
+module has started threads, which would not survive either. When the server exits, its forks are
+killed, except those that lead a separate session.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Child:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the servers of the command line, and in a fork the requested program."""
+    """Run the servers given on the command line and, in a fork, the requested program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     _name(["-m", "hybridflow.process.fork_server", *argv])
     groups: list[list[str]] = [[]]
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _name(words: Sequence[str]) -> None:
-    """Show this process as `python WORDS...`. SGLang names its processes with the same library,
+    """Set this process's title to `python WORDS...`. SGLang sets titles with the same library,
     which must be used once before the environment changes."""
     with suppress(ImportError):
         import setproctitle
@@ -92,7 +92,7 @@ def _load(modules: Sequence[str]) -> None:
 
 
 def _serve(listener: socket.socket) -> dict[str, Any]:
-    """Handle requests. Returns only in a fork, with its request."""
+    """Handle requests. Returns only in a fork, with the request to execute."""
     with listener, selectors.DefaultSelector() as events:
         events.register(listener, selectors.EVENT_READ)
         while True:
@@ -111,7 +111,7 @@ def _serve(listener: socket.socket) -> dict[str, Any]:
 
 
 def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str, Any] | None:
-    """Fork for the next client. Returns the request in the fork, None in the server."""
+    """Fork for the next client. Returns the request in the fork, and None in the server."""
     connection, _ = listener.accept()
     # silently: otherwise any user could flood this user's terminal
     if peer_user(connection) != os.getuid():
@@ -130,7 +130,8 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
             try:
                 _begin(order, files, server)
             except OSError as error:
-                # its folder is gone: exit, and do not continue as a second server
+                # the working directory no longer exists: exit, and do not continue as a second
+                # server
                 sys.exit(f"could not start {' '.join(order['argv'])}: {error}")
             # otherwise clients would not notice that the server has exited
             for key in list(events.get_map().values()):
@@ -157,8 +158,8 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
 
 
 def _read(connection: socket.socket, files: list[int]) -> dict[str, Any]:
-    """Read a request. Its descriptors are added to `files`. Raises ValueError if it must not be
-    executed."""
+    """Read a request and append its file descriptors to `files`. Raises ValueError if the request
+    cannot be executed."""
     _, received, _, _ = socket.recv_fds(connection, 1, 3)
     files += received
     text = bytearray()
@@ -171,8 +172,8 @@ def _read(connection: socket.socket, files: list[int]) -> dict[str, Any]:
         raise ValueError(f"expected 3 file descriptors, got {len(files)}")
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise ValueError(
-            f"the server has {threads} threads: a fork would keep only one of them, and the locks "
-            "of the others"
+            f"the server has {threads} threads: a fork would keep only one of them, but also the "
+            "locks of the others"
         )
     order: dict[str, Any] = json.loads(text)
     return order
@@ -197,8 +198,8 @@ def _report_end(child: _Child, events: selectors.BaseSelector) -> None:
 
 
 def _begin(order: dict[str, Any], files: Sequence[int], server: int) -> None:
-    """Become equivalent to a new interpreter: separate files, environment, folder, random states
-    and number of threads."""
+    """Make this fork equivalent to a new interpreter, with separate files, environment, working
+    directory, random states and number of threads."""
     if order["leader"]:
         os.setsid()
     else:

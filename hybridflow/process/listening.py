@@ -1,7 +1,5 @@
-"""Look-up of the user that listens at a local address, before a key or token is sent there.
-
-Any user can take a port that is about to be used, and would then receive the credentials for the
-real server.
+"""Lookup of the user that listens at a local address, before a key or token is sent there. Any user
+can occupy a port that is about to be used, and would then receive the real server's credentials.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ _LISTENS = "0A"
 
 
 def listeners_at(host: str, port: int) -> set[int]:
-    """Return the ids of the users that listen at PORT, on HOST (an IP address) or on all addresses
-    of the machine, in this network namespace. Empty if there are none."""
+    """Return the ids of the users that listen on `port` in this network namespace, at `host` (an IP
+    address) or on all addresses. The set is empty if there are none."""
     address = ipaddress.ip_address(host)
     forms = {address.packed, bytes(len(address.packed)), bytes(16)}
     if address.version == 4:
@@ -32,5 +30,5 @@ def listeners_at(host: str, port: int) -> set[int]:
 
 
 def _proc_form(packed: bytes) -> str:
-    """Format an address as in /proc/net: words of four bytes, each in reverse byte order."""
+    """Format an address as /proc/net does: words of four bytes, each in reverse byte order."""
     return b"".join(packed[i : i + 4][::-1] for i in range(0, len(packed), 4)).hex().upper()

@@ -15,7 +15,7 @@ def memory_limit() -> Iterator[None]:
     """Limit this process to half of the machine's memory.
 
     Raises:
-        MemoryExhaustedError: the code inside needs more.
+        MemoryExhaustedError: the code inside the block needs more.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     page = resource.getpagesize()

@@ -1,5 +1,5 @@
-"""Problems of the environment that would stop a run or surprise its user. `hybridflow doctor` shows
-all of them; errors prevent a run from starting."""
+"""Problems in the environment that would prevent a run or surprise its user. `hybridflow doctor`
+lists all of them; errors prevent a run from starting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Literal
 from hybridflow.errors import ResourceError
 from hybridflow.process.surroundings import proxies
 
-# import name -> distribution, of libraries that a run must import from its own environment
+# import name -> distribution, for libraries that a run must import from its own environment
 LIBRARIES = {
     name: name
     for name in ("torch", "ray", "transformers", "numpy", "pyarrow", "hydra", "omegaconf")
@@ -28,7 +28,7 @@ _LONG = 40  # temporary folders with longer names may leave no room for socket p
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A problem that was found. An error stops a run; `remedy` is empty if no action is needed."""
+    """A detected problem. An error prevents a run; `remedy` is empty if no action is needed."""
 
     topic: str
     level: Literal["ok", "unused", "warning", "error"]
@@ -37,13 +37,13 @@ class Obstacle:
 
 
 def obstacles(libraries: Sequence[str] = tuple(LIBRARIES)) -> list[Obstacle]:
-    """Return all problems found; `libraries` are those that the run imports."""
+    """Return all detected problems. `libraries` lists the libraries that the run imports."""
     return [*_folders(), *_encoding(), *_import_path(libraries), *_variables()]
 
 
 def require_none(libraries: Sequence[str]) -> None:
-    """Raise ResourceError, with the remedies, if a run that imports these libraries would be
-    stopped."""
+    """Raise ResourceError, including the remedies, if a run that imports these libraries could not
+    start."""
     found = [one for one in obstacles(libraries) if one.level == "error"]
     if found:
         raise ResourceError("\n".join(f"{one.topic}: {one.what}; {one.remedy}" for one in found))
@@ -79,7 +79,8 @@ def _encoding() -> Iterator[Obstacle]:
 
 
 def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
-    """Find modules in PYTHONPATH that would replace Python's own or those of the environment."""
+    """Find modules in PYTHONPATH that would shadow the standard library or packages of the
+    environment."""
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         remedy = f"remove {folder} from PYTHONPATH"
         if hidden := _names_in(folder) & sys.stdlib_module_names:

@@ -1,4 +1,4 @@
-"""Temporary folders that other users of the machine cannot enter, rename or create first."""
+"""Temporary folders that other users of the machine cannot enter, rename or pre-create."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _RANDOM = 8  # characters that mkdtemp appends
 
 
 def compiled_code() -> str:
-    """Return the folder in which torch may cache compiled code. Its default is a name in /tmp that
-    any user could have created before."""
+    """Return the folder in which torch may cache compiled code. Its default is a predictable path
+    in /tmp that another user could have created first."""
     return f"{Path.home()}/.cache/torchinductor"
 
 
 def parent_of_private(name_bytes: int, room: int = 0) -> Path:
-    """Return the parent of a private folder whose name has this many bytes: TMPDIR, or /tmp if
+    """Return the parent for a private folder whose name has `name_bytes` bytes: TMPDIR, or /tmp if
     TMPDIR leaves less than `room` bytes for the rest of a unix socket's path.
 
     Raises:
@@ -45,8 +45,8 @@ def parent_of_private(name_bytes: int, room: int = 0) -> Path:
 def make_private_folder(prefix: str, room: int = 0) -> Path:
     """Create a folder of mode 0700 whose name begins with `prefix`, in `parent_of_private`.
 
-    Ray makes its --temp-dir accessible to all users, but not the parent folder. It is therefore
-    given `RAY` inside this folder.
+    Ray makes its --temp-dir, but not the parent folder, accessible to all users. Its --temp-dir
+    should therefore be `RAY` inside this folder.
 
     Raises:
         ResourceError: the folder cannot be created, or others could replace it.
@@ -56,5 +56,5 @@ def make_private_folder(prefix: str, room: int = 0) -> Path:
         return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
         raise ResourceError(
-            f"could not create a folder in {parent}: {error.strerror}; set TMPDIR to another"
+            f"could not create a folder in {parent}: {error.strerror}; set TMPDIR to another folder"
         ) from error

@@ -16,7 +16,7 @@ _release: list[Callable[[], None]] = []
 
 
 def join_world(backend: str, timeout_s: float, undo: Callable[[], None] | None = None) -> None:
-    """Start `torch.distributed` in the world described by RANK, WORLD_SIZE, MASTER_ADDR and
+    """Initialize `torch.distributed` in the world described by RANK, WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT, unless this process is already in one.
 
     `timeout_s` bounds every collective: if a rank dies, the others get an error instead of hanging.
@@ -46,7 +46,7 @@ def join_world(backend: str, timeout_s: float, undo: Callable[[], None] | None =
 
 def leave_world() -> None:
     """Destroy the process groups of the current world, so that this process can join another. Does
-    nothing without a world."""
+    nothing if it has not joined one."""
     import torch.distributed as dist
 
     while _undo:

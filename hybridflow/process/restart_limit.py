@@ -1,4 +1,4 @@
-"""A limit on restarts of something that fails: their number within an hour, not within a run."""
+"""A limit on how often a failing component is restarted per hour, rather than per run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ HOUR_S = 3600.0
 class RestartLimit:
     """Allows at most `most` restarts within any hour; 0 allows none.
 
-    A long run loses processes occasionally; something that fails repeatedly has a cause that a
-    restart does not fix.
+    A long run occasionally loses a process; repeated failures have a cause that restarting does not
+    fix.
 
     Args:
-        most: restarts within `window_s` seconds.
-        clock: seconds since an arbitrary moment; replaced in tests.
+        most: maximum number of restarts within `window_s` seconds.
+        clock: returns seconds since an arbitrary moment; replaced in tests.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class RestartLimit:
 
     @property
     def left(self) -> int:
-        """Return the number of further restarts allowed now."""
+        """Return the number of restarts that are still allowed now."""
         oldest = self._clock() - self.window_s
         while self._times and self._times[0] <= oldest:
             self._times.popleft()

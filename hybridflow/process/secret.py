@@ -1,9 +1,10 @@
-"""The job's secret, and the mutual proof over a plain socket that two processes know it.
+"""The job's secret, and mutual authentication over a plain socket, in which two processes prove
+that they know it.
 
-The driver generates the secret. Ranks receive it in a Ray call, which requires Ray's own token, and
-their engines in their environment, which the kernel shows only to this user. It is never sent over
-a connection that it protects: both ends send a random challenge and answer the other's with an
-HMAC.
+The driver generates the secret. Ranks receive it in a Ray call, which requires Ray's own token;
+their engines receive it in their environment, which the kernel shows only to this user. It is never
+sent over a connection that it protects: each end sends a random challenge and answers the other
+end's challenge with an HMAC.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ def without_credentials() -> dict[str, str]:
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """Return the HMAC-SHA256 of the parts under the job's secret. Different lists of parts give
-    different messages."""
+    """Return the HMAC-SHA256 of the parts under the job's secret. Different lists of parts are
+    encoded as different messages."""
     whole = [part.encode() if isinstance(part, str) else part for part in parts]
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in whole)
     return hmac.digest(job_secret().encode(), framed, "sha256")
 
 
 class Greeting:
-    """One end of the mutual proof on one connection.
+    """One end of a connection's mutual authentication.
 
     Args:
-        purpose: what the connection is for; must be the same at both ends.
-        is_client: True if this end has connected. An answer of one end is never valid for the
-            other.
+        purpose: purpose of the connection; must be the same at both ends.
+        is_client: True if this end opened the connection. A client's answer is never valid as a
+            server's, or vice versa.
     """
 
     def __init__(self, purpose: str, is_client: bool) -> None:
@@ -74,7 +75,7 @@ class Greeting:
         return hmac.compare_digest(self._digest("server" if self._is_client else "client"), proof)
 
     def key(self) -> bytes:
-        """Return a key for messages of this connection only."""
+        """Return a key that is used only for messages of this connection."""
         return self._digest("key")
 
     def _digest(self, use: str) -> bytes:
@@ -85,12 +86,12 @@ class Greeting:
 
 
 def greet(connection: socket.socket, purpose: str, within_s: float) -> Greeting | None:
-    """Perform the client's half of the mutual proof over a blocking socket. Returns None if the
-    other end does not know the secret.
+    """Perform the client's half of the mutual authentication over a blocking socket. Returns None
+    if the other end does not know the secret.
 
     Args:
-        within_s: deadline in seconds for the whole exchange, so that a peer that sends a byte now
-            and then does not delay it.
+        within_s: timeout in seconds for the whole exchange, so that a peer that sends a byte now
+            and then cannot prolong it.
 
     Raises:
         OSError: the connection broke, or the other end is silent or slow.
@@ -107,7 +108,7 @@ async def greet_client(
     read: Callable[[int], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]], purpose: str
 ) -> Greeting | None:
     """Perform the server's half of `greet` in an event loop; the caller sets the deadline. Returns
-    None if the client does not know the secret, to which only a challenge is disclosed."""
+    None if the client does not know the secret; such a client sees nothing but a challenge."""
     greeting = Greeting(purpose, is_client=False)
     await write(greeting.challenge)
     greeting.theirs = await read(CHALLENGE_BYTES)
@@ -118,10 +119,10 @@ async def greet_client(
 
 
 class Lobby:
-    """Connections that share `most` slots, since each uses a descriptor of this process, for
-    example those that are not yet authenticated. When all slots are taken, the oldest connection is
+    """A limit of `most` simultaneous connections, for example unauthenticated ones, because each
+    uses a file descriptor of this process. When the limit is reached, the oldest connection is
     closed. Foreign connections therefore evict each other; a process of the job needs its slot for
-    milliseconds, and reconnects."""
+    milliseconds only, and reconnects if evicted."""
 
     def __init__(self, most: int = 64) -> None:
         self._most = most
@@ -129,8 +130,8 @@ class Lobby:
 
     @contextmanager
     def place(self, close: Callable[[], object]) -> Iterator[None]:
-        """Take a slot for one connection inside the block. `close` is called if it becomes the
-        oldest."""
+        """Reserve a slot for one connection during the block. `close` is called if the connection
+        is evicted."""
         if len(self._closing) >= self._most:
             self._closing.pop(next(iter(self._closing)))()
         mine = object()
@@ -141,14 +142,14 @@ class Lobby:
             self._closing.pop(mine, None)
 
     def close(self) -> None:
-        """Close all connections that have a slot."""
+        """Close all connections that occupy a slot."""
         while self._closing:
             self._closing.pop(next(iter(self._closing)))()
 
 
 def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Read exactly `size` bytes, by the deadline of `time.monotonic` if given. Raises OSError if
-    the connection ends before."""
+    """Read exactly `size` bytes, before `deadline` (by `time.monotonic`) if given. Raises OSError
+    if the connection ends first."""
     data = bytearray()
     while len(data) < size:
         if deadline is not None:

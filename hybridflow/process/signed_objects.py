@@ -45,8 +45,8 @@ class _Unpickler:
 def sign_objects() -> None:
     """Replace the pickler and unpickler that torch's object collectives use in this process.
 
-    Raises RuntimeError if this torch has other names for them, because object collectives would be
-    unprotected.
+    Raises RuntimeError if this torch version uses other names for them, because object collectives
+    would be unprotected.
     """
     from torch.distributed import distributed_c10d
 

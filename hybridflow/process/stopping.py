@@ -1,4 +1,4 @@
-"""Handling of SIGTERM, which schedulers send, as a request to stop like Ctrl-C."""
+"""Handling of SIGTERM, which schedulers send: it is treated as a request to stop, like Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """A key-value store shared by the processes of a job, with the methods of
 `torch.distributed.Store`.
 
-torch's own TCPStore answers any client: another user of the machine could take a rank's place, or
+torch's own TCPStore answers any client: another user of the machine could impersonate a rank, or
 read and forge messages between ranks. Here both ends prove that they know the job's secret
-(`process.secret`), and every message carries an HMAC over its content and its number, under a key
-of that connection. Nothing is encrypted.
+(`process.secret`), and every message carries an HMAC of its content and sequence number, using a
+per-connection key. Nothing is encrypted.
 
 A frame consists of its length, the HMAC, and fields, each preceded by its length. The fields of a
-request are the method and its arguments; those of an answer, a status and the result.
+request are the method and its arguments; the fields of an answer are a status and the result.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _LATE = b"late"
 
 
 class StoreError(RuntimeError):
-    """Raised if the store is unreachable, or a key has no value by the deadline."""
+    """Raised if the store is unreachable, or a key is not set by the deadline."""
 
 
 class StoreLate(StoreError):
-    """Raised if keys have no value by the deadline.
+    """Raised if keys are not set by the deadline.
 
     Attributes:
-        missing: the keys without a value at the server's last check.
+        missing: the keys that were not set at the server's last check.
     """
 
     def __init__(self, message: str, missing: list[str]) -> None:
@@ -53,7 +53,7 @@ class StoreLate(StoreError):
 
 
 class _Frames:
-    """Numbers, signs and checks the messages of one connection."""
+    """Numbers, signs and verifies the messages of one connection."""
 
     def __init__(self, key: bytes, is_client: bool) -> None:
         self._key = key
@@ -61,13 +61,13 @@ class _Frames:
         self._counts = [0, 0]
 
     def pack(self, fields: Sequence[bytes]) -> bytes:
-        """Return a frame to send."""
+        """Encode the fields as a frame to send."""
         body = b"".join(_SIZE.pack(len(field)) + field for field in fields)
         return _SIZE.pack(len(body)) + self._mac(0, body) + body
 
     def unpack(self, mac: bytes, body: bytes) -> list[bytes]:
-        """Return the fields of a received frame. Raises ConnectionError if it cannot be from a
-        process of this job."""
+        """Return the fields of a received frame. Raises ConnectionError if the frame was not sent
+        by a process of this job."""
         if not hmac.compare_digest(self._mac(1, body), mac):
             raise ConnectionError("a message was forged, repeated or damaged")
         fields = []
@@ -92,10 +92,10 @@ def _size(header: bytes) -> int:
 
 
 class StoreServer:
-    """The keys, and a thread that serves them for the lifetime of this object.
+    """A key-value server: the keys, and a thread that serves them for the lifetime of this object.
 
     Args:
-        host, port: the only address at which it listens; port 0 selects a free one.
+        host, port: the only address on which it listens; port 0 selects a free port.
 
     Raises:
         OSError: the port is taken.
@@ -164,7 +164,7 @@ class _Keys:
                 writer.write(frames.pack(await self._answer(method.decode(), arguments)))
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            pass  # an unauthenticated client, a process that has exited, or the server's end
+            pass  # an unauthenticated client, a process that has exited, or the server's shutdown
         finally:
             writer.close()
 
@@ -178,7 +178,8 @@ class _Keys:
         return (_OK, result)
 
     async def _wait(self, keys: list[bytes], seconds: float) -> list[bytes]:
-        """Wait until all keys have a value or the time is over. Returns the keys without one."""
+        """Wait until all keys are set or the timeout expires. Returns the keys that are still
+        missing."""
         deadline = self._loop.time() + seconds
         while missing := [key for key in keys if key not in self._values]:
             found: asyncio.Future[None] = self._loop.create_future()
@@ -232,8 +233,8 @@ async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 class _Connection:
-    """A connection to a `StoreServer`, waiting for the server to start. Used by one thread at a
-    time."""
+    """A connection to a `StoreServer`. Waits for the server to start. Requests of several threads
+    are serialized."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self.host = host
@@ -264,7 +265,7 @@ class _Connection:
 
     def ask(self, method: str, *arguments: bytes, within_s: float = 0.0) -> list[bytes]:
         """Send a request and return its results. Raises StoreError if there is no answer, StoreLate
-        if keys have no value in time."""
+        if keys are not set in time."""
         with self._lock:
             try:
                 self._socket.settimeout(within_s + max(_GRACE_S, self.timeout_s))
@@ -294,8 +295,8 @@ class _Connection:
 
 
 class Keys:
-    """The keys of a store that begin with `prefix`, over a connection that several such groups may
-    share."""
+    """A view of the store's keys that begin with `prefix`. Several views can share one
+    connection."""
 
     def __init__(self, connection: _Connection, prefix: str = "") -> None:
         self.connection = connection
@@ -306,19 +307,19 @@ class Keys:
         self.connection.ask("set", self._key(key), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Wait for a key's value and return it."""
+        """Wait until a key is set and return its value."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for the values of several keys and return them."""
+        """Wait until several keys are set and return their values."""
         return self._wait(keys, self.connection.timeout_s)
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to the current value."""
+        """Append to a key's current value."""
         self.connection.ask("append", self._key(key), _bytes(value))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, initially 0, and return it."""
+        """Add to a counter, initially 0, and return its new value."""
         return int(self.connection.ask("add", self._key(key), str(amount).encode())[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -329,11 +330,11 @@ class Keys:
         )[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return True if all keys have a value."""
+        """Return True if all keys are set."""
         return bool(self.connection.ask("check", *map(self._key, keys))[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have a value. Raises StoreError at the deadline."""
+        """Wait until all keys are set. Raises StoreError at the deadline."""
         self._wait(keys, self.connection.timeout_s if timeout is None else timeout.total_seconds())
 
     def _wait(self, keys: Sequence[str], seconds: float) -> list[bytes]:
@@ -346,7 +347,7 @@ class Keys:
         return bool(self.connection.ask("delete_key", self._key(key))[0])
 
     def num_keys(self) -> int:
-        """Return the number of keys, with any prefix."""
+        """Return the total number of keys, regardless of prefix."""
         return int(self.connection.ask("num_keys")[0])
 
     def close(self) -> None:
@@ -364,7 +365,7 @@ class StoreClient(Keys):
         timeout_s: deadline for reaching the server, and default timeout of `get` and `wait`.
 
     Raises:
-        StoreError: no process that knows the job's secret answers there by then.
+        StoreError: no process that knows the job's secret answers there by the deadline.
     """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
@@ -373,8 +374,8 @@ class StoreClient(Keys):
 
 
 class MasterStore(StoreClient):
-    """The server and a first client. With `port` 0 it listens on a free port, `store.port`. Raises
-    OSError if the port is taken."""
+    """The server together with a first client. If `port` is 0, it listens on a free port,
+    `store.port`. Raises OSError if the port is taken."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._server = StoreServer(host, port)

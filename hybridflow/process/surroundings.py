@@ -1,5 +1,5 @@
 """Protection of a run's processes from the machine's environment: proxies between local programs,
-temporary folders whose names leave no room for socket paths, files that hide other modules."""
+temporary folders whose paths are too long for sockets, and files that shadow other modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 @cache
 def own_addresses() -> tuple[str, ...]:
-    """Return names and addresses under which programs of this machine reach each other."""
+    """Return the names and addresses at which programs on this machine reach each other."""
     import psutil
 
     interfaces = []
@@ -44,7 +44,7 @@ def is_own(url: str) -> bool:
 
 
 def proxies(env: Mapping[str, str]) -> list[str]:
-    """Return the variables of `env` that set a proxy, sorted."""
+    """Return a sorted list of the variables in `env` that set a proxy."""
     names = []
     for name, value in env.items():
         if name.lower() in _PROXIES and value:
@@ -66,6 +66,6 @@ def without_proxy(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def import_path() -> list[str]:
-    """Return this process's import path, with the working directory at its end, where it hides
-    nothing: user files may import from it."""
+    """Return this process's import path with the working directory appended, so that user files can
+    import from it without shadowing other modules."""
     return [*filter(None, sys.path), os.getcwd()]

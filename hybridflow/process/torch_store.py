@@ -9,13 +9,13 @@ from torch.distributed import Store
 
 from hybridflow.process.store import Keys, StoreClient
 
-# C++ keeps a store without keeping the Python object that implements it
+# C++ keeps a store alive, but not the Python object that implements it
 _held: list[TorchStore] = []
 
 
 class TorchStore(Keys, Store):
     """A `torch.distributed.Store` over the connection of `keys`, which stays open until `release`
-    or the end of this process. `prefix` separates the keys of one process group from others'."""
+    or the end of this process. `prefix` separates the keys of different process groups."""
 
     def __init__(self, keys: Keys, prefix: str = "") -> None:
         Store.__init__(self)
@@ -24,7 +24,7 @@ class TorchStore(Keys, Store):
         _held.append(self)
 
     def release(self) -> None:
-        """Close the connection of a group that was destroyed."""
+        """Close the connection of a destroyed process group."""
         if self in _held:
             _held.remove(self)
         self.close()
@@ -43,6 +43,6 @@ class TorchStore(Keys, Store):
         self.connection.timeout_s = timeout.total_seconds()
 
     def clone(self) -> TorchStore:
-        """Open another connection with the same keys."""
+        """Open another connection to the same keys."""
         own = self.connection
         return TorchStore(StoreClient(own.host, own.port, own.timeout_s), self._prefix)
