@@ -110,8 +110,8 @@ class _Local:
 
 
 class Cluster:
-    """A started or joined Ray cluster: `with Cluster.start(...) as cluster`. A process can have one
-    at a time."""
+    """A started or joined Ray cluster: `with Cluster.start(...) as cluster`. A process can have
+    only one at a time."""
 
     def __init__(self, config: ClusterConfig, run_dir: Path, local: _Local | None) -> None:
         self.config = config
@@ -248,10 +248,9 @@ class Cluster:
         return self.temp_dir is not None
 
     def device_kind(self) -> Kind:
-        """Return the nodes' kind of device.
-
-        In a local cluster it is this machine's. In a joined one it is cuda if a node has GPUs or
-        `cluster.devices_per_node` is set. `HYBRIDFLOW_PLATFORM` overrides it.
+        """Return the device type of the nodes. For a local cluster, it is this machine's. For a
+        joined cluster, it is cuda if a node has GPUs or `cluster.devices_per_node` is set.
+        `HYBRIDFLOW_PLATFORM` overrides it.
         """
         if self.is_local and self.config.devices_per_node is None:
             return Platform.detect().kind
@@ -290,7 +289,7 @@ class Cluster:
         return sorted(states, key=lambda state: (_ip_key(state.address), state.node_id))
 
     def processes_of(self, address: str) -> RemoteNode | None:
-        """Return the observer of processes on the node at this address, or None for this machine.
+        """Return the observer for processes on the node at this address, or None for this machine.
 
         Raises:
             ResourceError: the node has left the cluster.
@@ -311,7 +310,7 @@ class Cluster:
         return known
 
     def lost(self) -> str:
-        """Describe which part of Ray is lost; empty if none is."""
+        """Describe the part of Ray that was lost; an empty string if Ray is intact."""
         return self._watch.lost()
 
     def require_open(self) -> None:
@@ -473,8 +472,8 @@ def _restore_sigterm(handler: Any) -> None:
 
 
 def _sweep_stale_dirs() -> None:
-    """Remove folders of killed drivers: owned by this user, older than a minute, and with an unheld
-    lock."""
+    """Remove folders of killed drivers: those owned by this user, older than a minute, and whose
+    lock is not held."""
     for parent in {Path(tempfile.gettempdir()), Path("/tmp")}:
         for path in parent.glob(_PREFIX + "*"):
             try:

@@ -64,12 +64,13 @@ _thread = _ThreadLoop()
 
 
 def _has_loop() -> bool:
-    """Return True if this thread has a loop. A forked process does not inherit its parent's."""
+    """Return True if this thread has a loop. A forked process does not inherit its parent's
+    loop."""
     return _thread.selector is not None and _thread.selector.pid == os.getpid()
 
 
 def _loop() -> asyncio.SelectorEventLoop:
-    """Return this thread's loop, created on first use and again after a fork."""
+    """Return this thread's loop, which is created on first use and re-created after a fork."""
     if _thread.loop is None or not _has_loop():
         _thread.selector = _Selector()
         _thread.loop = asyncio.SelectorEventLoop(_thread.selector)
@@ -163,10 +164,8 @@ async def _result(awaitable: Awaitable[T]) -> T:
 
 
 def waited_seconds() -> float:
-    """Return the seconds since the thread started in which its loop was idle or a worker in this
-    process computed.
-
-    Workers and engines were working during this time.
+    """Return the number of seconds, since the thread started, that its loop was idle or a worker in
+    this process was computing. Workers and engines were busy during this time.
     """
     return _computing_s + (_thread.selector.idle_s if _thread.selector else 0.0)
 

@@ -47,8 +47,8 @@ class Rank:
     log_from: int = 0
 
     def is_in(self, *states: str) -> bool:
-        """Return True if the process is known to be in one of these states of
-        `process.children.state_of`."""
+        """Return True if the process is known to be in one of these states (see
+        `process.children.state_of`)."""
         if not self.pid:
             return False
         return (self.remote.state(self.pid) if self.remote else state_of(self.pid)) in states
@@ -90,7 +90,7 @@ class Future:
 
         Args:
             role, method, ranks: the callee, for error messages.
-            refs: reference to the reply of each called rank.
+            refs: object reference to each called rank's reply.
             collect: combines the replies into one value.
             timeout_s: maximum wait for the replies.
             on_lost: called if a rank died or hangs, which makes its group unusable.
@@ -129,10 +129,10 @@ class Future:
             timeout: seconds to wait from now; None for the group's `call_timeout_s`.
 
         Raises:
-            WorkerError: a rank died, raised an exception, or did not reply in time. Includes the
-                tail of its log.
-            HybridFlowError: a rank raised one of our errors. Has the same type, with the rank added
-                to the message.
+            WorkerError: a rank died, raised an exception, or did not reply in time. The message
+                includes the tail of its log.
+            HybridFlowError: a rank raised one of our errors. It is re-raised with the same type,
+                and the rank is added to the message.
         """
         if timeout is not None:
             self._timeout_s = timeout
@@ -223,9 +223,8 @@ class Future:
         return failed
 
     def _stopped(self, looks: dict[int, int]) -> int | None:
-        """Return an open rank that has been in the stopped state for some time.
-
-        `looks` counts the consecutive polls of each rank. Only the process state is used, because a
+        """Return a pending rank that has been in the stopped state for some time. `looks` counts
+        the consecutive polls of each rank in that state. Only the process state is used, because a
         call may legitimately take long without a reply.
         """
         for rank in self._open:

@@ -1,6 +1,6 @@
 """The actor that runs in each worker process.
 
-It sets the process up as one rank, holds the worker and calls its methods.
+It initialises the process as one rank, owns the worker and calls its methods.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Host:
     def set_up(
         self, role: str, context: WorkerContext, env: Mapping[str, str], path: Sequence[str]
     ) -> None:
-        """Set environment, import path, log file and crash reports.
+        """Set up the environment, import path, log file and crash reports.
 
         Must run before the worker class is unpickled, which may import torch.
         """

@@ -24,8 +24,8 @@ class InProcessGroup:
     """Calls `worker_class(context, *args)` through the same dispatch as a `WorkerGroup` with one
     rank.
 
-    A method's exceptions propagate unchanged. A method that hangs or kills the process does the
-    same to the driver.
+    A method's exceptions propagate unchanged. A method that hangs or kills its process also hangs
+    or kills the driver.
     """
 
     def __init__(

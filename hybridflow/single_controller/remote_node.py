@@ -66,8 +66,8 @@ class RemoteNode:
         return self._states.get(pid) if now - self._as_of < _FRESH_S else None
 
     def dump_stacks(self, pids: Sequence[int]) -> None:
-        """Request stack dumps of these processes to their logs, if the node replies within a few
-        seconds."""
+        """Have these processes dump their stacks to their logs. Gives up if the node does not reply
+        within a few seconds."""
         self._done(self._actor().dump_stacks.remote(list(pids)))
 
     def end(self, pids: Sequence[int]) -> None:

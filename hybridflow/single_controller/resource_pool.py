@@ -77,7 +77,7 @@ class ResourcePool:
 
         Raises:
             ResourceError: the slots do not become free in time, or the request can never be met
-                (raised immediately). Lists the free resources of each node.
+                (raised immediately). The message lists the free resources of each node.
         """
         if nodes < 1 or procs_per_node < 1 or max_colocate < 1:
             raise ResourceError(

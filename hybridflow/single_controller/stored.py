@@ -58,7 +58,7 @@ class StoredColumn(Deferred):
         return StoredColumn(tuple(part for column in columns for part in column.parts), index)
 
     def needed(self) -> StoredColumn:
-        """Return the same rows without the parts that contribute none."""
+        """Return the same rows, dropping parts that contribute no rows."""
         starts = np.cumsum([0, *(part.header.rows for part in self.parts)])
         part_of = np.searchsorted(starts, self.index, side="right") - 1
         used = np.unique(part_of) if len(self.index) else np.zeros(1, np.int64)
@@ -96,7 +96,7 @@ class StoredColumn(Deferred):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these rows; estimated if they are only some of their parts' rows."""
+        """Size of these rows in bytes; an estimate if they include only some rows of a part."""
         rows = sum(part.header.rows for part in self.parts)
         total = sum(part.header.nbytes[part.name] for part in self.parts)
         return total * len(self.index) // max(rows, 1)
@@ -190,8 +190,8 @@ def is_small(value: Any) -> bool:
 
 
 def _weight(value: Any, limit: int) -> int:
-    """Return the approximate bytes of a plain value, or more than `limit` if the size is
-    unknown."""
+    """Return the approximate size of a plain value in bytes, or a number above `limit` if the size
+    is unknown."""
     if isinstance(value, (str, bytes)):
         return len(value) + 1
     if value is None or isinstance(value, (bool, int, float, Path)):

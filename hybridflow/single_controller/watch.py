@@ -58,7 +58,7 @@ class Watch:
         self._thread.start()
 
     def lost(self) -> str:
-        """Describe what is lost; empty if nothing is."""
+        """Describe the lost component; an empty string if nothing was lost."""
         return self._lost or self._watched.ended()
 
     def interrupted_over(self) -> str:
@@ -66,7 +66,7 @@ class Watch:
         return self._lost if self._heard.is_set() else ""
 
     def stop(self) -> None:
-        """Stop the thread. Afterwards the main thread is not interrupted."""
+        """Stop the thread. Afterwards the main thread is no longer interrupted."""
         self._lost = self.lost()
         self._over.set()
         os.eventfd_write(self._stop, 1)
@@ -154,11 +154,11 @@ class Watched(Protocol):
         """Return the processes whose exit triggers a poll immediately."""
 
     def ended(self) -> str:
-        """Describe a component that has exited; empty if there is none."""
+        """Describe a component that has exited; an empty string if there is none."""
 
     def silent(self) -> str:
-        """Describe a component that has not responded for some time; empty if there is none. Called
-        once per poll."""
+        """Describe a component that has not responded for some time; an empty string if there is
+        none. Called once per poll."""
 
 
 class Processes:
@@ -189,7 +189,7 @@ class Processes:
 
 
 class Starting:
-    """Processes during start-up: one that was seen running must not exit.
+    """Processes that are starting up. Once seen running, a process must not exit.
 
     Args:
         running: returns the processes that exist now, by name. Processes that existed before, from

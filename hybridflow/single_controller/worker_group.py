@@ -84,7 +84,8 @@ class WorkerGroup:
             ResourceError: a group with this name exists.
             WorkerError: a rank did not start within `cluster.config.start_timeout_s`, or its
                 constructor raised.
-            HybridFlowError: a constructor raised one of our errors; has the same type.
+            HybridFlowError: a constructor raised one of our errors, which is re-raised with the
+                same type.
         """
         cluster.require_open()
         self.role = role
@@ -215,7 +216,7 @@ class WorkerGroup:
         Raises:
             WorkerError: a rank died, raised an exception or did not reply in time.
             SchemaError: arguments or results do not match the method's declaration.
-            HybridFlowError: a rank raised one of our errors; has the same type.
+            HybridFlowError: a rank raised one of our errors, which is re-raised with the same type.
         """
         spec = method_spec(method)
         address = self._address(method, role)
@@ -399,7 +400,7 @@ class WorkerGroup:
             raise TypeError(f"{self.role}: {error}") from None
 
     def _note_loss(self, ranks: list[Rank], error: HybridFlowError) -> None:
-        """Mark the group as broken, unless `ranks` have been replaced since.
+        """Mark the group as broken, unless `ranks` have been replaced in the meantime.
 
         After a death or hang, the ranks are out of sync, so every later call would also hang.
         """

@@ -1,4 +1,4 @@
 """SPMD roles: thin worker classes with `@register`-ed methods.
 
-The methods are called by a worker group or directly from plain processes.
+A worker group calls the methods, or plain processes call them directly.
 """

@@ -29,19 +29,19 @@ class Replay(Protocol):
     def during(
         self, action: Literal["replay", "record", "compare"]
     ) -> AbstractContextManager[None]:
-        """Context manager: replay, record or compare routes in the forward passes inside."""
+        """Context manager: replay, record or compare routes during the forward passes in the
+        block."""
 
     def recorded(self) -> Jagged:
         """Return the recorded experts of every token."""
 
     def take_counts(self) -> Mapping[str, int]:
-        """Return the token-layer counts since the last call."""
+        """Return the token-layer counts accumulated since the last call."""
 
 
 class Model(Holder, Protocol):
-    """The model of one rank of a role, with an optimizer if the role trains.
-
-    Every method is a collective: all ranks call them in the same order.
+    """One rank's share of a role's model, with an optimizer if the role trains. Every method is a
+    collective: all ranks must call the methods in the same order.
     """
 
     def mesh_position(self) -> tuple[int, int, bool]:
@@ -52,20 +52,19 @@ class Model(Holder, Protocol):
         """Create a fresh optimizer over the current weights. `config` is an `OptimConfig`."""
 
     def settle(self) -> None:
-        """Wait for communication that still writes to the weights."""
+        """Wait for pending communication that writes to the weights."""
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """Return a function for each part that lists its current tensors.
-
-        The list changes when the optimizer is replaced or a reference is added.
+        """Return, for each memory part, a function that lists the part's current tensors. The
+        tensors change when the optimizer is replaced or a reference is added.
         """
 
     def saver(self, timeout_s: float) -> Saver:
         """Return the object that writes this rank's checkpoints."""
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint in place. Raises CheckpointError if it is missing, torn or from
-        another model."""
+        """Restore a checkpoint in place. Raises CheckpointError if it is missing, incomplete or
+        from another model."""
 
     def export(
         self,
@@ -75,8 +74,8 @@ class Model(Holder, Protocol):
         *,
         source: Path | None = None,
     ) -> list[str]:
-        """Write a Hugging Face folder. Returns the lines about `source` that `export_held`
-        returns."""
+        """Export the model to a Hugging Face folder. Returns the log lines about `source` from
+        `export_held`."""
 
 
 class Backend(Model, Protocol):
@@ -92,7 +91,7 @@ class Backend(Model, Protocol):
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
     ) -> tuple[Jagged, Jagged] | None:
-        """Return (log-probs, entropies) of every response token of this rank's rows.
+        """Return (log-probs, entropies) for every response token in this rank's rows.
 
         Returns None on ranks that return no results.
         """
@@ -113,23 +112,21 @@ class Backend(Model, Protocol):
 
         Raises:
             NonFiniteError: a loss or gradient is NaN or infinite and the policy is configured to
-                stop. Raised on all ranks; no weight was changed.
+                stop. Raised on all ranks, before any weight is changed.
         """
 
     def load_from(self, source: WeightSource) -> None:
         """Replace all weights; call `set_optimizer` again afterwards."""
 
     def freeze_reference(self) -> None:
-        """Make the current weights the reference."""
+        """Save a copy of the current weights as the reference."""
 
     def as_reference(self) -> AbstractContextManager[Any]:
-        """Context manager: forward passes inside use the reference weights."""
+        """Context manager: forward passes in the block use the reference weights."""
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's tensors by their layout names.
-
-        They are views of live memory, except that adapters are merged into copies; `release_copies`
-        frees those.
+        """Return this rank's tensors, keyed by layout name. They are views of live memory, except
+        for the copies into which adapters are merged; `release_copies` frees these copies.
         """
 
     def release_copies(self) -> None:
@@ -138,7 +135,7 @@ class Backend(Model, Protocol):
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the copies that `parameters` makes on this rank; 0 if it makes none."""
+        """Size in bytes of the copies made by `parameters` on this rank; 0 if there are none."""
 
     @property
     def trainable_parameters(self) -> int:
@@ -158,8 +155,8 @@ def open_backend(
     local_rank: int,
     trains: bool = True,
 ) -> Backend:
-    """Join the world and build the policy with the backend set by `actor.backend`. Collective.
-    Without `trains` no optimizer can be set."""
+    """Join the world and build the policy with the backend selected by `actor.backend`. Collective.
+    If `trains` is False, no optimizer can be set."""
     use_family(config.model.family)
     family = family_of(hf_config)
     source: WeightSource = RandomWeights(

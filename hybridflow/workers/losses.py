@@ -46,8 +46,8 @@ class PolicyLoss:
     distillation loss."""
 
     def __init__(self, config: ActorConfig, old: str | None = "old_log_probs") -> None:
-        """`old` is the column passed to the loss as old_log_probs. None: the loss gets its own
-        log-probs, detached."""
+        """`old` is the name of the column passed to the loss as old_log_probs. If it is None, the
+        loss receives its own log-probs, detached."""
         self.config = config
         self.options = policy_loss_options(config)
         self.old = old
@@ -113,7 +113,8 @@ class PolicyLoss:
         )
 
     def count(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the loss count for samples of these lengths [s], assuming no token is rejected."""
+        """Return the loss count for samples with these lengths [s], assuming that no token is
+        rejected."""
         zeros = torch.zeros(int(lengths.sum()), device=lengths.device)
         return aggregate(zeros, lengths, self.config.loss_agg_mode, self.config.loss_norm_tokens)[1]
 
@@ -229,14 +230,14 @@ class Noted:
         return self.loss(log_probs, entropy, micro)
 
     def count(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the wrapped loss's count; the number of tokens if it does not define one."""
+        """Return the wrapped loss's count, or the number of tokens if the loss does not define
+        one."""
         count = getattr(self.loss, "count", None)
         return count(lengths) if count else lengths.sum()
 
     def take(self, batch: DataProto) -> DataProto | None:
-        """Return old_log_probs and entropys for the rows of `batch`, as seen by the loss.
-
-        Tokens that the policy did not sample are 0. Returns None on a rank without the output
+        """Return old_log_probs and entropys for the rows of `batch`, as seen by the loss. Values
+        are 0 for tokens that the policy did not sample. Returns None on a rank without the output
         layer.
         """
         if not self._seen:
@@ -260,7 +261,7 @@ class Noted:
 
 
 class ValueLoss:
-    """The critic's clipped regression onto the returns. Implements
+    """The critic's loss: clipped regression to the returns. Implements
     `mcore.value_model.ScalarLoss`."""
 
     columns = (RESPONSE_MASK, "values", "returns")

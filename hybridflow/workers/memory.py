@@ -44,7 +44,7 @@ class RoleMemory:
         offload: OffloadConfig,
         layout: str = "actor",
     ) -> None:
-        """`layout` is the configuration section whose `parallel` shards this role; used in
+        """`layout`: the configuration section whose `parallel` settings shard this role, for
         messages."""
         self.residency = residency
         self.platform = platform

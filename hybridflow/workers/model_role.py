@@ -1,5 +1,5 @@
-"""The worker for critic, reference, reward model and teacher, in separate processes or colocated in
-the policy's."""
+"""The worker for the critic, reference, reward model and teacher roles, in separate processes or
+colocated with the policy."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class ModelWorker(RoleWorker):
     def fill(self, folder: Path) -> None:
         """Load the weights of a Hugging Face folder.
 
-        If the role needs a head that the folder does not have, a fresh one is created. Call
-        `set_optimizer` again afterwards.
+        If the role needs a head that the folder does not contain, a freshly initialised one is
+        created. Call `set_optimizer` again afterwards.
         """
         self.model.load_from(_source(self.model.family, str(folder), self.spec.config.seed))
 
@@ -74,7 +74,8 @@ class ModelWorker(RoleWorker):
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("rm_scores",))
     @needs("weights")
     def compute_scores(self, batch: DataProto) -> DataProto | None:
-        """Reward model: return the score [B] of prompt and response, read at the last token."""
+        """Reward model: return the score [B] of each prompt and response, computed at the last
+        token."""
         found = self.model.scores(batch, max_tokens=self.config.max_tokens_per_micro_batch)
         return None if found is None else DataProto.from_columns({"rm_scores": found})
 
@@ -124,8 +125,8 @@ class ModelWorker(RoleWorker):
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids", *ValueLoss.columns))
     @needs("weights", "gradients", "optimizer")
     def update_critic(self, batch: DataProto, rows_per_update: int) -> list[Report]:
-        """Critic: run regression updates over this rank's share in order, `rows_per_update` rows
-        each.
+        """Critic: run regression updates over this rank's rows in order, `rows_per_update` rows at
+        a time.
 
         Returns one report per update.
         """
@@ -161,16 +162,16 @@ PASSES: dict[Head, Callable[..., DataProto | None]] = {
 def teacher_method(config: DistillationConfig) -> Callable[..., DataProto | None]:
     """Return the teacher's forward method for the configured loss.
 
-    It computes log-probs of the sampled tokens if the loss reads them, otherwise the top-k tokens.
+    It computes log-probs of the sampled tokens if the loss uses them, and otherwise the top-k
+    tokens.
     """
     sampled = config.coef and config.loss != "forward_kl_topk"
     return ModelWorker.compute_teacher_log_probs if sampled else ModelWorker.compute_teacher_top
 
 
 def interleave_pairs(batch: DataProto) -> DataProto:
-    """Convert pairs [B] to rows [2 B] as `ValueModel.train_pairs` expects.
-
-    Rows are in the order chosen, rejected, chosen, ..., each with its prompt.
+    """Convert pairs [B] to rows [2 B] in the format of `ValueModel.train_pairs`: chosen, rejected,
+    chosen, ..., each including the prompt.
     """
     prompts = batch.select(["prompt_ids"])
     chosen, rejected = (
@@ -185,7 +186,7 @@ def interleave_pairs(batch: DataProto) -> DataProto:
 def role_family(hf_config: Mapping[str, Any], head: str | None) -> Family:
     """Return the parameter map of a role's model, built from its config.json.
 
-    With a scalar head, it wraps the map of the causal model.
+    For a scalar head, it wraps the causal model's map.
     """
     if head is None:
         return family_of(hf_config)

@@ -96,14 +96,13 @@ class PolicyWorker(RoleWorker):
     def update_policy(
         self, batch: DataProto, rows_per_update: int, notes: bool = False
     ) -> list[Report]:
-        """Run policy updates over this rank's share in order, `rows_per_update` rows each.
-
+        """Run policy updates over this rank's rows in order, `rows_per_update` rows at a time.
         Returns one report per update.
 
         Reads prompt_ids, response_ids and the columns declared by the policy loss. Replays
-        routed_experts if the batch has it. With `notes`, the first update keeps its log-probs for
-        `take_update_log_probs`. A batch without old_log_probs must be a single update and uses its
-        own log-probs as the old ones.
+        routed_experts if the batch contains it. If `notes` is True, the first update keeps its
+        log-probs for `take_update_log_probs`. A batch without old_log_probs must form a single
+        update, which uses its own log-probs as the old ones.
         """
         with self.model.replay.during("replay") if ROUTES in batch else nullcontext():
             return self._update(batch, rows_per_update, notes)
@@ -233,16 +232,14 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "reference")
     def freeze_reference(self) -> None:
-        """Make the current weights the reference."""
+        """Save a copy of the current weights as the reference."""
         self.model.freeze_reference()
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
-        """Return statistics since the last call.
-
-        These are the fields of `RoleMemory.take`, and routes from `RouterReplay.take_counts`. Also:
-        trainable, the number of trainable parameters; and copied, the bytes that a weight sync
-        copies on this rank.
+        """Return statistics collected since the last call: the fields of `RoleMemory.take`, and
+        routes from `RouterReplay.take_counts`. Also includes trainable, the number of trainable
+        parameters; and copied, the number of bytes that a weight sync copies on this rank.
         """
         model = {"trainable": self.model.trainable_parameters, "copied": self.model.copied_bytes}
         return {**super().take_observations(), "routes": self.model.replay.take_counts(), **model}
@@ -287,7 +284,8 @@ class PolicyWorker(RoleWorker):
     ) -> PlanFacts | None:
         """Plan and verify the weight transfer.
 
-        Runs once; every rank reads its part of the plan. Rank 0 returns a summary of the plan.
+        Rank 0 makes the plan and returns a summary of it. Every rank then reads its part of the
+        plan.
         """
         layout = self.model.weight_layout()
         facts = None

@@ -26,11 +26,9 @@ class Ended:
 
 @dataclass(eq=False)
 class _Part:
-    """Requests sent to the engine in one call.
-
-    `aborted` holds responses that the engine aborted without being told to. Whether they were
-    aborted because the engine shut down is known only when the whole part is done, so they are held
-    back until then.
+    """Requests sent to the engine in one call. `aborted` contains responses that the engine aborted
+    without a request to do so. Whether the reason was a shutdown of the engine is known only once
+    the whole part is done, so they are withheld until then.
     """
 
     tickets: Sequence[int]
@@ -67,8 +65,8 @@ class EngineRequests:
     ) -> None:
         """Send requests to the engine.
 
-        `start` is the number of times the engine was restarted. Raises EngineError if the engine
-        rejects the requests.
+        `start` is the number of times that the engine has been restarted. Raises EngineError if the
+        engine rejects the requests.
         """
         part = _Part(tickets, requests, set(range(len(tickets))), start)
         with self._changed:
@@ -98,9 +96,8 @@ class EngineRequests:
             )
 
     def failed(self) -> tuple[BaseException, int] | None:
-        """Return an error that left requests unanswered, with the start number of their engine.
-
-        Returns None if there is none.
+        """Return an error that left requests unanswered, and the start number of the engine that
+        raised it. Returns None if there is no such error.
         """
         with self._changed:
             for part in [part for part in self._parts if _is_done(part)]:

@@ -32,7 +32,7 @@ class RoleSpec:
         config: the run's configuration.
         role: the role's section in it: actor, critic, reference, reward_model or teacher.
         hf_config: the Hugging Face config of the role's model.
-        path: the Hugging Face folder to load weights from; None: random weights.
+        path: the Hugging Face folder to load weights from; None for random weights.
         tokenizer: the folder from which an export copies the tokenizer.
         trains: whether the role ever updates its weights. If False, it has no gradients and, unless
             it is a policy, no checkpoints.
@@ -79,8 +79,8 @@ class RoleWorker:
         Args:
             batch: the rows, with prompt_ids and response_ids.
             name: the column for the log-probs.
-            entropy_name: the column for entropies; None: entropies are not computed.
-            temperature: None: the sampling temperature of the rollout.
+            entropy_name: the column for the entropies; None to skip computing them.
+            temperature: sampling temperature; None for that of the rollout.
         """
         model: Any = self.model
         found = model.log_probs(
@@ -122,9 +122,8 @@ class RoleWorker:
     @register(Dispatch.ONE_TO_ALL)
     @needs(*PARTS)
     def save(self, folder: Path, phase: str, step: int, background: bool) -> None:
-        """Write model, reference, optimizer and random state.
-
-        With `background`, return as soon as they have been copied.
+        """Save the model, reference, optimizer and random state. If `background` is True, return as
+        soon as they have been copied.
         """
         assert self._saver is not None, f"{self.spec.role} does not train"
         (self._saver.start if background else self._saver.save)(folder, phase=phase, step=step)

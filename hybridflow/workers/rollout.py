@@ -67,7 +67,7 @@ def engine_spec(
 ) -> EngineSpec:
     """Return the spec of engine `number` of a run.
 
-    For a multi-node engine it is the first node's, with no address yet.
+    For a multi-node engine, it describes the first node and has no address yet.
     """
     return EngineSpec(
         name=f"engine-{number}",
@@ -133,10 +133,9 @@ class RolloutWorker:
     """Owns one engine. Rank r of the group owns engine r."""
 
     def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
-        """Start the server process without waiting for it; `wait_ready` waits.
-
-        Engines thus start up in parallel with other work. `engine` are the arguments of
-        `engine_spec` from `model_folder` on.
+        """Start the server process without waiting until it is ready (see `wait_ready`), so that
+        engines start up in parallel with other work. `engine`: the arguments of `engine_spec` from
+        `model_folder` on.
         """
         self.rank = context.rank
         self.world_size = context.world_size
@@ -169,9 +168,8 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def node_store(self) -> tuple[str, int]:
-        """Return the address of the store that starts the engine's other nodes.
-
-        `RolloutNodeWorker.follow` connects to it. Only valid for multi-node engines.
+        """Return the address of the store through which the engine's other nodes are started.
+        `RolloutNodeWorker.follow` connects to it. Valid only for multi-node engines.
         """
         assert self.supervisor.nodes is not None
         return self.supervisor.nodes.address
@@ -345,10 +343,9 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate the memory of these parts.
-
-        Weights stay empty until the next sync. Does nothing if the engine was restarted since,
-        because a restarted engine already has its memory.
+        """Reallocate memory for these parts. Weights stay uninitialised until the next sync. Does
+        nothing if the engine has been restarted since `sleep`, because a restarted engine already
+        has its memory.
         """
         state = self.supervisor.state()
         start, asleep = self._asleep
@@ -433,8 +430,8 @@ class RolloutWorker:
 
 
 def response_columns(completions: list[Completion], extras: Extras = NO_EXTRAS) -> DataProto:
-    """Build the columns `WRITES` from an engine's completions, one row each, plus `SUPPORT` if it
-    was requested."""
+    """Build the columns `WRITES` from an engine's completions, one row per completion, plus
+    `SUPPORT` if requested."""
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([c.token_ids for c in completions], np.int64),
         # all tokens are sampled by the policy, because a single engine request involves no tools

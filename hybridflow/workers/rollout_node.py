@@ -1,5 +1,4 @@
-"""The worker on every node of a multi-node engine except the first; `RolloutWorker` runs on the
-first."""
+"""The worker on every node of a multi-node engine except the first, where `RolloutWorker` runs."""
 
 from __future__ import annotations
 
@@ -30,9 +29,8 @@ class RolloutNodeWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def follow(self, first_nodes: Sequence[tuple[str, int]]) -> None:
-        """Start and stop this node's server when the engine's first node requests it.
-
-        `first_nodes` has the store address of every engine (`node_store`).
+        """Start and stop this node's server whenever the engine's first node requests it.
+        `first_nodes` lists the store address of every engine (`node_store`).
         """
         self.stop()
         self._node = OtherNode(self._kind, self._spec, self._log_path, *first_nodes[self.engine])
