@@ -48,8 +48,9 @@ class Carried:
 
 
 def carried_from(folder: Path | None, family: Family) -> Carried:
-    """Return the tensors that an export of `family` copies from the model's original folder. Empty
-    if there is no such folder, or the model has a scalar head instead of the published one."""
+    """Return the tensors to copy from the model's original folder into an export of `family`. There
+    are none if that folder does not exist, or if the model has a scalar head instead of the
+    published one."""
     if folder is None or isinstance(family, ScalarHead):
         return Carried()
     try:
@@ -105,9 +106,9 @@ def exported_config(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config.json of an export with these tensors, and a line for each changed field.
 
-    It contains a single precision under the names of transformers 4 and 5, quantisation only for
-    fp8 tensors, multi-token prediction only if its layers are present, and code only if its files
-    are in `folder`.
+    It specifies a single precision, under the key names of both transformers 4 and 5. It includes
+    quantisation only for fp8 tensors, multi-token prediction only if its layers are present, and
+    custom code only if its files are in `folder`.
     """
     written = {entry.name: entry for entry in entries}
     lines = []
@@ -162,7 +163,8 @@ def _unquantised(written: Mapping[str, Entry]) -> list[str]:
 
 
 def _layer(name: str) -> str:
-    """Return a tensor's layer, such as `model.layers.3`, or its module if it is in no layer."""
+    """Return a tensor's layer, such as `model.layers.3`, or its module if it does not belong to a
+    layer."""
     return (
         ".".join(name.split(".")[:3])
         if name.startswith("model.layers.")
@@ -171,7 +173,8 @@ def _layer(name: str) -> str:
 
 
 def _has_heads(hf_config: Mapping[str, Any], written: Iterable[str]) -> bool:
-    """Return True if all tensors of the configured multi-token-prediction layers are written."""
+    """Return True if the export contains all tensors of the configured multi-token-prediction
+    layers."""
     try:
         heads = (
             family_of(hf_config, mtp=True).tensors().keys() - family_of(hf_config).tensors().keys()
@@ -182,7 +185,7 @@ def _has_heads(hf_config: Mapping[str, Any], written: Iterable[str]) -> bool:
 
 
 def _is_there(code: object, folder: Path) -> bool:
-    """Return True if the file of `module.Class` is in the folder or on a hub
+    """Return True if the source file for `module.Class` is in the folder or on a hub
     ("org/name--module.Class")."""
     names = []
     for one in code if isinstance(code, list) else [code]:

@@ -1,5 +1,6 @@
-"""The fingerprint of a run: settings, contents of the files they name, tokenizer and packages, on
-all of which its results depend. Checkpoints store it, and a resumed run reports the differences."""
+"""The fingerprint of a run: the inputs that determine its results, i.e. its settings, the contents
+of the files that they name, the tokenizer and the packages. It is stored in checkpoints, and a
+resumed run reports the differences."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Fingerprint:
 
     Attributes:
         settings: values by dotted key, except settings whose file contents are recorded.
-        files: (name, xxh3 of the content) of each file, by the key that names it.
+        files: (name, xxh3 of the content) for each file, keyed by the setting that names it.
         tokens: digests of the vocabulary and of the chat template.
         packages: package versions.
     """
@@ -66,8 +67,8 @@ class Fingerprint:
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Fingerprint:
-        """Restore the result of `asdict`; empty for a checkpoint from a version without
-        fingerprints. Raises ValueError for anything else."""
+        """Rebuild a fingerprint from the result of `asdict`. It is empty for a checkpoint from a
+        version without fingerprints. Raises ValueError for anything else."""
         found = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         if not all(isinstance(one, dict) for one in found.values()):
             raise ValueError("the fingerprint's values must be objects")
@@ -79,7 +80,7 @@ class Fingerprint:
         return cls(**found)
 
     def changes(self, before: Fingerprint) -> list[str]:
-        """Return a line for each difference; empty if `before` is empty."""
+        """Return one line per difference from `before`; an empty list if `before` is empty."""
         if not before.settings:
             return []
         found = []
@@ -121,7 +122,8 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _named(settings: Mapping[str, Any]) -> Iterator[tuple[str, list[Path]]]:
-    """Yield keys that name files, with the existing files: data and custom code."""
+    """Yield each setting that names data files or custom code, together with the files that
+    exist."""
     for key, value in settings.items():
         words = []
         for word in value if isinstance(value, list | tuple) else [value]:

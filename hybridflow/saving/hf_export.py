@@ -1,7 +1,8 @@
 """Export of a model as a Hugging Face folder. Every rank sends the slices it owns, and several
 ranks each write a file, tensor by tensor.
 
-A rank never holds more than one whole tensor, plus its slices of the few tensors being written.
+A rank never has more in memory than one whole tensor, plus its slices of the few tensors being
+written.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class _File:
 
 @dataclass(frozen=True)
 class Held:
-    """The distributed model: the owner of every piece of each HF tensor, and this rank's tensors by
-    name."""
+    """The distributed model: the owner of every piece of each HF tensor, and this rank's tensors,
+    keyed by name."""
 
     family: Family
     dtype: torch.dtype

@@ -1,5 +1,5 @@
-"""The manifest that completes a checkpoint. It lists the contents, the model, and every file with
-size and hash.
+"""The manifest that completes a checkpoint. It describes the contents and the model, and lists
+every file with its size and hash.
 
 `manifest.json` is the last file written into a checkpoint's folder, and is renamed to its final
 name only once it is on disk. A folder without one is not a checkpoint. Hashes are XXH3 (128 bits):
@@ -70,13 +70,13 @@ class Manifest:
     """The description of a checkpoint.
 
     Attributes:
-        contains: the parts: model, optimizer, reference, rng.
+        contains: the saved parts: model, optimizer, reference, rng.
         backend: training backend that wrote it.
         layout: parallel sizes.
         hf_config: the model's Hugging Face config.
-        training: number of updates and optimizer settings; empty without an optimizer.
-        lora: the adapters' rank, alpha and targets; empty without adapters.
-        files: every other file in the folder, by name.
+        training: number of updates and optimizer settings; empty if there is no optimizer.
+        lora: the adapters' rank, alpha and targets; empty if there are no adapters.
+        files: every other file in the folder, keyed by name.
     """
 
     phase: str
@@ -100,7 +100,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Total bytes of all files."""
+        """Total size of all files in bytes."""
         return sum(record.size for record in self.files.values())
 
     def write(self, folder: Path) -> None:
@@ -116,7 +116,7 @@ class Manifest:
         """Read the manifest of the checkpoint in `folder`.
 
         Raises:
-            CheckpointError: the manifest is missing, damaged or of another format.
+            CheckpointError: the manifest is missing, damaged or has another format.
         """
         file = folder / MANIFEST
         try:
@@ -160,8 +160,8 @@ def config_digest(hf_config: Mapping[str, Any]) -> str:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key in which two Hugging Face configs describe different models, as
-    `KEY is X in the checkpoint, Y here`."""
+    """Return a line for each key in which two Hugging Face configs describe different models,
+    formatted as `KEY is X in the checkpoint, Y here`."""
     one = structure(theirs)
     two = structure(ours)
     found: list[str] = []
@@ -312,8 +312,8 @@ def _seal(value: Mapping[str, Any]) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Return `name` if it is the name of a file or folder directly inside another. Raises
-    ValueError for any other path."""
+    """Return `name` if it is a plain file or folder name. Raises ValueError if it is any other
+    path."""
     if name in ("", ".", "..") or Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a file inside the folder")
     return name
@@ -333,8 +333,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def say_saved(folder: Path) -> None:
-    """Create a file next to `folder` that tells the driver that every rank has written and synced
-    its part.
+    """Create a file next to `folder`, which signals to the driver that every rank has written and
+    synced its part.
 
     The manifest's existence does not imply this: rank 0 syncs after the rename that makes the
     manifest visible, and the sync may fail.
@@ -352,7 +352,8 @@ def _said_by(folder: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync created, renamed and removed names in `folder` to disk."""
+    """Sync the directory entries of `folder` to disk after files were created, renamed or
+    removed."""
     with _opened(folder) as descriptor:
         os.fsync(descriptor)
 

@@ -33,8 +33,8 @@ class OwnedPiece:
 
 
 def megatron_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
-    """Return the owners of every slice in a Megatron world. `ranks` are the coordinates by global
-    rank.
+    """Return the owners of every slice in a Megatron world. `ranks` lists the ranks' coordinates,
+    indexed by global rank.
 
     Raises:
         ModelError: the pieces do not cover every element of every tensor exactly once.

@@ -1,5 +1,5 @@
-"""Reads a checkpoint's tensors by region, as saved global tensors or as Hugging Face tensors. Needs
-no ranks, Megatron or pickle.
+"""Reads a checkpoint's tensors by region, as saved global tensors or as Hugging Face tensors. Works
+without ranks, Megatron or pickle.
 
 A checkpoint's `index.json` maps rectangles of global tensors to positions in files, and slices of
 Hugging Face tensors to parts of global tensors.
@@ -123,8 +123,8 @@ class CheckpointFolder:
         return merge(self._read(name, start, shape), *factors, self.manifest.lora["alpha"] / rank)
 
     def factors(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the adapters' factors by PEFT name; empty without adapters. `read`
-        also accepts these names."""
+        """Return the shapes of the adapters' factors, keyed by PEFT name; empty if there are no
+        adapters. `read` also accepts these names."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, slices in self._slices.items():
             if is_factor(name):
@@ -250,8 +250,8 @@ class CheckpointFolder:
 def _overlap(
     start: Start, size: Start, other_start: Sequence[int], other_size: Sequence[int]
 ) -> tuple[Start, Start]:
-    """Return the intersection of two rectangles as (start, size). An empty one has a size of
-    zero."""
+    """Return the intersection of two rectangles as (start, size). The size is zero if they do not
+    overlap."""
     low = tuple(max(a, b) for a, b in zip(start, other_start, strict=True))
     ends = (
         min(a + m, b + n) for a, m, b, n in zip(start, size, other_start, other_size, strict=True)

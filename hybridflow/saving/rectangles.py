@@ -27,8 +27,9 @@ Chunk = dict[str, Any]  # key, dtype, shape (global), start, size, file, offset,
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A part of a global tensor: `data` is `key[global_offset : global_offset + local_shape]` of a
-    tensor of `global_shape`. Megatron's ShardedTensor has the same attributes.
+    """A slice of a global tensor: `data` contains `key[global_offset : global_offset +
+    local_shape]`, where `key` has the shape `global_shape`. Megatron's ShardedTensor has the same
+    attributes.
     """
 
     key: str
@@ -51,9 +52,9 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class HfSlice:
-    """Mapping of a slice: `source[source_start : source_start + shape]` of the Hugging Face model
-    is `key[start : start + shape]` of the checkpoint, except for leading axes of length one that
-    only the key has.
+    """A pair of equal slices: `source[source_start : source_start + shape]` in the Hugging Face
+    model and `key[start : start + shape]` in the checkpoint. The key may have additional leading
+    axes of length one.
     """
 
     source: str
@@ -76,7 +77,7 @@ def write_tensors(
     Returns the rectangles' positions in the file, and the file's size and hash.
 
     Raises:
-        OSError: raised unchanged by the system, for example for a full disk.
+        OSError: the file could not be written, for example because the disk is full.
     """
     name = f"rank_{rank}.bin"
     hasher = xxhash.xxh3_128()

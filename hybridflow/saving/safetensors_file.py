@@ -42,7 +42,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """Return the dtype with this name in safetensors files, or None if it cannot be written."""
+    """Return the torch dtype for a safetensors dtype name, or None if it cannot be written."""
     return _DTYPES.get(name)
 
 
@@ -61,7 +61,7 @@ class Entry:
 
 
 def entries_of(family: Family, dtype: torch.dtype) -> list[Entry]:
-    """Return entries for all tensors of a model, with weights in this precision."""
+    """Return entries for all tensors of a model, with weights in the given precision."""
     kept = kept_dtypes(family)
     entries: list[Entry] = []
     for name, shape in family.tensors().items():
@@ -70,8 +70,8 @@ def entries_of(family: Family, dtype: torch.dtype) -> list[Entry]:
 
 
 def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
-    """Return {file name: tensors in order}. A file exceeds `max_bytes` only if a single tensor
-    does."""
+    """Assign tensors to files and return {file name: its tensors, in order}. A file exceeds
+    `max_bytes` only if one of its tensors does."""
     files: list[list[Entry]] = []
     room = -1
     for entry in entries:

@@ -1,9 +1,9 @@
 """Saving and loading of a role's state, optionally in the background. Shared by all training
 backends.
 
-A folder is a checkpoint once it has a `manifest.json`. It is written last, so it is missing after a
-kill or with a full disk. An asynchronous save pauses training only to copy the state to host
-memory; a thread of this process does the rest (docs/adr/0009).
+A folder is a checkpoint once it has a `manifest.json`. The manifest is written last, so it is
+missing if the process was killed or the disk was full. An asynchronous save pauses training only to
+copy the state to host memory; a background thread does the rest (docs/adr/0009).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class State(Protocol):
 
     @property
     def contains(self) -> Sequence[str]:
-        """The parts: model, adapters, optimizer, reference, rng."""
+        """The saved parts: model, adapters, optimizer, reference, rng."""
         ...
 
     def owned(self) -> Sequence[Any]:
@@ -59,12 +59,13 @@ class State(Protocol):
         ...
 
     def hf(self) -> Iterable[Any]:
-        """The locations of HF tensors: objects with source, source_start, shape, key, start."""
+        """The locations of HF tensors: objects with the attributes source, source_start, shape, key
+        and start."""
         ...
 
 
 class Holder(Protocol):
-    """The properties of a model that a manifest records."""
+    """The properties of a model that are recorded in a manifest."""
 
     @property
     def family(self) -> Family:
@@ -164,7 +165,7 @@ class Saver:
         return True
 
     def wait(self, deadline_s: float) -> None:
-        """Wait until `done`. Raises CheckpointError after `deadline_s`."""
+        """Wait until `done` returns True. Raises CheckpointError after `deadline_s`."""
         end = time.monotonic() + deadline_s
         while not self.done():
             if time.monotonic() > end:
@@ -243,7 +244,8 @@ class Job:
             ) from error
 
     def _write_own(self, tensors: Sequence[Any]) -> str:
-        """Write this rank's file. Returns the positions in it, or the error, as JSON."""
+        """Write this rank's file. Returns the tensors' positions in the file, or the error, as
+        JSON."""
         try:
             chunks, files = write_tensors(self.folder, self.rank, tensors)
         except Exception as error:
@@ -317,8 +319,8 @@ def manifest_of(
     lora: dict[str, Any] | None = None,
     versions: dict[str, str] | None = None,
 ) -> Manifest:
-    """Build the manifest of a save, without its files. `versions` adds libraries other than ours
-    and torch."""
+    """Build the manifest of a save, without the list of files. `versions` adds libraries other than
+    HybridFlow and torch."""
     return Manifest(
         phase=phase,
         step=step,

@@ -2,10 +2,10 @@
 retention.
 
 `checkpoints/global_step_N/` (and `sft_step_N/` for the warm start) contains `policy/` (written by
-the ranks), `critic/` if there is a critic, `driver.json` (step, sampler and totals at the time of
-the ranks' copy), and `rollouts.parquet` (partial responses) if prompts are in flight. The folder
-gets its final name once everything is on disk; then `latest.json` is pointed to it. A crash at any
-moment leaves the previous checkpoint in force.
+the ranks), `critic/` if there is a critic, `driver.json` (step, sampler and totals at the time when
+the ranks copied their state), and `rollouts.parquet` (partial responses) if prompts are in flight.
+The folder gets its final name once everything is on disk; then `latest.json` is updated to point to
+it. After a crash at any moment, the previous checkpoint is still current.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Retention:
     every: int = 0
 
     def dropped(self, oldest_first: list[Checkpoint]) -> list[Checkpoint]:
-        """Return the checkpoints to delete, never the newest."""
+        """Return the checkpoints to delete. The newest is never deleted."""
         if self.last < 1:
             return []
         dropped: list[Checkpoint] = []
@@ -181,7 +181,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: the checkpoint (or the previous background save) could not be written.
-                The previous checkpoint remains in force.
+                The previous checkpoint remains current.
         """
         await self.wait()
         final = self.folder / f"{_PREFIX[phase]}{step}"
@@ -239,24 +239,23 @@ class CheckpointStore:
             await asyncio.sleep(_POLL_S / 5)
 
     def settle(self) -> None:
-        """Stop background commits, because the ranks have ended or are about to. A save in progress
-        is committed only if it is already complete."""
+        """Stop background commits, because the ranks have exited or are about to exit. A save in
+        progress is committed only if it is already complete."""
         pending = self._pending
         self._pending = None
         if pending is not None:
             pending.stop()
-            with suppress(OSError):  # the previous checkpoint then remains in force
+            with suppress(OSError):  # the previous checkpoint then remains current
                 if pending.is_whole():
                     self._commit(pending.partial, pending.final)
 
     def latest(self) -> Checkpoint | None:
-        """Return the checkpoint in force, or None in a fresh run.
-
-        It is the one named in latest.json or, without latest.json, the newest complete one. Another
-        process may be saving at the same time.
+        """Return the current checkpoint, or None in a fresh run. It is the one named in latest.json
+        or, if there is no latest.json, the newest complete one. Another process may be saving at
+        the same time.
 
         Raises:
-            CheckpointError: latest.json points to a missing or damaged checkpoint or out of the
+            CheckpointError: latest.json points to a missing or damaged checkpoint, or outside the
                 folder.
         """
         said: str | None = None
@@ -276,12 +275,12 @@ class CheckpointStore:
                     ) from error
 
     def left_out(self) -> list[str]:
-        """Return a line for each folder that has the name of a checkpoint but is incomplete."""
+        """Return one line for each folder that is named like a checkpoint but is incomplete."""
         return left_out(self.folder)
 
     def of_loop(self) -> dict[int, Checkpoint]:
-        """Return the training loop's complete checkpoints by step. Raises CheckpointError if one
-        cannot be read."""
+        """Return the training loop's complete checkpoints, keyed by step. Raises CheckpointError if
+        one cannot be read."""
         found: dict[int, Checkpoint] = {}
         for one in self._whole():
             if one.phase == "rl":
@@ -293,7 +292,7 @@ class CheckpointStore:
     def _commit(self, partial: Path, final: Path) -> Path:
         """Rename a synced checkpoint to its final name, update latest.json, and apply the
         retention."""
-        # the same step was saved before: keep that checkpoint until the new one is in force
+        # the same step was saved before: keep that checkpoint until the new one is current
         if final.exists() and self._points_to(final):
             final = final.with_name(f"{final.name}-{int(time.time())}")
         shutil.rmtree(final, ignore_errors=True)
@@ -345,7 +344,7 @@ class CheckpointStore:
 
 class _Pending:
     """A save in progress. A thread commits it once the ranks of all roles have reported that it is
-    on disk, independently of the training's progress."""
+    on disk, independently of training progress."""
 
     def __init__(
         self, store: CheckpointStore, partial: Path, final: Path, roles: Mapping[str, Saves]
@@ -388,13 +387,14 @@ class _Pending:
 
 
 def is_name_of_checkpoint(name: str) -> bool:
-    """Return True if this is the final name of a checkpoint folder, which includes the driver's
-    part."""
+    """Return True if this is the final name of a checkpoint folder (one that includes the driver's
+    part)."""
     return name.startswith(tuple(_PREFIX.values()))
 
 
 def latest_name(folder: Path) -> str:
-    """Return the folder of the checkpoint in force inside `folder`; empty if there is none.
+    """Return the name of the current checkpoint's folder inside `folder`; an empty string if there
+    is none.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: latest.json cannot be read, or points outside
@@ -408,7 +408,7 @@ def latest_name(folder: Path) -> str:
 
 
 def left_out(folder: Path) -> list[str]:
-    """Return a line for each folder inside `folder` that has the name of a checkpoint but is
+    """Return one line for each folder inside `folder` that is named like a checkpoint but is
     incomplete."""
     lines = []
     for one in sorted(folder.glob("*_step_*")):
@@ -427,7 +427,8 @@ def _whole(folder: Path) -> list[Path]:
 
 
 def _lacks(folder: Path) -> str:
-    """Return the first file missing from a checkpoint's folder; empty if it is complete."""
+    """Return the first file missing from a checkpoint's folder; an empty string if it is
+    complete."""
     return next(
         (name for name in (DRIVER, f"policy/{MANIFEST}") if not (folder / name).exists()), ""
     )

@@ -53,7 +53,7 @@ def locate(path: Path) -> Path:
     """
     if not path.is_dir():
         raise ConfigError(
-            f"{path}: no such folder; give a run, a checkpoint "
+            f"{path}: no such folder; pass a run, a checkpoint "
             "(runs/NAME/checkpoints/global_step_N) or its policy folder"
         )
     for folder in (path / "checkpoints", path):
@@ -61,7 +61,7 @@ def locate(path: Path) -> Path:
             name = latest_name(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{folder / LATEST} is damaged ({error}); give a checkpoint in that folder"
+                f"{folder / LATEST} is damaged ({error}); pass a checkpoint in that folder"
             ) from error
         if name:
             return locate(folder / name)
@@ -176,7 +176,7 @@ def table(figures: Mapping[str, Any]) -> str:
 
 
 def verify(folder: Path, whole: bool = False) -> tuple[Manifest, list[str]]:
-    """Reread every file. Returns the manifest and the problems found.
+    """Reread every file. Returns the manifest and a list of problems.
 
     Args:
         whole: if True, treat the folder as part of a checkpoint even if no file next to it

@@ -279,7 +279,7 @@ def test_wrong_paths_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture
         return code, capsys.readouterr().err
 
     code, text = said("inspect", str(tmp_path / "nowhere"))
-    assert code == 2 and "nowhere: no such folder; give a run" in text
+    assert code == 2 and "nowhere: no such folder; pass a run" in text
     code, text = said("verify", str(tmp_path / "empty"))
     assert code == 2 and "empty contains no checkpoint" in text
     code, text = said(
