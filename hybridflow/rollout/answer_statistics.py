@@ -1,4 +1,4 @@
-"""Statistics over several answers per held-out prompt: mean@k, best@k, worst@k, pass@k and maj@k.
+"""Statistics for multiple answers per held-out prompt: mean@k, best@k, worst@k, pass@k and maj@k.
 
 Each is the expectation over k answers drawn without replacement from the N samples (maj@k: the mean
 over the N // k blocks of k answers), so a value for k < N is comparable to a validation with k
@@ -22,13 +22,13 @@ def answer_statistics(
 ) -> dict[str, float]:
     """Compute mean@N and, for k = 2, 4, 8, ... and N, best@k and worst@k.
 
-    Also pass@k (the share of prompts that at least one of k answers solves) if every score is 0 or
-    1, and maj@k if the reward returned an `answer` or `pred` for every row.
+    Also compute pass@k (the fraction of prompts solved by at least one of k answers) if every score
+    is 0 or 1, and maj@k if the reward returned an `answer` or `pred` for every row.
 
     Args:
         scores: [P * N] scores, with each prompt's N answers in consecutive entries.
-        samples: N.
-        extras: [P * N] the reward's extra values.
+        samples: N, the number of answers per prompt.
+        extras: [P * N] extra values returned by the reward.
     """
     scores_PN = np.asarray(scores, np.float64).reshape(-1, samples)
     answers = _answers(extras)
@@ -59,7 +59,7 @@ def numbers_up_to(samples: int) -> list[int]:
 
 
 def best_of(scores_PN: np.ndarray, k: int) -> np.ndarray:
-    """Return [P] the expected maximum of k of the N scores, drawn without replacement.
+    """Return the expected maximum [P] of k of the N scores, drawn without replacement.
 
     The i-th smallest score is the maximum of C(i - 1, k - 1) of the C(N, k) draws. With scores of 0
     and 1 this is the unbiased pass@k, 1 - C(N - c, k) / C(N, k) for c correct answers (Chen et al.,

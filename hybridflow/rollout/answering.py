@@ -1,5 +1,5 @@
-"""Answers to prompts from outside the dataset: a program's prompts, answered as text, and a flow's
-prompts, answered as training samples."""
+"""Generation for prompts that are not in the dataset: text answers for a program, and training
+samples for a flow."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ async def answer(
     prompts: Sequence[Prompt],
     max_new_tokens: int | None = None,
 ) -> list[str]:
-    """Return the text of one answer per prompt, sampled as in validation. For a conversation it is
-    the last answer.
+    """Return the text of one answer per prompt, sampled as in validation. For a conversation,
+    return its last answer.
 
     Raises:
         DataError: a prompt is malformed, or longer than `data.max_prompt_length`.

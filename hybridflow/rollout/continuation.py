@@ -1,4 +1,4 @@
-"""Responses that continue on another engine after the first one was lost."""
+"""Continuation of responses on another engine after the first one was lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OF_TOKENS = ("response_ids", "response_mask", "rollout_log_probs", "response_ve
 
 
 def free_routes(config: RunConfig, tokens: int) -> np.ndarray:
-    """Return routes marked as unknown for this many tokens, in all of the policy's layers
+    """Return routes for `tokens` tokens in all of the policy's layers, marked as unknown
     (`batch.routes`)."""
     sizes = derived.hf_config(config.model)
     return unknown_routes(

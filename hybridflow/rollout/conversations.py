@@ -1,4 +1,4 @@
-"""Conversations over the engines: one agent loop per prompt, all running concurrently.
+"""Conversations with the engines: one agent loop per prompt, all running concurrently.
 
 A conversation is a task of the driver's event loop, not a thread. Its requests go to the engines
 one by one, and tools run in the meantime.
@@ -72,8 +72,8 @@ class _Sample:
     """A conversation and its task.
 
     Attributes:
-        before: recorded answers of an earlier process that have not been replayed yet.
-        answers: the answers so far, each with the number of tokens before it, as a row of a batch.
+        before: answers recorded by an earlier process that have not been replayed yet.
+        answers: (number of preceding tokens, batch, row) for each answer so far.
         request: the pending request.
     """
 
@@ -88,7 +88,7 @@ class _Sample:
     task: asyncio.Task[None] = field(init=False)
 
     def done(self) -> bool:
-        """Return True if the conversation has ended."""
+        """Return True if the conversation has finished."""
         return self.task.done()
 
 
@@ -97,9 +97,9 @@ class Conversations:
     driver's event loop.
 
     Args:
-        engines: answer the conversations' requests.
-        tokenizer: its chat template continues a conversation.
-        logs: folder for the output of environments; None: the output of this process.
+        engines: the engines that serve the conversations' requests.
+        tokenizer: provides the chat template with which a conversation is continued.
+        logs: folder for the output of environments; None to write it to this process's output.
 
     Raises:
         ConfigError: an entry of `rollout.agent` cannot be found.
@@ -148,8 +148,9 @@ class Conversations:
         """Start a conversation for each prompt.
 
         Args:
-            begun: recorded answers of such conversations, with `row` [b]. Agent loops run from the
-                start, and get these answers as long as the policy is shown the same tokens.
+            begun: recorded answers of these conversations, with `row` [b]. Agent loops run from the
+                start, and receive the recorded answers as long as the policy's input tokens are the
+                same.
         """
         rows = prompts.select(
             [name for name in ("prompt_ids", "uid", VAL_SET, ROOM, *_ROW) if name in prompts]
@@ -204,13 +205,13 @@ class Conversations:
             await self._settle()
 
     async def answers(self, samples: Sequence[_Sample]) -> DataProto:
-        """Wait until all samples have ended, and return their batch."""
+        """Wait until all samples have finished, and return their batch."""
         while not all(one.done() for one in samples):
             await self.advance()
         return await in_thread(partial(self.batch, samples))
 
     def batch(self, samples: Sequence[_Sample]) -> DataProto:
-        """Return the conversations, in this order.
+        """Return the conversations as a batch, in this order.
 
         Raises:
             HybridFlowError: the agent loop failed in all of them.
@@ -243,14 +244,14 @@ class Conversations:
         )
 
     def shown(self, samples: Sequence[_Sample]) -> DataProto:
-        """Return the conversations like `batch`, without the experts of their tokens."""
+        """Return the same batch as `batch`, without the tokens' experts."""
         return as_batch(
             [one.conversation for one in samples], with_rewards=self._agent_loop.gives_rewards
         )
 
     async def begun(self, samples: Sequence[_Sample]) -> DataProto | None:
-        """Return the answers of these conversations so far, in order, with a digest `shown` of the
-        tokens that preceded each."""
+        """Return the answers so far in these conversations, in order. The column `shown` contains a
+        digest of the tokens that precede each answer."""
         asking = [(one, one.request) for one in samples if one.request is not None]
         now = await self.engines.begun([request for _, request in asking])
         # by conversation number: the row of its pending answer
@@ -298,7 +299,7 @@ class Conversations:
         await self.engines.sleep()
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate the engines' memory of these parts."""
+        """Reallocate the engines' memory for these parts."""
         await self.engines.wake(tags)
 
     async def close(self) -> None:
@@ -361,8 +362,8 @@ class Conversations:
     async def _settle(self) -> None:
         """Run every conversation until it is blocked.
 
-        While no engine is busy, also wait for environments and programs, so that the requests after
-        their steps are sent together.
+        While no engine is busy, also wait for environments and programs, so that the requests that
+        follow their steps are sent together.
         """
         quiet = 0
         before = -1
@@ -382,7 +383,7 @@ class Conversations:
         )
 
     async def _wait(self, seconds: float) -> None:
-        """Wait until a conversation sends a request or ends, at most this many seconds."""
+        """Wait until a conversation sends a request or finishes, but at most `seconds`."""
         self.engines.asked.clear()
         if not self._going_on:
             return
@@ -406,7 +407,7 @@ async def _cancel(samples: Sequence[_Sample]) -> None:
 
 
 def _recorded(begun: DataProto | None) -> dict[int, deque[DataProto]]:
-    """Group recorded answers by conversation, i.e. by their row of the prompts."""
+    """Group recorded answers by conversation, i.e. by row of the prompts."""
     found: dict[int, deque[DataProto]] = {}
     for place, row in enumerate([] if begun is None else begun["row"].tolist()):
         assert begun is not None
@@ -420,7 +421,8 @@ def _digest(tokens: Sequence[int]) -> str:
 
 
 def _sampled(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
-    """Return an answer, truncated to `most` tokens; `asked` tokens precede it."""
+    """Return an answer, truncated to `most` tokens. `asked` is the number of tokens that precede
+    it."""
     ids, log_probs, versions = (answers.jagged(name).row(row) for name in _SAMPLED)
     reason = "length" if len(ids) > most else str(answers["finish_reason"][row])
     routes = answers.jagged(ROUTES).row(row)[: asked + most] if ROUTES in answers else None
@@ -431,8 +433,8 @@ def _sampled(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
 
 
 def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
-    """Return experts `[prompt and conversation, layers, k]`. Those after the last request are
-    unknown."""
+    """Return the experts `[prompt and conversation tokens, layers, k]`. They are unknown for tokens
+    after the last request."""
     routes = free_routes(config, len(conversation.prompt) + len(conversation.tokens))
     if conversation.routes is not None and conversation.failure is None:
         routes[: len(conversation.routes)] = conversation.routes
@@ -440,8 +442,8 @@ def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
 
 
 def as_batch(conversations: Sequence[Conversation], *, with_rewards: bool = False) -> DataProto:
-    """Build a batch with one row per conversation. Failed ones have no sampled tokens, so they are
-    not trained on."""
+    """Build a batch with one row per conversation. Failed conversations have no sampled tokens, so
+    they are not trained on."""
     masks = [np.array(one.mask, np.bool_) & (one.failure is None) for one in conversations]
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([one.tokens for one in conversations], np.int64),
@@ -473,8 +475,8 @@ def _last_answer(conversation: Conversation) -> str:
 def conversing(
     engines: Requests, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None
 ) -> Engines:
-    """Wrap the engines in `Conversations` if `rollout.agent.loop` needs them. The arguments are
-    those of `Conversations`."""
+    """Wrap the engines in `Conversations` if `rollout.agent.loop` needs them. Takes the same
+    arguments as `Conversations`."""
     return (
         Conversations(engines, tokenizer, config, logs)
         if config.rollout.agent.loop != SINGLE_TURN

@@ -1,4 +1,4 @@
-"""Dumps of a step's samples, for inspection and for training on them again without generation."""
+"""Dumps of a step's samples, for inspection and for repeating the training without generation."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ _MODEL_FACTS = (
 
 
 def identity(hf_config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the properties of a run's model and tokenizer that a dump records, so that no other
-    model is trained on its tokens."""
+    """Return the properties of a run's model and tokenizer that are recorded in a dump, so that its
+    tokens are not used to train a different model."""
     facts = {name: hf_config[name] for name in _MODEL_FACTS if hf_config.get(name) is not None}
     return {**facts, "tokenizer": tokenizer.digest()}
 
@@ -79,7 +79,7 @@ def dump_batch(
 ) -> None:
     """Write the samples of a step to `folder/step_N.parquet`, for inspection and for `read_batch`.
 
-    Token columns are read a few rows at a time.
+    Token columns are fetched a few rows at a time.
 
     Args:
         made_with: `identity` of the run that produced the samples.
@@ -135,8 +135,8 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def _failures(batch: DataProto) -> list[str | None]:
-    """Return the scoring errors of rows. A value that a reward itself returns as "failure" is not
-    one."""
+    """Return the scoring errors of rows. A value named "failure" that a reward returns itself is
+    not an error."""
     return batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
 
 
@@ -155,8 +155,8 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _runs(values: np.ndarray) -> list[list[int]]:
-    """Run-length encode values as [value, length], because thousands of tokens share one or two
-    versions."""
+    """Run-length encode values as [value, length] pairs, because thousands of tokens share one or
+    two versions."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     lengths = np.diff(starts, append=len(values))
     return np.stack([values[starts], lengths], 1).tolist()
@@ -169,10 +169,10 @@ class Dumps:
     """The dumps that a run trains on instead of generating.
 
     Args:
-        path: a folder of dumps, or the file of one step.
+        path: a folder of dumps, or one step's file.
         made_with: `identity` of this run.
         rows: samples per step.
-        with_support: the run needs the sampler's supports.
+        with_support: True if the run needs the sampling supports.
     """
 
     def __init__(
@@ -189,10 +189,10 @@ class Dumps:
             }
 
     def last_after(self, step: int) -> int:
-        """Return the last step of the consecutive dumps after `step`.
+        """Return the last step of the consecutive dumps that follow `step`.
 
         Raises:
-            DataError: there is no dump of the next step.
+            DataError: there is no dump for the next step.
         """
         last = step
         while last + 1 in self._files:
@@ -201,19 +201,19 @@ class Dumps:
             there = ", ".join(map(str, sorted(self._files))) or "none"
             raise DataError(
                 f"trainer.rollouts_from={self.path}: this run continues with step {step + 1}, but "
-                f"it has no dump of that step (steps with a dump: {there}); start from the "
+                f"there is no dump for that step (steps with a dump: {there}); start from the "
                 "checkpoint of the step before the first dump"
             )
         return last
 
     def check(self, after: int) -> None:
-        """Read the dump of the step after this one, before anything is started. Raises like
-        `last_after` and `batch`."""
+        """Check that the dump for the step after `after` is readable, before anything is started.
+        Raises the same errors as `last_after` and `batch`."""
         self.last_after(after)
         self.batch(after + 1)
 
     def batch(self, step: int) -> DataProto:
-        """Return the batch of a step. Errors are those of `read_batch`."""
+        """Return a step's batch. Raises the same errors as `read_batch`."""
         batch = read_batch(self._files[step], self.made_with)
         if len(batch) != self.rows:
             raise DataError(
@@ -232,7 +232,7 @@ class Dumps:
 
 
 def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
-    """Read the batch of a dump as it was before training: prompts, responses and scores.
+    """Read a dump's batch as it was before training: prompts, responses and scores.
 
     Raises:
         DataError: the file is missing, truncated or damaged, has no tokens, or comes from a model
@@ -324,7 +324,7 @@ def _trained_columns(held: DataProto) -> dict[str, Column]:
 
 
 def _from_runs(runs: Jagged, lengths: np.ndarray, kind: type) -> Jagged:
-    """Decode rows of [value, run length] to one value per token."""
+    """Decode rows of [value, run length] pairs to one value per token."""
     pairs = runs.values.reshape(-1, 2)
     if (pairs[:, 1] < 1).any() or (pairs[:, 1] > lengths.max(initial=0)).any():
         raise ValueError("a token run is empty, or longer than any response")

@@ -46,7 +46,8 @@ _MARKER_TOKENS = 16
 
 @dataclass(frozen=True)
 class Scoring:
-    """Rows being scored: their texts, and the submitted rows or the agent loop's results."""
+    """Rows being scored: their texts, and either the rows submitted for scoring or the agent loop's
+    results."""
 
     texts: Sequence[str]
     rows: Submitted | Sequence[ScoreResult]
@@ -107,7 +108,7 @@ class Scorer:
         return parts
 
     def _facts(self, batch: DataProto) -> list[dict[str, Any]]:
-        """Return the information about each row's prompt that the reward needs."""
+        """Return, for each row, the information about its prompt that the reward needs."""
         reads_prompt = self.rewards.reads_prompt
         reads_thinking = self.rewards.reads_thinking
         found: list[dict[str, Any]] = [{} for _ in range(len(batch))]
@@ -128,7 +129,7 @@ class Scorer:
         return found
 
     async def finish(self, parts: Sequence[Scoring]) -> DataProto:
-        """Wait until all parts are scored, and return the columns of `score` for their rows, in
+        """Wait until all parts are scored. Returns the same columns as `score` for their rows, in
         order.
 
         Raises:
@@ -178,12 +179,13 @@ def _loop_result(rewards: Sequence[float], weight: float) -> ScoreResult:
 
 
 def _loop_scores(config: RewardConfig) -> bool:
-    """Return True if rewards given by an agent loop are the score."""
+    """Return True if the agent loop's rewards are used as the score."""
     return config.path is None and not config.combine
 
 
 def sources_to_score(config: RunConfig, *datasets: Prompts | PreferenceDataset) -> list[str]:
-    """Return the data sources that need a verifier; none if the agent loop provides the rewards."""
+    """Return the data sources that need a verifier; an empty result if the agent loop provides the
+    rewards."""
     if LOOPS.get(config.rollout.agent.loop).gives_rewards and _loop_scores(config.reward):
         return []
     return [source for dataset in datasets for source in dataset.data_sources]
@@ -231,8 +233,8 @@ def check_numbers(
 
 
 def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
-    """Open the validation sets that have files, as {name: prompts}. Errors are those of
-    `open_prompts`."""
+    """Open the validation sets that have files. Returns {name: prompts}, and raises the same errors
+    as `open_prompts`."""
     return {
         name: open_prompts(
             wanted.files,
@@ -249,7 +251,7 @@ class Validator:
     """Generates and scores the answers of each validation set.
 
     Args:
-        datasets: {name: its prompts}, from `open_val_sets`.
+        datasets: {name: prompts}, from `open_val_sets`.
         folder: the run folder.
     """
 
@@ -262,8 +264,8 @@ class Validator:
         self.sets = val_sets(config)
 
     async def run(self, engines: Rollouts, step: int) -> dict[str, float]:
-        """Validate all sets concurrently. Returns their metrics, with the prefix "val", or
-        "val-NAME" for an entry of `data.val_sets`; empty without a set."""
+        """Validate all sets concurrently. Returns their metrics, prefixed with "val", or with
+        "val-NAME" for an entry of `data.val_sets`; empty if there are no sets."""
         asked = {name: self._prompts(name) for name in self.datasets}
         samples = {name: engines.begin(prompts, training=False) for name, prompts in asked.items()}
         metrics: dict[str, float] = {}
@@ -276,7 +278,8 @@ class Validator:
         return metrics
 
     def _prompts(self, name: str) -> DataProto:
-        """Return the prompts of a set, repeated for its number of samples."""
+        """Return the prompts of a set, each repeated as many times as the set has samples per
+        prompt."""
         dataset = self.datasets[name]
         samples = self.sets[name].samples
         batch = dataset.batch(np.arange(len(dataset)))
@@ -290,9 +293,9 @@ class Validator:
 
     @staticmethod
     def _metrics(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
-        """Compute score (mean score), accuracy (the same if every score is 0 or 1) and, with
-        several answers per prompt, `answer_statistics`, all also by data source; lengths, and means
-        of the reward's extra values."""
+        """Compute score (mean score), accuracy (the same, if every score is 0 or 1) and, for
+        multiple answers per prompt, `answer_statistics`, each overall and per data source. Also
+        compute lengths, and means of the reward's extra values."""
         metrics = {f"{prefix}/response_length/mean": float(np.mean(batch.lengths("response_ids")))}
         parts = {
             f"/{source}": batch["data_source"] == source
@@ -337,8 +340,8 @@ def _core(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
 
 
 def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
-    """Mark more rows as failed. `texts` [B] has the reason for each, or None. Their score becomes
-    0."""
+    """Mark more rows as failed, and set their score to 0. `texts` [B] contains each row's reason
+    for failing, or None."""
     before = batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
     merged = [old if old is not None else new for old, new in zip(before, texts, strict=True)]
     scores = np.where([text is None for text in texts], batch["scores"], np.float32(0.0))
@@ -346,9 +349,9 @@ def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
 
 
 def without_failed(batch: DataProto, policy: str) -> DataProto:
-    """With `reward.on_failure` = `drop`, exclude failed rows from training: their tokens are
-    masked, and their score becomes the mean of their group's other rows, which leaves the group's
-    mean unchanged."""
+    """If `reward.on_failure` is `drop`, exclude failed rows from training: their tokens are masked,
+    and their score becomes the mean of their group's other rows, which leaves the group's mean
+    unchanged."""
     if policy != "drop" or "reward_failure" not in batch:
         return batch
     failed = np.array([text is not None for text in batch["reward_failure"]])
@@ -377,8 +380,9 @@ def failures(batch: DataProto) -> list[str]:
 
 
 def extra_metrics(batch: DataProto) -> dict[str, float]:
-    """Compute reward_extra/NAME/mean, /max and /min over the rows whose reward returned a finite
-    number or boolean of this name, and reward/failed, the share of rows whose scoring failed."""
+    """Compute reward_extra/NAME/mean, /max and /min over the rows for which the reward returned a
+    finite number or boolean called NAME, and reward/failed, the fraction of rows whose scoring
+    failed."""
     failed = (
         [text is not None for text in batch["reward_failure"].tolist()]
         if "reward_failure" in batch
@@ -402,7 +406,7 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _conversation_metrics(batch: DataProto) -> dict[str, float]:
-    """Compute agent/turns/mean and /max, agent/tool_calls/mean, and agent/failed, the share of
+    """Compute agent/turns/mean and /max, agent/tool_calls/mean, and agent/failed, the fraction of
     conversations whose loop failed."""
     if "turns" not in batch:
         return {}

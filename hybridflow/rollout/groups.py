@@ -1,20 +1,20 @@
-"""Selection of the groups that a step trains on: a buffer between continuously generating engines
-and a changing policy.
+"""Selection of the groups that a step trains on: a buffer between engines that generate
+continuously and a policy that changes.
 
-A group is a prompt with its samples. At the start of a step, prompts for this and some later steps
-are submitted, and the step trains on groups that have finished. An answer may take up to
-`trainer.max_staleness` steps; a step waits for an answer that takes longer, so no trained token is
-older than that many versions. With 0 a step waits for everything that it submits.
+A group consists of a prompt and its samples. At the start of a step, prompts for this and some
+later steps are submitted, and the step trains on groups that have finished. An answer may take up
+to `trainer.max_staleness` steps; a step waits for an answer that takes longer, so no trained token
+is older than that many versions. If it is 0, a step waits for everything that it submits.
 
-The prefetch depth is `trainer.steps_ahead`. By default it is the mean time, in steps without
-waiting, that the last trained groups took to finish. By Little's law, that many steps' groups are
-in flight when a step starts, so one more step's groups have finished. Samples are thus no older
-than needed to keep the trainer busy.
+The prefetch depth is `trainer.steps_ahead`. By default, it is the mean time, in steps without
+waiting, that the groups of the last batch took to finish. By Little's law, the groups of that many
+steps are in flight when a step starts, so the groups for one more step have finished. Samples are
+thus no older than needed to keep the trainer busy.
 
-With `trainer.tail_batching` (RollPacker, arXiv 2509.21009) a step of a synchronous run submits more
-prompts than it trains on, uses the groups that finish first and aborts the others. Once a step's
-worth of prompts has been aborted, one step (a long round) generates only these, from their first
-token on, and waits for all of them.
+With `trainer.tail_batching` (RollPacker, arXiv 2509.21009), a step of a synchronous run submits
+more prompts than it trains on, uses the groups that finish first and aborts the others. Once enough
+prompts for a step have been aborted, one step (a long round) generates only these, starting from
+scratch, and waits for all of them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ _LATE = 0.1
 
 @dataclass(eq=False)
 class _Group:
-    """Rows of `prompts` submitted at weight `version`, for one row of the dataset.
-
-    `scoring` starts when the last of the `samples` has ended, `steps` after the submission at
-    `since`, in the time of `_StepClock`.
+    """The samples of one dataset row. Their prompts are `rows` of `prompts`, submitted at weight
+    `version`. `scoring` starts when the last sample has finished. `since` is the time of
+    submission, and `steps` the time from submission to scoring, both measured by `_StepClock`.
     """
 
     index: int
@@ -59,13 +58,13 @@ class _Group:
     steps: float = 0.0
 
     def done(self) -> bool:
-        """Return True if all samples have ended."""
+        """Return True if all samples have finished."""
         return all(one.done() for one in self.samples)
 
 
 class _StepClock:
-    """Time in steps: one per training phase between two batches, plus waiting time in
-    proportion."""
+    """A clock that counts steps: it advances by one per training phase between two batches, and
+    proportionally while the trainer waits."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -75,8 +74,8 @@ class _StepClock:
         self._mark = clock()
 
     def step_begins(self, version: int) -> None:
-        """Record that the trainer requests a batch. Several requests for the same weights belong to
-        one step."""
+        """Record that the trainer requests a batch. Multiple requests at the same weight version
+        count as one step."""
         if self._version not in (-1, version):
             self._training = max(self._clock() - self._mark, 1e-3)
             self.time += 1
@@ -95,12 +94,13 @@ class _StepClock:
 
 
 class Groups:
-    """The groups that have not been trained yet.
+    """The groups that have not been trained on yet.
 
     Args:
-        keep: moves token columns created on the driver to the object store for workers and engines.
-        scorer: scores each group as soon as it ends, while engines generate others.
-        clock: seconds.
+        keep: moves token columns that were created on the driver to the object store, for workers
+            and engines.
+        scorer: scores each group as soon as it finishes, while engines generate others.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class Groups:
         self.metrics: dict[str, float] = {}
 
     async def next_batch(self, version: int) -> DataProto:
-        """Return prompts and answers of `data.train_batch_size` groups for the step that starts
-        with these weights. `uid` identifies the samples of one prompt.
+        """Return the prompts and answers of `data.train_batch_size` groups, for the step that
+        starts at this weight version. `uid` identifies the samples of one prompt.
 
         Raises:
             HybridFlowError: errors of `Rollouts.advance`.
@@ -172,14 +172,14 @@ class Groups:
         return self.keep(prompts.with_columns(uid=uid).union(answered))
 
     async def scores(self) -> DataProto:
-        """Wait for the scores of the last `next_batch` and return them, as from `Scorer.score`. Can
-        be called once per batch."""
+        """Wait for the scores of the last `next_batch`, and return them in the format of
+        `Scorer.score`. Can be called once per batch."""
         scored = self._scored
         self._scored = []
         return await self.scorer.finish(scored)
 
     async def forget(self) -> None:
-        """Abort everything that has not been trained. `restore` submits it again."""
+        """Abort all groups that have not been trained on. `restore` resubmits them."""
         self._forget_scoring()
         self.scorer.forget(self._scored)
         self._scored = []
@@ -190,8 +190,8 @@ class Groups:
         await self.engines.forget()
 
     def state(self) -> dict[str, Any]:
-        """Return a JSON-serializable state for `restore`: the order of the prompts, and those
-        submitted but not trained."""
+        """Return a JSON-serializable state for `restore`: the order of the prompts, and the prompts
+        that were submitted but not trained on."""
         left = [group.index for group in self._left]
         state = {
             "sampler": self.sampler.state(),
@@ -201,11 +201,9 @@ class Groups:
         return state | self._kind() | {"versions": [group.version for group in self._left]}
 
     async def begun(self) -> DataProto | None:
-        """Return the partial answers of submitted, untrained prompts, to be taken together with
-        `state`.
-
-        Columns are the place in that state (`group`), the sample, and the answer so far. None if
-        there are none.
+        """Return the partial answers to prompts that were submitted but not trained on; None if
+        there are none. Call it together with `state`. The columns are the position in that state
+        (`group`), the sample, and the answer so far.
         """
         samples = [one for group in self._left for one in group.samples]
         begun = await self.engines.begun(samples) if samples else None
@@ -217,14 +215,13 @@ class Groups:
     async def restore(
         self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0
     ) -> None:
-        """Continue from `state`, or from the first prompt without it.
-
-        Prompts in flight then are submitted again and continue from `begun`: none is lost, and none
-        is trained twice.
+        """Continue from `state`, or from the first prompt if it is None. Prompts that were in
+        flight are resubmitted and continue from `begun`: none is lost, and none is trained on
+        twice.
 
         Args:
-            begun: the result of `begun` at that time. Answers that would be too old for this run,
-                or are of another kind, are dropped.
+            begun: the result of `begun` at that time. Answers are dropped if they would be too old
+                for this run, or were generated with incompatible settings.
             version: version of the weights at the start of the next step.
 
         Raises:
@@ -252,7 +249,7 @@ class Groups:
             )
 
     def _kind(self) -> dict[str, Any]:
-        """Return the settings that must be equal for answers to be continued."""
+        """Return the settings that must match for partial answers to be continued."""
         routes = derived.needs_engine_routes(self.config)
         return {
             "n": self.config.rollout.n,
@@ -261,13 +258,13 @@ class Groups:
         }
 
     def _kept(self, made_by: int, versions: list[int], version: int) -> int:
-        """Return `made_by`, the version at which a group was submitted, or -1 if the group might be
-        trained too late, after all groups of the same age."""
+        """Return `made_by`, the version at which a group was submitted, or -1 if the group might
+        become too old because it is trained on after all groups of the same age."""
         steps = (sum(one <= made_by for one in versions) - 1) // self.config.data.train_batch_size
         return made_by if version + steps - made_by <= self.config.trainer.max_staleness else -1
 
     def _hand_out(self, version: int) -> None:
-        """Submit prompts up to the number that the version allows."""
+        """Submit as many prompts as are allowed at this version."""
         size = self.config.data.train_batch_size
         n = self.config.rollout.n
         trainer = self.config.trainer
@@ -289,7 +286,7 @@ class Groups:
             )
 
     def _taken_up(self, count: int, version: int) -> tuple[list[int], DataProto | None]:
-        """Return the versions for `count` prompts being submitted, and the partial answers that an
+        """Return the versions of `count` prompts being submitted, and the partial answers that an
         earlier process recorded for them."""
         if self._begun is None:
             return [version] * count, None
@@ -305,7 +302,7 @@ class Groups:
         ) else None
 
     def _begin_scoring(self) -> None:
-        """Start scoring the groups that have ended since the last call."""
+        """Start scoring the groups that have finished since the last call."""
         new = [group for group in self._left if group.scoring is None and group.done()]
         if not new:
             return
@@ -320,7 +317,7 @@ class Groups:
         self.scorer.forget([group.scoring for group in self._left if group.scoring is not None])
 
     def _drawn(self, count: int) -> list[int]:
-        """Return the next `count` rows of the dataset; empty if it is not positive."""
+        """Return the next `count` rows of the dataset; an empty list if `count` is not positive."""
         while len(self._next) < count:
             self._next += next(self.sampler).tolist()
         count = max(count, 0)
@@ -329,11 +326,9 @@ class Groups:
         return rows
 
     def _round(self, still: int) -> list[int]:
-        """Return the rows of a round with tail batching, where `still` prompts remain to be
-        trained.
-
-        These are aborted prompts once they fill a step, otherwise new ones; in total never more
-        than remain to be trained.
+        """Return the rows of a round with tail batching, where `still` prompts remain to be trained
+        on. They are aborted prompts if there are enough for a step, and new ones otherwise. Their
+        total never exceeds the number of remaining prompts.
         """
         size = self.config.data.train_batch_size
         waiting = len(self._cut_off)
@@ -347,7 +342,7 @@ class Groups:
         return rows
 
     async def _cut_off_rest(self) -> None:
-        """Abort the groups that the step does not train. They wait for a long round."""
+        """Abort the groups that the step does not train on. They are deferred to a long round."""
         await self.engines.abort([one for group in self._left for one in group.samples])
         self._forget_scoring()
         self._cut_off += [group.index for group in self._left]
@@ -355,11 +350,9 @@ class Groups:
         self.metrics["rollout/prompts_cut_off"] = float(len(self._cut_off))
 
     def _ready(self, version: int) -> list[_Group] | None:
-        """Return the groups that the step trains, in order of submission; None while it has to
-        wait.
-
-        Of the groups submitted with the oldest weights, it takes those that would otherwise be too
-        late, then those that have ended.
+        """Return the groups that the step trains on, in order of submission, or None if it has to
+        wait. Starting with the oldest weights, it selects first the groups that would otherwise
+        become too old, then those that have finished.
         """
         size = self.config.data.train_batch_size
         ended = {id(group) for group in self._left if group.scoring is not None}
@@ -375,7 +368,7 @@ class Groups:
         return [group for group in self._left if id(group) in found]
 
     def _due(self, oldest_first: Sequence[_Group], version: int) -> int:
-        """Return how many of these groups this step must train, so that none becomes too old."""
+        """Return how many of these groups this step must train on, so that none becomes too old."""
         size = self.config.data.train_batch_size
         most = self.config.trainer.max_staleness
         # the n-th group must be among the first n, and later steps can train `size` each
@@ -390,7 +383,7 @@ class Groups:
         return min(trainer.max_staleness, 1) if trainer.steps_ahead is None else trainer.steps_ahead
 
     def _follow(self, trained: Sequence[_Group]) -> None:
-        """Set the prefetch depth to the mean number of steps that these groups took."""
+        """Set the prefetch depth to the mean number of steps that these groups took to finish."""
         if self.config.trainer.steps_ahead is None:
             steps = math.ceil(np.mean([group.steps for group in trained]) - _LATE)
             self._ahead = max(self._first_ahead(), min(steps, self.config.trainer.max_staleness))

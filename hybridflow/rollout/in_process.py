@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class InProcessRollouts(Requests):
-    """`Rollouts` and `WeightSync` for one engine that computes in the driver's thread while answers
-    are awaited.
+    """`Rollouts` and `WeightSync` for one engine that runs in the driver's thread while answers are
+    awaited.
 
     Args:
         engine: a started engine.
@@ -57,7 +57,7 @@ class InProcessRollouts(Requests):
         self.engine.sleep()
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate the engine's memory of these parts."""
+        """Reallocate the engine's memory for these parts."""
         self.engine.wake(tags)
 
     # ---- the engine interface of `Requests`

@@ -1,5 +1,5 @@
-"""Assignment of requests to engines: pure arithmetic on the tokens that each still has to
-generate."""
+"""Assignment of requests to engines, computed from the number of tokens that each engine still has
+to generate."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 
 
 def shares(tokens: Sequence[int], owed: Mapping[int, int]) -> list[int]:
-    """Return the engine for each piece of work, in order.
-
-    Engines are filled one after another up to an equal load, so that consecutive pieces stay
-    together. Equal pieces on idle engines are split as evenly as whole pieces allow.
+    """Return the engine for each piece of work, in order. Engines are filled one after another to
+    the same load, so that consecutive pieces stay together. Equal pieces on idle engines are split
+    as evenly as whole pieces allow.
 
     Args:
-        tokens: maximum tokens of each piece.
-        owed: tokens that each engine still has to generate.
+        tokens: maximum number of tokens of each piece.
+        owed: number of tokens that each engine still has to generate.
     """
     load = dict(owed)
     level = _level(sum(tokens), list(owed.values()))
@@ -30,7 +29,8 @@ def shares(tokens: Sequence[int], owed: Mapping[int, int]) -> list[int]:
 
 
 def _level(added: int, owed: Sequence[int]) -> float:
-    """Return the level that loads reach when `added` is distributed over them, lowest first."""
+    """Return the common level of the lowest loads after `added` has been distributed over them,
+    filling the lowest first."""
     loads = sorted(owed)
     heights = [(added + sum(loads[:count])) / count for count in range(1, len(loads) + 1)]
     # over the smallest `count` loads, as long as the next one is below the level

@@ -1,4 +1,4 @@
-"""The loop's interface to rollouts: engines that answer prompts, and the sync of their weights."""
+"""The training loop's interface to rollouts: engines that answer prompts, and their weight sync."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ class Sample(Protocol):
     """A prompt's answer in progress."""
 
     def done(self) -> bool:
-        """Return True if it has ended."""
+        """Return True if the answer is complete."""
 
 
 class Rollouts(Protocol):
-    """Engines that answer prompts; methods take the samples returned by `begin`.
-
-    Engines work in the background. New requests are sent and answers received only while a caller
-    awaits `advance` or `answers`.
+    """Engines that answer prompts. Methods expect the samples returned by `begin`. Engines work in
+    the background. However, requests are sent and answers are received only while a caller awaits
+    `advance` or `answers`.
     """
 
     def begin(
@@ -32,35 +31,36 @@ class Rollouts(Protocol):
         """Start an answer for each row.
 
         Args:
-            prompts: with prompt_ids. Rows with the same `uid` are samples of one prompt and go to
-                the same engine. `ROOM` limits responses further than `data.max_response_length`.
-            training: sample with `rollout.sampling`, and return routed_experts if they are
-                replayed; else with `rollout.val_sampling`, or with the entry of `data.val_sets`
-                named in the column `VAL_SET`.
-            begun: partial answers to continue, from `begun`, possibly of another process; `row` [b]
-                is their row in `prompts`.
+            prompts: a batch with prompt_ids. Rows with the same `uid` are samples of one prompt and
+                are sent to the same engine. The column `ROOM` can lower the limit
+                `data.max_response_length` per row.
+            training: if True, sample with `rollout.sampling`, and return routed_experts if they are
+                replayed. Otherwise, sample with `rollout.val_sampling`, or with the entry of
+                `data.val_sets` named in the column `VAL_SET`.
+            begun: partial answers to continue, as returned by `begun`, possibly in another process;
+                `row` [b] is the row of each in `prompts`.
         """
 
     async def advance(self) -> None:
-        """Send requests for which engines have room, and wait briefly for answers."""
+        """Send as many requests as the engines have room for, and wait briefly for answers."""
 
     async def answers(self, samples: Sequence[Any]) -> DataProto:
-        """Wait until all samples have ended, and return their `batch`."""
+        """Wait until all samples have finished, and return their `batch`."""
 
     def batch(self, samples: Sequence[Any]) -> DataProto:
-        """Return the answers of samples that have ended, in order: response_ids, response_mask,
+        """Return the answers of finished samples, in order: response_ids, response_mask,
         rollout_log_probs, response_versions, finish_reason, weight_version; for conversations also
         `conversations.COLUMNS`."""
 
     def shown(self, samples: Sequence[Any]) -> DataProto:
-        """Return the part of `batch` that rewards read."""
+        """Return the part of `batch` that rewards need."""
 
     async def begun(self, samples: Sequence[Any]) -> DataProto | None:
-        """Return the partial answers of running samples, for `begin`: rows with `sample` [b], their
-        position among the samples. None if no answer has started."""
+        """Return the partial answers of running samples, for `begin`. `sample` [b] is each row's
+        position among the samples. Returns None if no answer has started."""
 
     async def abort(self, samples: Sequence[Any]) -> None:
-        """Abort these samples and free their slots at the engines. Their answers are lost."""
+        """Abort these samples and free their slots in the engines. Their answers are discarded."""
 
     async def forget(self) -> None:
         """Abort all samples."""
@@ -69,7 +69,7 @@ class Rollouts(Protocol):
         """Release the device memory."""
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate the memory of `weights` or `kv_cache`; weights are empty until the next
+        """Reallocate memory for `weights` or `kv_cache`. Weights are uninitialised until the next
         sync."""
 
     async def load_metrics(self) -> dict[str, float]:
@@ -82,8 +82,8 @@ class Rollouts(Protocol):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The result of a sync: seconds, bytes of weights received by engines, and the reason for each
-    excluded engine."""
+    """The result of a sync: its duration in seconds, the bytes of weights received by engines, and
+    the reason why each excluded engine was excluded."""
 
     version: int
     seconds: float
@@ -103,8 +103,8 @@ class WeightSync(Protocol):
     """Transfers the policy's weights to the engines."""
 
     async def sync(self, version: int) -> SyncReport:
-        """Transfer the weights. Afterwards every engine serving requests uses the new weights, and
-        reports their version as weight_version.
+        """Transfer the weights. Afterwards, every engine that serves requests uses the new weights
+        and reports their version as weight_version.
 
         Raises:
             WeightSyncError: no engine could load them.

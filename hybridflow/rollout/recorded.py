@@ -1,5 +1,5 @@
-"""Recorded pairs of answers instead of generated groups: a step reads its batch and generates
-nothing."""
+"""Recorded pairs of answers instead of generated groups: a step reads its batch without generating
+anything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class RecordedPairs:
         """Return both answers to each of `data.train_batch_size` prompts, chosen before rejected,
         with the fixed scores 1 and 0. `uid` identifies the pairs."""
         if greedy:
-            raise FlowError("samples(greedy=True): the answers are recorded, so there is no engine")
+            raise FlowError(
+                "samples(greedy=True): the answers are recorded, so there is no engine "
+                "to sample from"
+            )
         pairs = self.dataset.batch(next(self.sampler))
         rows = interleave_pairs(pairs)
         count = len(pairs)
@@ -67,7 +70,7 @@ class RecordedPairs:
         raise FlowError("generate(...): the answers are recorded (data.answers=pairs)")
 
     def last_after(self, step: int) -> int | None:
-        """Return None: pairs repeat every epoch without end."""
+        """Return None: pairs are repeated every epoch, without an end."""
         return None
 
     def dump(self, folder: Path, step: int, batch: DataProto) -> None:
@@ -86,6 +89,6 @@ class RecordedPairs:
     async def restore(
         self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0
     ) -> None:
-        """Continue from `state`, or from the first pair without it. Raises CheckpointError if the
-        dataset or its order is different."""
+        """Continue from `state`, or from the first pair if it is None. Raises CheckpointError if
+        the dataset or its order is different."""
         self.sampler.restore((state or self._first)["sampler"])

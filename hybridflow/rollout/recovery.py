@@ -1,8 +1,8 @@
 """Recovery within a step when no engine is left: engines and their workers are restarted and
-receive the same weights.
+receive the same weights as before.
 
 The policy has not changed since the last sync, so the new engines get the same version, and
-unfinished requests are sent again. While another engine is alive, `EngineGroup` uses that one
+unfinished requests are resent. While another engine is alive, `EngineGroup` uses that engine
 instead.
 """
 
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 
 class RestartingSync:
-    """`WeightSync` to engines that are restarted when none is left, during a sync or while they
-    generate (`recover`).
+    """A `WeightSync` that restarts the engines when none is left, either during a sync or during
+    generation (`recover`).
 
     Args:
-        engines, weights: the engines, and the wrapped sync.
-        max_restarts: restarts per hour; with 0 the first loss ends the job.
+        engines, weights: the engines and the wrapped sync.
+        max_restarts: maximum number of restarts per hour; if 0, the first loss ends the job.
         told: called with one line for each restart.
     """
 
@@ -49,8 +49,8 @@ class RestartingSync:
         sync.
 
         Raises:
-            HybridFlowError: the loss, if `max_restarts` is used up, or an error during a restart;
-                engines must start within `rollout.start_timeout_s`.
+            HybridFlowError: `error` itself if `max_restarts` is used up, or an error during a
+                restart. Engines must start within `rollout.start_timeout_s`.
         """
         if self._version < 0 or (isinstance(error, WorkerError) and self.engines.workers_alive()):
             raise error

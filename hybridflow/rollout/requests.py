@@ -1,9 +1,9 @@
-"""Requests for tokens: waiting, in flight at an engine, or ended. Each is scheduled separately.
+"""Requests for tokens: waiting, in flight on an engine, or finished. Each is scheduled separately.
 
-A request waits until an engine has room, and goes to the engine with the fewest pending tokens,
-together with the other samples of its prompt, whose prefix is then computed once. A request lost
-with its engine resumes from its last token on another engine. Requests progress in rounds
-(`advance`), while a caller awaits an answer.
+A request waits until an engine has room, and is sent to the engine with the fewest pending tokens.
+Other samples of the same prompt are sent with it, so that their prefix is computed only once. A
+request lost with its engine resumes from its last token on another engine. Requests make progress
+in rounds (`advance`), while a caller awaits an answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
 _POLL_S = 0.25  # maximum time for which an engine has a free slot before it gets the next request
-# an engine gets as many requests as it runs concurrently, times this
+# an engine is sent this multiple of the number of requests that it runs concurrently
 _RUNNING_SETS = 2
 
 
@@ -43,10 +43,10 @@ class Request:
         order: requests of the same round are scheduled in this order, and those of one `group`
             together.
         most: tokens that may still be sampled.
-        prompts, row: the batch, possibly in the object store, and its row that is the prompt.
-        tokens: the prompt, if it is in this process instead.
-        begun: tokens sampled by lost engines; they become part of the prompt.
-        answer: the batch and its row that is the answer; None until it has ended.
+        prompts, row: the batch (possibly in the object store) and the row that contain the prompt.
+        tokens: the prompt's tokens, if they are in this process instead.
+        begun: tokens sampled by engines that were lost; they become part of the prompt.
+        answer: the batch and the row that contain the answer; None until it is complete.
         is_over: resolved with the answer, if a task of this process awaits it.
     """
 
@@ -65,7 +65,7 @@ class Request:
     is_over: asyncio.Future[None] | None = None
 
     def done(self) -> bool:
-        """Return True if the answer has ended."""
+        """Return True if the answer is complete."""
         return self.answer is not None
 
     def prompt(self) -> DataProto:
@@ -79,8 +79,8 @@ class Requests(ABC):
     """`Engines` whose samples are single requests; the base class of all engine services.
 
     Attributes:
-        recover: awaited with the error when no engine is left, or workers are lost; raises if there
-            is no recovery.
+        recover: awaited with the error when no engine is left or workers are lost; raises if it
+            cannot recover.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -140,11 +140,11 @@ class Requests(ABC):
         group: Hashable = None,
         begun: DataProto | None = None,
     ) -> Request:
-        """Request up to `most` tokens after these, for a task that awaits `answer`.
+        """Request up to `most` tokens that continue `tokens`, for a task that awaits `answer`.
 
         Args:
-            order, group: as in `Request`.
-            begun: an interrupted answer, which is continued.
+            order, group: see `Request`.
+            begun: an interrupted answer to continue.
         """
         one = self._request(training, val_set, most, group)
         # converted here, because a round that converts thousands would block all other tasks
@@ -157,7 +157,7 @@ class Requests(ABC):
         return one
 
     async def answer(self, request: Request) -> tuple[DataProto, int]:
-        """Wait for the answer, and return it as (batch, row). Another task must be in `advance`.
+        """Wait for the answer, and return (batch, row). Another task must be in `advance`.
         Cancelling this call aborts the request."""
         try:
             if request.is_over is not None:
@@ -180,7 +180,7 @@ class Requests(ABC):
 
     @property
     def is_working(self) -> bool:
-        """True if an engine has a request."""
+        """True if a request is in flight."""
         return bool(self._under_way)
 
     @property
@@ -191,11 +191,12 @@ class Requests(ABC):
     # ---- rounds
 
     async def advance(self) -> None:
-        """Send requests for which engines have room, and wait briefly for answers. Concurrent
-        callers share the round.
+        """Send as many requests as the engines have room for, and wait briefly for answers.
+        Concurrent callers share one round.
 
         Raises:
-            EnginesLostError: no engine is left. The requests wait until one has received weights.
+            EnginesLostError: no engine is left. The requests wait until an engine has received
+                weights.
             EngineError: a running engine rejected a request.
         """
         if self._round is None or self._round.done():
@@ -205,7 +206,7 @@ class Requests(ABC):
         await asyncio.shield(self._round)
 
     async def answers(self, samples: Sequence[Request]) -> DataProto:
-        """Wait until all samples have ended, and return their batch."""
+        """Wait until all samples have finished, and return their batch."""
         while not all(one.done() for one in samples):
             await self.advance()
         return self.batch(samples)
@@ -231,7 +232,7 @@ class Requests(ABC):
     # ---- answers
 
     def batch(self, samples: Sequence[Request]) -> DataProto:
-        """Return the answers of samples that have ended (`Rollouts.batch`)."""
+        """Return the answers of finished samples (`Rollouts.batch`)."""
         return self._answers(samples)
 
     def shown(self, samples: Sequence[Request]) -> DataProto:
@@ -282,7 +283,7 @@ class Requests(ABC):
     # ---- aborts
 
     async def abort(self, samples: Sequence[Request]) -> None:
-        """Abort these requests in any state (`Rollouts.abort`)."""
+        """Abort these requests, whatever their state (`Rollouts.abort`)."""
         numbers = {one.number for one in samples}
         self._new = [one for one in self._new if one.number not in numbers]
         kept = ([one for one in group if one.number not in numbers] for group in self._waiting)
@@ -320,8 +321,8 @@ class Requests(ABC):
         for one in self._under_way.values():
             if one.engine in owed:
                 owed[one.engine] += one.most
-        # A single engine gets everything: no other engine could be free earlier, and nothing is
-        # sent while the policy trains.
+        # A single engine receives everything: no other engine could become free earlier, and
+        # nothing is sent while the policy trains.
         sets = _RUNNING_SETS * (1 + self.config.trainer.max_staleness)
         room = sets * self.config.rollout.max_running_requests * len(owed) - len(self._under_way)
         groups: list[list[Request]] = []
@@ -363,8 +364,8 @@ class Requests(ABC):
         self._waiting.extend(together.values())
 
     async def _receive(self, answers: DataProto) -> int:
-        """Process a batch of answers with their tickets. Returns the number of interrupted ones,
-        which are queued again."""
+        """Process a batch of answers, identified by tickets. Interrupted requests are requeued;
+        returns their number."""
         if not len(answers):
             return 0
         numbers = answers["ticket"].tolist()
@@ -395,10 +396,10 @@ class Requests(ABC):
             one.is_over.set_result(None)
 
     def _goes_on(self, one: Request, begun: DataProto, added: DataProto) -> bool:
-        """Make a request continue after its last token. Returns False if that token already ended
-        it."""
+        """Make a request continue after its last token. Returns False if the answer is already
+        complete."""
         one.most -= int(added.lengths("response_ids")[0])
-        # the engine was lost after the last token but before reporting the end
+        # the engine was lost after the last token, but before it reported completion
         if one.most < 1:
             self._end(one, _ended_as("length", begun))
             return False
@@ -414,7 +415,7 @@ class Requests(ABC):
         self._counted |= held.keys()
 
     def _ask_again(self) -> None:
-        """Queue all requests in flight again, because their workers are lost."""
+        """Requeue all requests in flight, because their workers are lost."""
         lost = list(self._under_way.values())
         self._under_way = {}
         self._waiting.extendleft([one] for one in reversed(lost))
@@ -446,15 +447,15 @@ class Requests(ABC):
 
     @abstractmethod
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
-        """Send each engine its rows: ticket, prompt_ids, max_new_tokens, and for a named set
-        `VAL_SET`."""
+        """Send each engine its rows, with the columns ticket, prompt_ids, max_new_tokens and, for a
+        named set, `VAL_SET`."""
 
     @abstractmethod
     async def _collect(
         self, training: bool, engines: Sequence[int], wait_s: float
     ) -> Sequence[DataProto]:
-        """Return the ended requests of these engines, as batches with tickets, after waiting up to
-        `wait_s`."""
+        """Wait up to `wait_s`, and return the finished requests of these engines as batches with
+        tickets."""
 
     @abstractmethod
     async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
@@ -463,16 +464,16 @@ class Requests(ABC):
 
     @abstractmethod
     async def _leave_out_lost(self, answers: int) -> None:
-        """Exclude engines that were lost with this many answers. Raises EnginesLostError if none is
-        left."""
+        """Exclude lost engines, which interrupted `answers` answers. Raises EnginesLostError if no
+        engine is left."""
 
     @abstractmethod
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
-        """Tell each engine to abort these requests."""
+        """Have each engine abort its requests."""
 
     @abstractmethod
     async def _forget(self, engines: Sequence[int]) -> None:
-        """Tell these engines to abort all requests."""
+        """Have these engines abort all requests."""
 
 
 async def _give_up(error: HybridFlowError) -> None:
@@ -480,7 +481,7 @@ async def _give_up(error: HybridFlowError) -> None:
 
 
 def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> SamplingConfig:
-    """Return the sampling settings of rows that are sent to an engine together."""
+    """Return the sampling settings for rows that are sent to an engine together."""
     return (
         config.rollout.sampling
         if training
@@ -489,15 +490,15 @@ def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> Samplin
 
 
 def extras_for(config: RunConfig, training: bool) -> Extras:
-    """Return the data that engines return in addition to tokens and log-probs. Validation needs
-    none of it, and it is large."""
+    """Return the data that engines return in addition to tokens and log-probs. Validation does not
+    need this data, which is large."""
     return Extras(
         training and derived.needs_engine_routes(config), training and derived.needs_support(config)
     )
 
 
 def concat(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate parts. If some columns are deferred and others are not, all are fetched."""
+    """Concatenate parts. If only some columns are deferred, they are fetched."""
     return DataProto.concat(
         [part.fetch() for part in parts] if len({part.deferred for part in parts}) > 1 else parts
     )
@@ -508,13 +509,13 @@ def _ended_as(reason: str, answer: DataProto) -> DataProto:
 
 
 def _tokens_of(requests: Sequence[Request]) -> DataProto:
-    """Return the prompts of requests made by tasks of this process."""
+    """Return the prompts of requests that were made by this process's tasks."""
     ids = Jagged.from_rows([one.tokens for one in requests if one.tokens is not None], np.int64)
     return DataProto.from_columns({"prompt_ids": ids})
 
 
 def _rows(requests: Sequence[Request]) -> DataProto:
-    """Return the prompts of requests, in this order."""
+    """Return the prompts of these requests, in order."""
     parts: list[DataProto] = []
     start = 0
     for end in range(1, len(requests) + 1):

@@ -1,8 +1,6 @@
-"""Selection of a step's samples: groups with equal scores are replaced, truncated answers are
-excluded.
-
-An excluded sample keeps its row, so that every step has the same number of rows, but its
-`response_mask` is cleared, so that it enters no loss and no statistic.
+"""Selection of a step's samples: groups with equal scores are replaced, and truncated answers are
+excluded. An excluded sample keeps its row, so that every step has the same number of rows, but its
+`response_mask` is cleared, so that it does not contribute to any loss or statistic.
 """
 
 from __future__ import annotations
@@ -15,22 +13,22 @@ from hybridflow.data.micro_batches import RESPONSE_MASK
 
 
 def sampled_tokens(batch: DataProto) -> np.ndarray:
-    """Return [B]: the number of unmasked sampled tokens in each response."""
+    """Return the number of unmasked sampled tokens in each response, [B]."""
     mask = batch.jagged(RESPONSE_MASK)
     sums = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
     return sums[mask.offsets[1:]] - sums[mask.offsets[:-1]]
 
 
 def without_rows(batch: DataProto, left_out: np.ndarray) -> DataProto:
-    """Clear the response mask of the rows `left_out` [B] bool."""
+    """Clear the response mask of the rows selected by `left_out`, [B] bool."""
     mask = batch.jagged(RESPONSE_MASK)
     kept = mask.values & ~np.repeat(left_out, mask.lengths)
     return batch.with_columns(**{RESPONSE_MASK: Jagged(kept, mask.offsets)})
 
 
 def without_overlong(batch: DataProto) -> DataProto:
-    """Exclude answers of the maximum length: their end, and thus their score, is unknown (DAPO,
-    arXiv 2503.14476, section 3.4: overlong filtering)."""
+    """Exclude answers that reached the maximum length: their end, and thus their score, is unknown
+    (DAPO, arXiv 2503.14476, section 3.4: overlong filtering)."""
     cut_off = batch["finish_reason"] == "length"
     return without_rows(batch, cut_off) if cut_off.any() else batch
 
@@ -59,11 +57,10 @@ def in_order(ids: np.ndarray) -> np.ndarray:
 
 
 class DynamicSampling:
-    """Collects groups with different scores for a step, over at most `algorithm.dynamic_sampling`
-    batches (DAPO, arXiv 2503.14476, section 3.2).
-
-    If these are not enough, groups with equal scores fill the step, so that its number of rows is
-    constant. `metrics` contains the amounts discarded.
+    """Collects groups whose scores differ, over at most `algorithm.dynamic_sampling` batches per
+    step (DAPO, arXiv 2503.14476, section 3.2). If there are not enough of them, the step is filled
+    up with groups of equal scores, so that its number of rows is constant. `metrics` reports how
+    much was discarded.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -74,10 +71,10 @@ class DynamicSampling:
         self._differ: list[np.ndarray] = []
 
     def add(self, batch: DataProto) -> DataProto | None:
-        """Return the rows of the step, or None if another batch of prompts must be answered first.
+        """Add a batch and return the rows of the step, or None if another batch is needed.
 
         Args:
-            batch: answered and scored, with `uid` starting at 0.
+            batch: prompts with answers and scores; `uid` starts at 0.
         """
         if not self.rounds:
             return batch
@@ -110,8 +107,8 @@ class DynamicSampling:
 
 
 def _alike(parts: list[DataProto]) -> list[DataProto]:
-    """Add missing columns so that all batches have the same: some rewards return extra values, or
-    fail, only in some batches."""
+    """Add missing columns, so that all batches have the same columns: some rewards return extra
+    values, or fail, only in some batches."""
     names = {name for part in parts for name in part.columns}
     found = []
     for part in parts:

@@ -1,5 +1,5 @@
-"""The loop's rollout service on top of the engines' workers: selection of engines that accept
-requests, and recovery when one is lost."""
+"""The training loop's rollout service, built on the engines' workers: selects the engines that
+accept requests, and recovers when one is lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineGroup(Requests):
-    """`Engines` on top of the engines' workers.
+    """Implementation of `Engines` using the engines' workers.
 
     Args:
         group: one worker per engine (`RolloutWorker`).
@@ -79,15 +79,15 @@ class EngineGroup(Requests):
         return self.group.is_alive() and (self.others is None or self.others.is_alive())
 
     async def restart_workers(self) -> None:
-        """Restart all workers, and with them all engines. The hooks of `WorkerGroup.restart`
-        restore their weight connections."""
+        """Restart all workers, including their engines. The hooks of `WorkerGroup.restart` restore
+        the connections for weight syncs."""
         if self.others is not None and not self.others.is_alive():
             # before the first nodes, which decide when an engine starts
             await self.others.restart()
         await self.group.restart()
 
     async def begin_again(self) -> None:
-        """Wait for the engines of restarted workers. They have no weights yet."""
+        """Wait for the engines of restarted workers. These engines have no weights yet."""
         self.stale = dict.fromkeys(range(self.group.world_size), "no weights yet")
         self._ask_again()
         self._ready = self.group.call(
@@ -97,10 +97,10 @@ class EngineGroup(Requests):
 
     async def states(self, wait_s: float = 0.0) -> list[EngineState]:
         """Return the state of each engine, after waiting up to `wait_s` for restarts in progress.
-        Engines that have died are restarted.
+        Engines that have exited are restarted.
 
         Raises:
-            WorkerError: a worker is lost. Without its worker on another node an engine could not
+            WorkerError: a worker is lost. An engine whose worker on another node is lost could not
                 restart, and would wait forever.
         """
         if self.others is not None:
@@ -111,7 +111,7 @@ class EngineGroup(Requests):
         return states
 
     def quarantine(self, stale: Mapping[int, str]) -> None:
-        """Exclude exactly these engines from requests. `stale` contains the reasons."""
+        """Exclude exactly these engines from serving requests. `stale` contains the reasons."""
         for number in sorted(stale.keys() - self.stale.keys()):
             _log.warning("engine-%d is excluded from requests: %s", number, stale[number])
         for number in sorted(self.stale.keys() - stale.keys()):
@@ -123,7 +123,7 @@ class EngineGroup(Requests):
         await self.group.call(RolloutWorker.sleep)
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate the memory of these parts in every engine."""
+        """Reallocate memory for these parts in every engine."""
         await self.group.call(RolloutWorker.wake, list(tags))
 
     async def load_metrics(self) -> dict[str, float]:

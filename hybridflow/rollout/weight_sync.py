@@ -1,8 +1,9 @@
-"""A weight sync to all engines: selection, retries, and exclusion until the next sync.
+"""A weight sync to all engines: selects engines, retries, and excludes engines that fail until the
+next sync.
 
 Each engine is a separate transaction (`Engine.receive`), driven by its worker while the policy's
 ranks send. An engine whose transaction fails stays paused and receives no requests; the others
-continue. An engine that has died is restarted by its worker and receives weights in a later sync.
+continue. An engine that has exited is restarted by its worker and receives weights in a later sync.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _MARGIN_S = 30.0
 
 
 class SliceSync:
-    """`WeightSync` using a plan that is verified before the first step: each slice is sent from a
-    rank that has it to the engine rank that needs it."""
+    """A `WeightSync` that follows a plan, which is verified before the first step: each slice is
+    sent from a rank that stores it to the engine rank that needs it."""
 
     def __init__(self, policy: WorkerGroup, engines: EngineGroup, config: RunConfig) -> None:
         self.policy = policy
@@ -52,8 +53,8 @@ class SliceSync:
         self._plan: PlanFacts | None = None
 
     async def prepare(self) -> str:
-        """Compute and verify the plan, before the first step and with all engines up. Returns a
-        one-line summary.
+        """Compute and verify the plan, before the first step and while all engines are up. Returns
+        a one-line summary.
 
         Raises:
             WeightSyncError: the plan could not be verified, so no sync is possible.
@@ -74,8 +75,8 @@ class SliceSync:
         return self._plan.describe()
 
     async def reconnect(self) -> None:
-        """Set up a new store, new schedules and new sessions after a restart of the policy's ranks
-        or the engines' workers."""
+        """Set up a new store, new schedules and new sessions after the policy's ranks or the
+        engines' workers have been restarted."""
         self._sessions = [number + 1 for number in self._sessions]
         await self.engines.states(wait_s=self.config.rollout.start_timeout_s)
         await self.prepare()
@@ -100,8 +101,8 @@ class SliceSync:
         return SyncReport(version, time.perf_counter() - started, nbytes, named)
 
     async def _round(self, version: int) -> tuple[dict[int, str], int]:
-        """Try all engines that are up, with retries. Returns the reasons of engines that did not
-        receive the weights, and the bytes received by those that did."""
+        """Send the weights to all engines that are up, with retries. Returns the reason for each
+        engine that did not receive them, and the number of bytes received by the others."""
         states = await self.engines.states()
         stale = {
             number: f"{s.name} is {s.state}: {s.reason}"
@@ -126,8 +127,8 @@ class SliceSync:
         return stale, nbytes
 
     async def _attempt(self, numbers: Sequence[int], version: int) -> list[Outcome]:
-        """Execute orders to these engines at both ends. Returns the engines' outcomes, including
-        the senders' errors."""
+        """Execute one attempt at both ends, for these engines. Returns the engines' outcomes,
+        including the senders' errors."""
         self._attempts += 1
         orders = [self._order(number, version) for number in numbers]
         patience = answer_deadline(self.sync_config.timeout_s)
@@ -187,8 +188,8 @@ class SliceSync:
         )
 
     def _slots(self, number: int) -> int:
-        """Return the number of messages in flight: as many as the staging memory allows, or all if
-        the engine's ranks stage in shared memory."""
+        """Return the number of messages in flight: as many as fit into the staging memory, or all
+        of them if the engine's ranks stage in shared memory."""
         assert self._plan is not None
         if TRANSPORTS.get(self._transport).keeps_messages and self._staged:
             return max(2, self._plan.messages[number])
@@ -201,7 +202,7 @@ def _name(number: int) -> str:
 
 
 def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
-    """Return the engine's outcome, with its senders' errors after a failure."""
+    """Return the engine's outcome; after a failure, it includes the senders' errors."""
     if outcome.status == "served":
         return outcome
     also = [one.error for one in senders if one.error and outcome.error not in one.error]
