@@ -1,4 +1,4 @@
-"""Asynchronous generation requests: each response is reported as soon as it ends."""
+"""Asynchronous generation requests: each response is reported as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenRequests:
     Attributes:
         prompts: token ids of each prompt.
         max_new_tokens: maximum length of each response.
-        stop_token_ids: a response ends with the first of these, and includes it.
+        stop_token_ids: tokens that end a response; the token that ends it is included.
         extras: data to return in addition to tokens and log-probs.
     """
 
@@ -35,7 +35,7 @@ class TokenRequests:
 
 
 class Asking(Protocol):
-    """The protocol of a batch of requests in flight."""
+    """The protocol for a batch of requests in flight."""
 
     # resolves after the last response was reported; fails if some requests were not answered
     done: Future[None]
@@ -45,22 +45,22 @@ class Asking(Protocol):
         unfinished. Thread-safe."""
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Tell the engine to abort these responses. They are reported like any other, with the
-        tokens so far and finish reason `abort`, unless they finish first."""
+        """Ask the engine to abort these responses. They are reported as usual, with the tokens so
+        far and the finish reason `abort`, unless they finish first."""
 
     def give_up(self) -> None:
-        """Abort all requests in flight. `done` then fails with an EngineError, unless everything
-        was answered."""
+        """Abort all requests in flight. `done` then fails with an EngineError, unless all requests
+        had finished."""
 
 
 @runtime_checkable
 class Streams(Protocol):
-    """The protocol of an engine that handles many requests concurrently and reports each one as it
+    """The protocol for engines that handle many requests concurrently and report each one as it
     finishes."""
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
-        """Send the requests and return. `told` is called in another thread with the number and
-        response of each prompt that finishes."""
+        """Send the requests and return immediately. `told` is called in another thread with the
+        number and the response of each prompt that finishes."""
 
 
 def ask(engine: Engine, requests: TokenRequests, told: Told) -> Asking:
@@ -80,10 +80,10 @@ def generated(
     stop_token_ids: Sequence[int],
     extras: Extras,
 ) -> list[Completion]:
-    """Call `Engine.generate`, passing the keywords of extras only if requested.
+    """Call `Engine.generate`, passing the keyword arguments for extras only if they are requested.
 
     Raises:
-        EngineError: support was requested but a response lacks it.
+        EngineError: supports were requested, but a response does not include them.
     """
     wanted = {f"with_{name}": True for name, value in extras._asdict().items() if value}
     found = engine.generate(prompts, sampling, most, stop_token_ids, **wanted)
@@ -109,7 +109,7 @@ class _InThread:
         return self._begun.get(number, _NOTHING)
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Drop these prompts from calls that have not started. A running `generate` cannot be
+        """Remove these prompts from calls that have not started. A running `generate` cannot be
         aborted."""
         self._aborted |= set(numbers)
 

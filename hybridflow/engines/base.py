@@ -2,8 +2,8 @@
 
 `rollout.engine` names a kind of engine: a package next to this file, or a user file
 (`path/to/file.py:name`). It registers in `ENGINES` a constructor that takes a spec, a log file and
-a check. `check_alive` and `wait_ready` also call the check, which raises EngineError if something
-the engine depends on elsewhere is lost.
+a check. `check_alive` and `wait_ready` also call the check, which raises EngineError if a remote
+component that the engine depends on is lost.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """A token range of a response generated with one weight version: `start` (inclusive) to `end`
-    (exclusive)."""
+    """A token range of a response that was generated with one weight version: `start` (inclusive)
+    to `end` (exclusive)."""
 
     version: str
     start: int
@@ -38,8 +38,8 @@ class WeightSpan:
 
 
 class Extras(NamedTuple):
-    """Data to return in addition to tokens and log-probs: each token's experts, and the sampler's
-    support."""
+    """Data to return in addition to tokens and log-probs: each token's experts, and each token's
+    sampling support."""
 
     routes: bool = False
     support: bool = False
@@ -65,9 +65,8 @@ class Completion:
 
 
 class Engine(Protocol):
-    """One engine, from start to stop. Calls have deadlines and raise EngineError.
-
-    An engine that spans several nodes has one object per node; objects of other nodes than the
+    """One engine, from start to stop. All calls have deadlines and raise EngineError. An engine
+    that spans several nodes is represented by one object per node; objects on nodes other than the
     first are only started, checked and stopped.
     """
 
@@ -77,10 +76,11 @@ class Engine(Protocol):
         """Start the processes and return. They exit with this process, even if it is killed."""
 
     def wait_ready(self) -> None:
-        """Wait until the engine responds. After an error no process is left running."""
+        """Wait until the engine responds. If this fails, no process is left running."""
 
     def check_alive(self) -> None:
-        """Raise EngineError with the log tail if the engine is not running. Called often."""
+        """Raise EngineError, including the log tail, if the engine is not running. Called
+        frequently."""
 
     def log_tail(self) -> str:
         """Return the last lines of the log."""
@@ -98,29 +98,27 @@ class Engine(Protocol):
         with_routes: bool = False,
         with_support: bool = False,
     ) -> list[Completion]:
-        """Generate one response per prompt, in order. A stop token ends a response and is part of
-        it.
-
-        `with_support` is passed only if requested, so an engine may lack the argument.
+        """Generate one response per prompt, in order. A stop token ends a response and is included
+        in it. `with_support` is passed only if requested, so an engine need not accept it.
 
         Raises:
-            EngineError: its `begun` has the responses so far if the engine streams them, so that
-                other engines can resume there. Unfinished responses in `begun` have the finish
-                reason `abort`.
+            EngineError: its `begun` contains the responses so far if the engine streams them, so
+                that other engines can continue from there. Unfinished responses in `begun` have the
+                finish reason `abort`.
         """
 
     def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
-        """Make each rank post its weight layout to the weight-sync store."""
+        """Have each rank post its weight layout to the weight-sync store."""
 
     def receive(self, order: Order, plan: str) -> Outcome:
-        """Receive all of the order's weights or none, using the plan with this digest. Never raises
-        a HybridFlowError."""
+        """Receive every weight in the order or none at all, following the plan with this digest.
+        Never raises a HybridFlowError."""
 
     def sleep(self) -> None:
         """Release the device memory of weights and KV cache."""
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate the memory of `weights` or `kv_cache`, uninitialised."""
+        """Reallocate uninitialised memory for `weights` or `kv_cache`."""
 
 
 class LocalEngine(Engine, Protocol):
@@ -128,8 +126,8 @@ class LocalEngine(Engine, Protocol):
     directly."""
 
     def take(self, version: str, fill: Callable[[Mapping[str, torch.Tensor]], int]) -> int:
-        """Let `fill` write this version into the engine's tensors {Hugging Face name: tensor}, and
-        return its result. After an error the engine rejects requests until the next successful
+        """Call `fill` to write this version into the engine's tensors {Hugging Face name: tensor},
+        and return its result. If it fails, the engine rejects requests until the next successful
         call."""
 
 

@@ -1,5 +1,5 @@
-"""Messages from an engine's worker to our code inside the engine's ranks. Each kind of engine
-delivers them differently."""
+"""Messages from an engine's worker to our code inside the engine's ranks. The delivery depends on
+the kind of engine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ class Control:
 
     Attributes:
         action: DESCRIBE or RECEIVE.
-        host, port: address of the weight-sync store. timeout_s: limit of each wait in seconds.
-        report: prefix of the store keys of the ranks' reports.
-        first_rank: number of the engine's first rank in the plan. ranks: its number of ranks.
-        order: the order that specifies the weights to receive, for RECEIVE.
+        host, port: address of the weight-sync store. timeout_s: maximum duration of each wait in
+            seconds.
+        report: prefix of the store keys under which ranks report.
+        first_rank: number of the engine's first rank in the plan. ranks: the engine's number of
+            ranks.
+        order: specifies the weights to receive, for RECEIVE.
     """
 
     action: str

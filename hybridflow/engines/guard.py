@@ -1,11 +1,11 @@
-"""A guard process between the trainer and one SGLang server: no process of the server outlives
-either of them.
+"""A guard process between the trainer and one SGLang server. It ensures that no process of the
+server outlives the trainer or the guard.
 
 Run as a plain script: `python guard.py PARENT_PID GRACE_S FOLDER -- COMMAND...`. It uses only the
-standard library, so it takes about 10 MB and 30 ms. In a fork of a process that has loaded SGLang
-(`process.fork_server`), COMMAND is `-m MODULE ...`, which runs in another fork. The server starts
-once FOLDER exists. The parent creates it after the guard has started, so a parent killed at any
-moment leaves nothing behind.
+standard library, so it needs about 10 MB and starts in 30 ms. In a fork of a process that has
+loaded SGLang (`process.fork_server`), COMMAND is `-m MODULE ...`, which runs in another fork. The
+server starts once FOLDER exists. The parent creates it after the guard has started, so a parent
+killed at any moment leaves nothing behind.
 
 PR_SET_PDEATHSIG on the server is not enough: that signal fires when the parent *thread* exits, so
 an engine started from a pool thread would die with it. SGLang's children set it for themselves only
@@ -40,12 +40,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def session_members(session: int) -> list[int]:
-    """Return the pids of a session's live processes, without its leader and zombies."""
+    """Return the pids of a session's live processes, excluding its leader and zombies."""
     return list(states_of_members(session))
 
 
 def states_of_members(session: int) -> dict[int, str]:
-    """Return {pid: state as in /proc} of a session's live processes, without its leader."""
+    """Return {pid: state as shown in /proc} for a session's live processes, excluding its
+    leader."""
     members = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == session:
@@ -117,8 +118,8 @@ def note_shared_memory(folder: str, paths: set[str]) -> None:
 
 
 def noted_shared_memory(folder: str) -> set[str]:
-    """Return the paths recorded by the guard, which may since have been killed, or by its parent
-    when the server became ready."""
+    """Return the recorded paths. They were recorded by the guard, which may have been killed since,
+    or by its parent when the server became ready."""
     try:
         with open(os.path.join(folder, NOTE), encoding="utf-8") as note:
             return {
@@ -136,7 +137,7 @@ def remove_shared_memory(paths: set[str]) -> None:
 
 
 def is_ours(folder: str) -> bool:
-    """Return True if the folder exists and belongs to this user. Other users can read its name in
+    """Return True if the folder exists and belongs to this user. Other users can read its name on
     our command line and create it first."""
     try:
         status = os.lstat(folder)
@@ -146,14 +147,14 @@ def is_ours(folder: str) -> bool:
 
 
 def remove(folder: str) -> None:
-    """Remove a server's folder, even if it is unfinished."""
+    """Remove a server's folder, even if it was not completed."""
     for path in (folder, folder + UNFINISHED):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def die_with_guard(guard: int) -> None:
-    """Have this process, the server, killed when the guard with this pid dies, or now if it is
-    already dead. Call it before anything else.
+    """Have the kernel kill this process (the server) when the guard with this pid exits. Kill it
+    immediately if the guard has already exited. Must be called before anything else.
 
     The guard has a single thread, so the signal arrives exactly when the guard exits.
     """
@@ -163,7 +164,8 @@ def die_with_guard(guard: int) -> None:
 
 
 class Fork:
-    """A fork of this process with the part of the `subprocess.Popen` interface that `main` uses."""
+    """A fork of this process. Implements the part of the `subprocess.Popen` interface that `main`
+    uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -1,4 +1,4 @@
-"""The common base of HTTP clients for engine servers: generation, and calls with deadlines."""
+"""The base class of HTTP clients for engine servers: generation, and calls with deadlines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hybridflow.errors import EngineError, EngineSilent
 
 
 def direct_session() -> requests.Session:
-    """Create a session that bypasses proxies, because they must not see or break calls to this
-    machine."""
+    """Create a session that bypasses proxies, which must not see or break calls to this machine."""
     session = requests.Session()
     session.trust_env = False
     return session
@@ -32,7 +31,7 @@ class ServerClient:
         request_timeout_s: deadline of each call in seconds; for prompts in flight, the maximum time
             without any data.
         name: the engine's name in error messages; defaults to the address.
-        batch_size: maximum prompts per HTTP request; 0 uses `together`.
+        batch_size: maximum number of prompts per HTTP request; 0 for `together`.
     """
 
     streams: type[TokenStreams]  # the token protocol of this kind of server
@@ -58,15 +57,15 @@ class ServerClient:
         )
 
     def with_timeout(self, request_timeout_s: float) -> Self:
-        """Return a client of the same engine with another deadline."""
+        """Return a client for the same engine with a different deadline."""
         key = self._headers["Authorization"].removeprefix("Bearer ")
         return type(self)(
             self.url, key, request_timeout_s, name=self.name, batch_size=self.batch_size
         )
 
     def _parameters(self, requests: TokenRequests, limit: int) -> dict[str, Any]:
-        """Return the server's sampling parameters for at most `limit` tokens. Raises EngineError if
-        a setting is not supported."""
+        """Return the sampling parameters in the server's format, for at most `limit` tokens. Raises
+        EngineError if a setting is not supported."""
         raise NotImplementedError
 
     def generate(
@@ -77,12 +76,12 @@ class ServerClient:
         stop_token_ids: Sequence[int] = (),
         extras: Extras = NO_EXTRAS,
     ) -> list[Completion]:
-        """Generate one response per prompt (`Engine.generate`). Repeat a prompt to sample it
-        several times.
+        """Generate one response per prompt (`Engine.generate`). To sample a prompt several times,
+        repeat it.
 
         Raises:
             EngineError: the request was rejected, a response is malformed, or no data arrived for
-                `request_timeout_s`; `begun` has the responses so far.
+                `request_timeout_s`. `begun` contains the responses so far.
         """
         found: list[Completion | None] = [None] * len(prompts)
         limits = [max_new_tokens] * len(prompts)
@@ -97,7 +96,7 @@ class ServerClient:
         return [completion for completion in found if completion is not None]
 
     def ask(self, requests: TokenRequests, told: Told) -> Asked:
-        """Send the requests and return, like `TokenStreams.ask`.
+        """Send the requests and return immediately, like `TokenStreams.ask`.
 
         Raises:
             EngineError: a prompt is empty.

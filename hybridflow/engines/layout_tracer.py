@@ -1,12 +1,12 @@
-"""Discovery of an engine's weight layout: its own loader runs on tensors without storage, and the
-copies are recorded instead of executed.
+"""Discovery of an engine's weight layout: the engine's own loader is run on tensors without
+storage, and its copies are recorded instead of executed.
 
 `trace_layout` calls the model's `load_weights` with a meta tensor for each HF tensor. A dispatch
-mode follows every view that the loader creates. `copy_` into a parameter is recorded as (HF
-rectangle) -> (rectangle of the buffer) and not executed; likewise `zero_` and `fill_`, which
-loaders use to clear padding. The live weights of a running engine are not touched. Sources joined
-by `cat` or `stack` (DeepSeek's fused latent projection) are resolved to their parts. Pure torch:
-works on any module, on its device or on meta.
+mode follows every view that the loader creates. A `copy_` into a parameter is recorded as (HF
+rectangle) -> (rectangle of the buffer), but not executed. The same applies to `zero_` and `fill_`,
+which loaders use to clear padding. The live weights of a running engine are not touched. Sources
+joined by `cat` or `stack` (DeepSeek's fused latent projection) are resolved to their parts. Uses
+torch only, and works for any module, on its device or on meta.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 @dataclass(frozen=True)
 class TracedPiece:
-    """A recorded copy of the HF tensor's `source[start : +shape]` to `buffer[local_start :
-    +local_shape]`, elements in the same order.
+    """A recorded copy from the HF tensor's `source[start : +shape]` to `buffer[local_start :
+    +local_shape]`, with the elements in the same order.
 
     `source` is None for elements that the loader fills with a constant, `fill`.
     """
@@ -46,8 +46,8 @@ class TracedPiece:
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """The traced copies: buffers {name: (shape, dtype)}, pieces in copy order, and buffers that
-    were not written."""
+    """The traced copies: `buffers` {name: (shape, dtype)}, `pieces` in copy order, and `untouched`
+    buffers, which were not written."""
 
     buffers: dict[str, tuple[Shape, str]]
     pieces: tuple[TracedPiece, ...]
@@ -58,7 +58,7 @@ class TracedLayout:
         that the loader clears but never fills become padding.
 
         Raises:
-            WeightSyncError: a tensor has more dimensions than the plan supports.
+            WeightSyncError: a tensor has more dimensions than a plan supports.
         """
         index = catalog.index()
         names = tuple(name for name in self.buffers if name not in self.untouched)
@@ -113,7 +113,7 @@ def trace_layout(
 
     Raises:
         WeightSyncError: the loader copies from something other than an HF tensor, or copies
-            something other than a rectangle; names source and buffer.
+            something other than a rectangle. The message names the source and the buffer.
     """
     buffers = dict(module.named_parameters(remove_duplicate=True)) | dict(module.named_buffers())
     kinds = dtypes or {}
@@ -237,8 +237,8 @@ class _Recorder(TorchDispatchMode):
         )
         if place is None:
             raise WeightSyncError(
-                f"the loader writes {name or 'a constant'} to a slice of {buffer} that is not a "
-                f"rectangle: stride {view.stride()}"
+                f"the loader writes {name or 'a constant'} to a non-rectangular slice of {buffer}: "
+                f"stride {view.stride()}"
             )
         self.pieces.append(TracedPiece(name, start, shape, buffer, *place, fill))
 
@@ -257,7 +257,7 @@ class _Recorder(TorchDispatchMode):
             place = _rectangle(tensor, self.shapes[name], 0)
             if place is None:
                 raise WeightSyncError(
-                    f"the loader reads a slice of {name} for {buffer} that is not a rectangle: "
+                    f"the loader reads a non-rectangular slice of {name} for {buffer}: "
                     f"stride {tensor.stride()}"
                 )
             yield name, *place, [(0, size) for size in tensor.shape]
@@ -271,8 +271,8 @@ class _Recorder(TorchDispatchMode):
         place = _rectangle(tensor, shape, 0)
         if place is None or len(shape) != tensor.ndim:
             raise WeightSyncError(
-                f"the loader reads a slice of joined tensors for {buffer} that is not a "
-                f"rectangle: stride {tensor.stride()}"
+                f"the loader reads a non-rectangular slice of joined tensors for {buffer}: "
+                f"stride {tensor.stride()}"
             )
         yield from self._resolve_parts(join, *place, buffer)
 

@@ -1,5 +1,5 @@
-"""Coordination of an engine that spans several nodes: the worker on its first node decides when to
-start and where the ranks meet; the other nodes follow.
+"""Coordination of an engine that spans several nodes: the worker on the first node decides when to
+start and where the ranks rendezvous; the other nodes follow.
 
 Each node has a separate server (`EngineSpec.node_rank`). While it runs, the first node's worker
 serves a store:
@@ -41,11 +41,13 @@ class FirstNode:
         self.address: tuple[str, int] = (host, self._store.port)
 
     def begin(self, start: int, meet_at: str) -> None:
-        """Make the other nodes stop their servers and start new ones that meet at `meet_at`."""
+        """Have the other nodes stop their servers and start new ones, which rendezvous at
+        `meet_at`."""
         self._store.set(f"start/{start}", meet_at)
 
     def check(self, start: int) -> None:
-        """Raise EngineError with node and reason if another node's server has exited."""
+        """Raise EngineError, naming the node and the reason, if another node's server has
+        exited."""
         for node in range(1, self.spec.nnodes):
             key = f"lost/{start}/{node}"
             if self._store.check([key]):
@@ -55,7 +57,7 @@ class FirstNode:
                 )
 
     def end(self) -> None:
-        """Make the other nodes stop their servers for good."""
+        """Have the other nodes stop their servers permanently."""
         self._store.set("end", "1")
 
 
@@ -66,7 +68,8 @@ class OtherNode:
     Args:
         kind: name in `ENGINES`.
         spec: the engine's spec with this node's `node_rank`.
-        log_path: log of the first start; later starts log next to it (`log_of_start`).
+        log_path: log file of the first start; later starts use other files next to it
+            (`log_of_start`).
         host, port: `FirstNode.address`.
 
     Raises:

@@ -1,5 +1,5 @@
-"""A server process and its HTTP client combined into an engine (`engines.base.Engine`): the common
-base of all engines that are servers."""
+"""A server process and its HTTP client, combined into an engine (`engines.base.Engine`): the base
+class of all engines that run as servers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from hybridflow.sync.session import Order, Outcome, answer_deadline
 
 
 class ServedEngine(ServerProcess):
-    """An engine whose calls go over HTTP. `ServerProcess` provides start, liveness and stop."""
+    """An engine that is called over HTTP. `ServerProcess` provides start, liveness checks and
+    stop."""
 
     # the server's `ServerClient`, which also implements `weight_transaction.EngineClient`
     client_class: type[Any]
 
     @cached_property
     def client(self) -> Any:
-        """The client of the server. Valid after `start`."""
+        """The server's client. Valid after `start`."""
         return self.client_class(
             self.url, self.admin_key, self.spec.request_timeout_s, name=self.spec.name
         )
@@ -62,7 +63,7 @@ class ServedEngine(ServerProcess):
             self.client.close()
 
     def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
-        """Make all ranks post their layouts. The engine must have no requests in flight."""
+        """Have all ranks post their layouts. The engine must not have any requests in flight."""
         client = self.client.with_timeout(answer_deadline(timeout_s))
         return weight_transaction.describe(client, self.spec, host, port, timeout_s)
 

@@ -1,6 +1,6 @@
-"""The process of an engine that is an HTTP server on loopback: start as a child of this process,
-liveness checks and shutdown. Each kind of server provides the command, the environment and a probe
-request."""
+"""The process of an engine that runs as an HTTP server on loopback: start as a child of this
+process, liveness checks and shutdown. Each kind of server provides the command, the environment and
+a probe request."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ INHERITED_BY_RANKS = (
 
 
 def has_weights(model_path: str) -> bool:
-    """Return True if the folder contains weight files. A name that is not a folder is a hub id and
-    is assumed to have them."""
+    """Return True if the folder contains weight files. A name that is not a folder is a hub id,
+    which is assumed to provide them."""
     folder = Path(model_path)
     return not folder.is_dir() or any(
         next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin", "*.pt")
@@ -74,8 +74,8 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
 
 
 def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
-    """Return the base environment of a server: this process's environment without its distributed
-    rank, restricted to loopback."""
+    """Return the base environment of a server: this process's environment, without its distributed
+    rank and restricted to loopback."""
     env = {
         k: v
         for k, v in without_credentials().items()
@@ -102,9 +102,9 @@ def reserve_port(ports: range) -> tuple[int, ExitStack]:
     """Return an unused port from `ports`, and a lock that reserves it until closed.
 
     The lock consists of two abstract unix sockets. They prevent two engines on this machine from
-    choosing the same port before either listens. The first one's name is known to all engines on
-    the machine, and thus to an attacker who could take all such names. In that case only the second
-    one is used, whose name is known only to this job.
+    choosing the same port before either listens. All engines on the machine know the name of the
+    first socket, and so does an attacker, who could occupy all such names. In that case only the
+    second socket is used, whose name is known only to this job.
 
     Raises:
         EngineError: no port is free.
@@ -133,9 +133,9 @@ class ServerProcess:
 
     Args:
         spec: the engine's spec.
-        log_path: receives the output of all server processes; its folder is created.
-        check: also called by `check_alive`; raises EngineError if something the engine depends on
-            elsewhere is lost.
+        log_path: file for the output of all server processes; its folder is created.
+        check: also called by `check_alive`; raises EngineError if a remote component that the
+            engine depends on is lost.
     """
 
     def __init__(
@@ -170,7 +170,8 @@ class ServerProcess:
         the server starts."""
 
     def _one_token(self) -> tuple[str, dict[str, Any]]:
-        """Return path and body of a one-token request that probes whether the server responds."""
+        """Return the path and the body of a one-token request, used to probe whether the server
+        responds."""
         raise NotImplementedError
 
     # ---- start and end
@@ -182,7 +183,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Pid of the guard, which is also the session id of all the engine's processes; 0 before
+        """Pid of the guard, which is also the session id of all processes of the engine; 0 before
         the start."""
         return self._guard.pid if self._guard else 0
 
@@ -247,14 +248,14 @@ class ServerProcess:
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until the engine has answered a one-token request (on nodes other than the first,
-        until it has loaded).
+        until it has loaded its model).
 
         Args:
             timeout_s: timeout in seconds; None uses the spec's `start_timeout_s`.
 
         Raises:
-            EngineError: the engine exited or was not ready in time. Includes the log tail; no
-                process is left running.
+            EngineError: the engine exited or was not ready in time. The message includes the log
+                tail, and no process is left running.
         """
         limit = self.spec.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
@@ -296,13 +297,12 @@ class ServerProcess:
         return answer.status_code == 200
 
     def check_alive(self) -> None:
-        """Raise if the engine is not running. Costs one system call.
-
-        A server's main process exits when one of its children dies, so only the main process is
-        checked.
+        """Raise EngineError if the engine is not running. Costs one system call. A server's main
+        process exits when one of its children exits, so only the main process is checked.
 
         Raises:
-            EngineError: the engine was never started or has exited. Includes the log tail.
+            EngineError: the engine was never started or has exited. The message includes the log
+                tail.
         """
         if self._guard is None:
             raise EngineError("not started", engine=self.spec.name)
@@ -314,7 +314,8 @@ class ServerProcess:
         self._check()
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """Return the last lines of the log with the key masked; empty if there is no log."""
+        """Return the last lines of the log, with the key masked; an empty string if there is no
+        log."""
         if not self.log_path.exists():
             return ""
         with open(self.log_path, "rb") as log:
@@ -327,7 +328,7 @@ class ServerProcess:
         to call again.
 
         On CPU the processes are killed immediately, since an engine has no state worth saving. On
-        CUDA they get a few seconds to release device memory themselves.
+        CUDA, they are given a few seconds to release device memory themselves.
 
         Raises:
             EngineError: a process could not be killed.

@@ -16,29 +16,29 @@ class EngineSpec:
     """The specification of one engine.
 
     Args:
-        name: name of the engine in messages, and of its log.
-        model_path: Hugging Face folder; without weight files the weights are random and must be
-            sent before use.
+        name: name of the engine, used in messages and for its log.
+        model_path: Hugging Face folder. If it contains no weight files, the weights are random and
+            must be sent before use.
         tensor, pipeline: parallel sizes; their product is the number of ranks, one process each.
-        expert: expert-parallel size within the tensor-parallel ranks; with 1, each expert is
-            sharded over all of them.
-        data_attention: data-parallel copies of the attention among the tensor-parallel ranks; with
-            1, it is sharded over all of them.
+        expert: expert-parallel size within the tensor-parallel ranks; if 1, each expert is sharded
+            across all of them.
+        data_attention: number of data-parallel copies of the attention among the tensor-parallel
+            ranks; if 1, it is sharded across all of them.
         nnodes, node_rank, dist_init_addr: an engine that spans several nodes has one server per
-            node, with specs equal except for `node_rank`. The ranks meet at `dist_init_addr`
-            ("host:port"), where the server with node_rank 0 listens; with port 0 it picks a free
+            node; their specs differ only in `node_rank`. The ranks rendezvous at `dist_init_addr`
+            ("host:port"), where the server with node_rank 0 listens; for port 0 it picks a free
             port, which `Engine.spec` contains after the start. Only that server serves requests.
         host: the address at which other nodes reach this one; loopback if all peers are on this
             machine.
-        ports: range of the server's port.
+        ports: range from which the server's port is chosen.
         dtype: float32 | bfloat16.
         max_running_requests: sequences decoded concurrently.
         max_total_tokens: size of the KV cache.
-        mem_fraction_static: share of device memory available to the engine.
+        mem_fraction_static: fraction of device memory available to the engine.
         cache_prefixes: keep the KV cache of prompts for later requests with the same prefix.
-        extra_args: additional arguments of the server by name (`-` or `_`), which override ours:
-            True is a bare flag, False or None removes the argument, a list becomes several values,
-            a mapping JSON.
+        extra_args: additional server arguments, keyed by name (with `-` or `_`), which override
+            ours. True is a bare flag, False or None removes the argument, a list becomes several
+            values, and a mapping becomes JSON.
         start_timeout_s: deadline of `wait_ready`.
         request_timeout_s: deadline of a control call; an engine that sends no token for this long
             counts as hung.
@@ -51,7 +51,7 @@ class EngineSpec:
         tokenizes: load the model's tokenizer, for `SamplingConfig.stop`.
         memory_saver: allow releasing device memory (`Engine.sleep`); only on cuda.
         threads: compute threads per rank; only on cpu.
-        python: interpreter that has the inference library; "" for this process's.
+        python: interpreter in which the inference library is installed; "" for this process's.
         fork_server: name of a fork server (`process.fork_server`) that has loaded the inference
             library; "" for none.
     """
@@ -87,13 +87,13 @@ class EngineSpec:
 
     @property
     def ranks(self) -> int:
-        """The number of processes that hold weights, over all nodes."""
+        """The number of processes that store weights, over all nodes."""
         return self.tensor * self.pipeline
 
 
 def model_config(spec: EngineSpec) -> dict[str, Any]:
-    """Return the model's Hugging Face config; empty if it cannot be read (the server logs the
-    reason)."""
+    """Return the model's Hugging Face config; an empty dict if it cannot be read (the server logs
+    the reason)."""
     try:
         found = json.loads((Path(spec.model_path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -102,8 +102,8 @@ def model_config(spec: EngineSpec) -> dict[str, Any]:
 
 
 def check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int, name: str) -> None:
-    """Reject tokens outside the model's vocabulary. Servers index their embedding with them: some
-    crash, failing all other requests too, and some read padding.
+    """Reject tokens outside the model's vocabulary. Servers use tokens to index the embedding.
+    Given invalid ones, some crash, which fails all other requests too, and some read padding.
 
     Args:
         prompts: token ids.
@@ -111,7 +111,7 @@ def check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int, name: str) -
         name: name of the engine.
 
     Raises:
-        EngineError: names the prompt and the token.
+        EngineError: a token is invalid; the message names the prompt and the token.
     """
     for number, prompt in enumerate(prompts):
         if not vocabulary or not len(prompt):

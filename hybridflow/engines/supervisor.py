@@ -1,4 +1,4 @@
-"""Supervision of one engine: an engine that has died or hangs is stopped and restarted in the
+"""Supervision of one engine: if the engine has exited or hangs, it is stopped and restarted in the
 background."""
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ class EngineState:
 
 
 class EngineSupervisor:
-    """Starts, watches and restarts one engine. Not thread-safe.
+    """Starts, monitors and restarts one engine. Not thread-safe.
 
     Args:
         kind: name in `ENGINES`.
         spec: the engine's spec.
-        log_path: log of the first start; later starts log next to it (`log_of_start`).
-        prepare: called with each restarted engine before it counts as up; a HybridFlowError fails
-            the restart.
+        log_path: log file of the first start; later starts use other files next to it
+            (`log_of_start`).
+        prepare: called with each restarted engine before it counts as up; if it raises a
+            HybridFlowError, the restart fails.
         max_restarts: maximum restarts per hour; beyond that the engine is abandoned.
-        nodes: for an engine that spans several nodes, starts and checks the servers of the others.
+        nodes: for an engine that spans several nodes, starts and checks the servers on the other
+            nodes.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class EngineSupervisor:
         self.engine = self._start()
 
     def state(self) -> EngineState:
-        """Return the engine's current state, after starting a restart if it has died."""
+        """Return the engine's current state. If it has exited, begin a restart first."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
         if self._thread is None and not self._failure:
@@ -102,7 +104,7 @@ class EngineSupervisor:
         return self.state()
 
     def stop(self) -> None:
-        """Stop the engine for good."""
+        """Stop the engine permanently."""
         self._failure = self._failure or "stopped"
         if self.nodes is not None:
             self.nodes.end()

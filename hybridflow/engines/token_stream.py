@@ -1,4 +1,4 @@
-"""Prompts in flight at one server, whose responses arrive token by token as server-sent events.
+"""Prompts in flight on one server, which streams responses token by token as server-sent events.
 
 All requests share one event loop in one thread. If the server accepts several prompts per HTTP
 request, a batch is sent in one request, which preserves its order in the scheduler; the server
@@ -48,7 +48,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        """The finish reason; empty while the response is running."""
+        """The finish reason; an empty string while the response is being generated."""
         return self._heard[2]
 
     def add(
@@ -62,10 +62,10 @@ class Answer:
         """Append the tokens of one event.
 
         Args:
-            reason: the finish reason; empty while the response is running.
-            spans: {version, start, end} of all tokens so far; without an end, a span extends to the
-                last token.
-            supports: the tokens' supports, if requested.
+            reason: the finish reason; empty while the response is being generated.
+            spans: {version, start, end} dicts that cover all tokens so far; a span without an end
+                extends to the last token.
+            supports: the tokens' sampling supports, if requested.
         """
         if reason and reason not in FINISH_REASONS:
             raise ValueError(f"unknown finish reason {reason!r}")
@@ -90,7 +90,8 @@ class Answer:
         self._heard = (len(self._tokens), made_by, reason)
 
     def continued(self, version: str) -> list[dict[str, Any]]:
-        """Return the spans so far, for `add`, extended by tokens from weight `version`."""
+        """Return the spans so far, extended by tokens from weight `version`, as an argument for
+        `add`."""
         known = [vars(span) for span in self._heard[1]]
         if known and known[-1]["version"] == version:
             return [*known[:-1], {"version": version, "start": known[-1]["start"]}]
@@ -126,7 +127,7 @@ class Answer:
 
 class Asked:
     """A batch of prompts in flight. `told` is called in the event loop's thread with the number and
-    completion of each finished response; `done` carries the error, if any."""
+    completion of each finished response; `done` is set to the error, if there is one."""
 
     def __init__(
         self,
@@ -160,12 +161,12 @@ class Asked:
         return self.answers[number].completion(0, Extras(support=self.extras.support))
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Tell the engine to abort these responses. Returns once the request has been sent."""
+        """Ask the engine to abort these responses. Returns once the request has been sent."""
         assert self.streams is not None
         self.streams.abort(self, [self.names[number] for number in numbers])
 
     def give_up(self) -> None:
-        """Stop waiting. Unfinished responses are aborted at the engine, and `done` fails with an
+        """Stop waiting. Unfinished responses are aborted in the engine, and `done` fails with an
         EngineError."""
         if self.loop is not None:
             with suppress(RuntimeError):  # the loop has stopped, and all requests with it
@@ -178,14 +179,14 @@ class Asked:
 
 
 class TokenStreams:
-    """The token requests to one engine; subclassed for each kind of server.
+    """Token requests to one engine. Each kind of server has a subclass.
 
     Args:
         url: base address.
         headers: sent with each request.
         name: the engine's name, for errors.
         silence_s: seconds without any data, while requests are in flight, after which the engine
-            counts as silent. A response may take longer.
+            counts as silent. A whole response may take longer.
         batch_size: prompts per HTTP request.
     """
 
@@ -222,30 +223,31 @@ class TokenStreams:
         raise NotImplementedError
 
     async def _call_off(self, names: Sequence[str]) -> None:
-        """Tell the server (`_tell`) to abort these requests."""
+        """Ask the server to abort these requests (using `_tell`)."""
         raise NotImplementedError
 
     # ---- called from other threads
 
     def ask(self, asked: Asked) -> None:
-        """Send the prompts and return; `asked.done` resolves when all are answered.
+        """Send the prompts and return immediately; `asked.done` resolves once all responses are
+        complete.
 
         It fails with EngineError (rejected or malformed) or EngineSilent (no connection, or
-        silent). Unanswered prompts are then aborted at the engine.
+        silent). Unfinished prompts are then aborted in the engine.
         """
         asked.streams = self
         self._schedule(self._answer(asked))
         asked.loop = self._loop  # None if everything was aborted in the meantime
 
     def abort(self, asked: Asked, names: Sequence[str]) -> None:
-        """Tell the engine to abort these requests, which are answered with the tokens so far.
-        Returns once the request has been sent."""
+        """Ask the engine to abort these requests, which then finish with the tokens so far. Returns
+        once the message has been sent."""
         task = self._schedule(self._abort_known(asked, names))
         with suppress(TimeoutError, CancelledError):
             task.result(2 * _ABORT_S)
 
     def heard(self) -> None:
-        """Restart the silence timer, because the engine was blocked."""
+        """Restart the silence timer, for example after the engine was blocked."""
         self._heard = time.monotonic()
 
     def close(self) -> None:
@@ -373,7 +375,7 @@ class TokenStreams:
             ) from error
 
     async def _heard_within(self, coming: Awaitable[Value], asked_at: float) -> Value:
-        """Await data. Raises EngineSilent if no request receives any data for `silence_s`."""
+        """Wait for data. Raises EngineSilent if no request receives any data for `silence_s`."""
         waiting = asyncio.ensure_future(coming)
         try:
             while True:

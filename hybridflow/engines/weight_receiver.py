@@ -2,8 +2,8 @@
 receives new weights.
 
 The engine's loader is traced (`layout_tracer`), and incoming weights are written to the locations
-that it would write to. Errors are reported through the weight-sync store, because the server's
-response does not contain them.
+to which the loader would write. Errors are reported through the weight-sync store, because the
+server's response does not contain them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class _CalledOff(WeightSyncError):
-    """Another rank, a sender or the engine's worker cancelled the order first."""
+    """Raised if another rank, a sender or the engine's worker has already cancelled the order."""
 
 
 class WeightReceiver:
@@ -66,7 +66,7 @@ class WeightReceiver:
         self._thread: threading.Thread | None = None
 
     def take(self, control: Control, in_background: bool) -> None:
-        """Handle a message. With `in_background`, weights are received in a thread."""
+        """Handle a message. If `in_background` is True, weights are received in a thread."""
         if not in_background or control.action != RECEIVE:
             return self.handle(control)
         # these modes are per thread, and weights created in inference mode must not be written
@@ -91,7 +91,7 @@ class WeightReceiver:
         return self._thread.start()
 
     def handle(self, control: Control, finish: Callable[[], None] | None = None) -> None:
-        """Execute the command, then `finish`, and report."""
+        """Execute the command, call `finish`, and post a report."""
         started = time.perf_counter()
         rank = control.first_rank + self._rank()
         store = session.connect(control.host, control.port, control.timeout_s)
@@ -151,8 +151,8 @@ class WeightReceiver:
         }
 
     def _traced(self, store: Any, timeout_s: float) -> RankLayout:
-        """Return the layout, tracing it again if any buffer has moved (repacked weights, memory
-        released and reallocated)."""
+        """Return the layout. Retraces it if a buffer has moved (because weights were repacked, or
+        memory was reallocated)."""
         pointers = {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
         if self._layout is None or pointers != self._pointers:
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)

@@ -31,8 +31,8 @@ from hybridflow.sync.session import (
 
 
 class EngineClient(Protocol):
-    """The protocol of a client to an engine's server during a transaction. Calls have deadlines and
-    raise EngineError."""
+    """The protocol for a client of an engine's server, as used in a transaction. All calls have
+    deadlines and raise EngineError."""
 
     def pause(self, mode: PauseMode) -> None:
         """Stop generating."""
@@ -51,27 +51,30 @@ class EngineClient(Protocol):
         cached prefixes."""
 
     def set_weight_version(self, version: int | str) -> None:
-        """Set the version name of the weights that generate later tokens."""
+        """Set the name of the weight version that generates later tokens."""
 
 
 class _Unusable(WeightSyncError):
-    """The engine cannot process further orders: a rank does not report, or the update session
-    cannot be closed."""
+    """Raised if the engine cannot process further orders, because a rank does not report or the
+    update session cannot be closed."""
 
 
 def _report_deadline(timeout_s: float, stages: int) -> float:
     """Return the deadline in seconds for the ranks' reports after the server's response. With
-    several pipeline stages the server responds once the first stage has handled the message."""
+    several pipeline stages, the server responds as soon as the first stage has handled the
+    message."""
     return answer_deadline(timeout_s) if stages > 1 else REPORT_GRACE_S
 
 
 def describe(
     client: EngineClient, spec: EngineSpec, host: str, port: int, timeout_s: float
 ) -> EngineLayout:
-    """Make all ranks of an engine trace and post their layouts. The engine must have no requests.
+    """Have all ranks of an engine trace and post their layouts. The engine must not have any
+    requests.
 
     Raises:
-        WeightSyncError: a rank could not trace its loader or did not report; names engine and rank.
+        WeightSyncError: a rank could not trace its loader or did not report. The message names the
+            engine and the rank.
         EngineError: the engine does not respond.
     """
     store = session.connect(host, port, timeout_s)
@@ -89,7 +92,7 @@ def describe(
 
 
 def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> Outcome:
-    """Execute an order. Never raises a HybridFlowError: the outcome contains the engine's status.
+    """Execute an order. Never raises a HybridFlowError: the outcome reports the engine's status.
 
     Args:
         plan: digest of the plan built from this engine's description.
@@ -130,14 +133,14 @@ def _compare(board: Board, plan: str) -> None:
     order = board.order
     if order.plan != plan:
         raise WeightSyncError(
-            f"{order.engine} has plan {plan[:12]}, but the order is for plan {order.plan[:12]}; "
-            "plan again"
+            f"{order.engine} uses plan {plan[:12]}, but the order is for plan {order.plan[:12]}; "
+            "make a new plan"
         )
     for sender, announced in board.announcements(order.endpoint.timeout_s).items():
         if announced.plan != plan:
             raise WeightSyncError(
-                f"trainer rank {sender} has plan {announced.plan[:12]}, but {order.engine} has "
-                f"plan {plan[:12]}; plan again"
+                f"trainer rank {sender} uses plan {announced.plan[:12]}, but {order.engine} uses "
+                f"plan {plan[:12]}; make a new plan"
             )
         if announced.version != order.version:
             raise WeightSyncError(
@@ -147,8 +150,8 @@ def _compare(board: Board, plan: str) -> None:
 
 
 def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, RankReport]:
-    """Pause the engine, let the ranks receive, and resume. `report_s` is the deadline in seconds
-    for reports after the server's response."""
+    """Pause the engine, have the ranks receive the weights, and resume. `report_s` is the deadline
+    in seconds for reports after the server's response."""
     order = board.order
     endpoint = board.order.endpoint
     refusal = ""
@@ -191,7 +194,7 @@ def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, 
 def _check_reports(
     engine: str, ranks: tuple[int, ...] | range, reports: Mapping[int, RankReport], refusal: str
 ) -> None:
-    """Raise unless every rank reported success."""
+    """Raise an error unless every rank has reported success."""
     causes_first = sorted(reports.values(), key=lambda report: report.called_off)
     faults = [f"{engine} {report.error}" for report in causes_first if report.error]
     silent = [str(rank) for rank in ranks if rank not in reports]

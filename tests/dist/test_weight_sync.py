@@ -213,7 +213,7 @@ def test_another_plan_is_refused_before_the_engine_is_paused(world: SyncWorld) -
     assert (
         list(report.stale) == ["engine-1"]
         and "plan 000000000000" in report.stale["engine-1"]
-        and "plan again" in report.stale["engine-1"]
+        and "make a new plan" in report.stale["engine-1"]
     )
     assert world.difference(0, 11) <= CLOSE
     assert (

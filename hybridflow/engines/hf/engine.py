@@ -1,7 +1,7 @@
 """The engine `hf`: a transformers model and its `generate`, in the trainer's process.
 
 It is slower than a server with continuous batching, because a batch runs until its longest response
-ends. It is intended for debugging and for very small machines.
+is complete. It is intended for debugging and for very small machines.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class HfEngine:
     # ---- start and stop
 
     def start(self) -> None:
-        """Build the model, without weight values.
+        """Build the model with uninitialised weights.
 
         Raises:
-            ModelError: the transformers model and the family's map differ in their tensors.
+            ModelError: the tensors of the transformers model differ from those in the family's map.
         """
         config = json.loads(
             (Path(self.spec.model_path) / "config.json").read_text(encoding="utf-8")
@@ -200,9 +200,9 @@ class HfEngine:
     def _read_once(
         self, prompts: Sequence[Sequence[int]], ids: torch.Tensor, mask: torch.Tensor
     ) -> dict[str, DynamicCache]:
-        """Return arguments for `generate` that share the prefill of repeated prompts (the samples
-        of a group): keys and values of all tokens except the last, computed once per distinct
-        prompt. Empty if no prompt is repeated."""
+        """Return arguments for `generate` that share the prefill among repeated prompts (the
+        samples of a group): the keys and values of all tokens except the last, computed once per
+        distinct prompt. Returns an empty dict if no prompt is repeated."""
         from transformers import DynamicCache
 
         numbers: dict[tuple[int, ...], int] = {}
@@ -249,7 +249,8 @@ class HfEngine:
     # ---- weights and memory
 
     def take(self, version: str, fill: Callable[[Mapping[str, torch.Tensor]], int]) -> int:
-        """Let `fill` write a weight version into this model's tensors, and return its result."""
+        """Call `fill` to write a weight version into this model's tensors, and return its
+        result."""
         self.check_alive()
         self._version = None
         written = fill(dict(checkpoint_tensors(self._model)))
@@ -261,7 +262,7 @@ class HfEngine:
         raise EngineError(_WHY, engine=self.spec.name)
 
     def receive(self, order: Order, plan: str) -> Outcome:
-        """Refuse the order: this engine does not receive weights over the network."""
+        """Reject the order: this engine does not receive weights over the network."""
         return refuse(order, _WHY)
 
     def sleep(self) -> None:
@@ -272,10 +273,9 @@ class HfEngine:
 
 
 class _LogProbs:
-    """A transformers `LogitsProcessor` that records the log-prob of each sampled token, from the
-    logits before top-k and top-p.
-
-    The token sampled in a step is the last id in the next call.
+    """A transformers `LogitsProcessor` that records the log-prob of each sampled token, computed
+    from the logits before top-k and top-p. The token sampled in one step is the last id in the next
+    call.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -302,7 +302,7 @@ class _LogProbs:
 def _among(
     scores: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, list[Supports | None]]:
-    """Return the tokens' log-probs [b, t] normalised over the sampler's support, and each row's
+    """Return the tokens' log-probs [b, t], normalised over the sampling support, and each row's
     supports. `scores` [b, t, v] are -inf outside the support."""
     left = scores.isfinite()
     log_probs = scores.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
@@ -318,8 +318,8 @@ _EXPERTS = re.compile(r"(?P<layer>.*\.)mlp\.experts\.(?P<part>gate_up|down)_proj
 
 
 def checkpoint_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (checkpoint name, tensor) of a transformers model; the tensors are views of its
-    memory."""
+    """Yield (checkpoint name, tensor) for each tensor of a transformers model. The tensors are
+    views of the model's memory."""
     saved = model.state_dict().keys()
     named = [
         *model.named_parameters(),

@@ -74,7 +74,7 @@ class EngineClient(ServerClient):
     # ---- memory
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Release the device memory of these parts and drop their contents. No request may be
+        """Release the device memory of these parts and discard their contents. No request may be
         running.
 
         On CPU SGLang reports success but frees nothing, because its memory saver needs CUDA's
@@ -83,7 +83,7 @@ class EngineClient(ServerClient):
         self._request("/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Reallocate the memory of these parts. Weights must be sent before the next request."""
+        """Reallocate memory for these parts. Weights must be sent before the next request."""
         self._request("/resume_memory_occupation", {"tags": list(tags)})
 
     # ---- weights
@@ -92,9 +92,9 @@ class EngineClient(ServerClient):
         """Stop generating.
 
         Args:
-            mode: treatment of running requests. `abort` ends them; `retract` holds them and
-                recomputes their KV cache on resume; `in_place` holds them and keeps the KV cache of
-                the old weights.
+            mode: treatment of running requests. `abort` ends them; `retract` suspends them and
+                recomputes their KV cache on resume; `in_place` suspends them and keeps the KV cache
+                computed with the old weights.
         """
         self._post("/pause_generation", {"mode": mode})
 
@@ -103,8 +103,8 @@ class EngineClient(ServerClient):
         self._post("/continue_generation", {})
 
     def begin_weight_update(self) -> None:
-        """Open the session that `call_ranks` requires. Pause first; otherwise this waits for the
-        requests in flight."""
+        """Open the session that `call_ranks` requires. Call `pause` first; otherwise this call
+        waits for the requests in flight."""
         self._post("/begin_weight_update", {})
 
     def end_weight_update(self) -> None:
@@ -119,11 +119,9 @@ class EngineClient(ServerClient):
 
         Args:
             control: the message.
-            flush_cache: drop cached prefixes, which were computed with the old weights. Fails if
-                requests are paused by `pause("in_place")`.
-
-        `weight_version` is omitted because SGLang would adopt the new name even if the loader
-        failed.
+            flush_cache: drop cached prefixes, which were computed with the old weights. Fails while
+                requests are paused by `pause("in_place")`. `weight_version` is not sent, because
+                SGLang would adopt the new name even if the loader failed.
         """
         body = {
             "serialized_named_tensors": payload(control),
@@ -140,8 +138,8 @@ class EngineClient(ServerClient):
         )
 
     def flush_cache(self) -> None:
-        """Drop cached prefixes. Rejected while requests are running; the last answered batch may
-        take a moment to finish."""
+        """Drop cached prefixes. SGLang rejects this while requests are running; the last completed
+        batch may take a moment to be released."""
         self._request(f"/flush_cache?timeout={_SETTLE_S}", {})
 
     # ---- control calls

@@ -15,7 +15,7 @@ _OPEN = ("/health", "/ready", "/metrics")
 
 
 def close_paths() -> None:
-    """Make the servers require the key on every path."""
+    """Patch the servers to require the key on every path."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.utils.auth.decide_request_auth", as_any_path, HookType.AROUND)
@@ -25,7 +25,7 @@ def close_paths() -> None:
 
 
 def as_any_path(original: Callable[..., Any], *, path: str, **asked: Any) -> Any:
-    """Return SGLang's authentication decision as for a path without an exemption."""
+    """Return SGLang's authentication decision for a path without an exemption."""
     return original(path="/" if path.startswith(_OPEN) else path, **asked)
 
 

@@ -33,7 +33,7 @@ def close_sockets() -> None:
 
 
 def keys() -> tuple[bytes, bytes]:
-    """Return the public and the secret key that all of the job's sockets share.
+    """Return the public and the secret key shared by all of the job's sockets.
 
     Both are kept secret: CurveZMQ never sends the listening end's public key, and no client can
     connect without it.

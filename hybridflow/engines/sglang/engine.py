@@ -32,8 +32,8 @@ class SglangEngine(ServedEngine):
         self.client.release_memory(("kv_cache", "weights", *self._graphs))
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate device memory. Weights are empty until the next sync; CUDA graphs return with
-        the KV cache that they read."""
+        """Reallocate device memory. Weights are uninitialised until the next sync; CUDA graphs are
+        restored together with the KV cache that they read."""
         self.client.resume_memory((*tags, *(self._graphs if "kv_cache" in tags else ())))
 
     @property

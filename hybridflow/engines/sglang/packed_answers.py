@@ -26,7 +26,7 @@ _AMONG = "output_token_sampling_logprobs"
 
 
 def pack_answers() -> None:
-    """Make the server pack the responses that it streams."""
+    """Patch the server to pack the responses that it streams."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response"
@@ -49,8 +49,8 @@ async def packed(
 
 
 def pack(meta: dict[str, Any]) -> None:
-    """Replace the lists of log-probs by `LOG_PROBS`. With supports, the log-probs are normalised
-    over them."""
+    """Replace the lists of log-probs with `LOG_PROBS`. If supports are requested, the log-probs are
+    normalised over them."""
     values = [entry[0] for entry in meta.pop(_LISTED)]
     if (supports := meta.pop(_SUPPORT, None)) is not None:
         values = meta.pop(_AMONG)

@@ -95,8 +95,8 @@ def core_binding(ranks: int, cores: list[int]) -> str:
 
 
 def unused_model_files(model_path: str) -> list[str]:
-    """Return the names of SGLang's model files except the one for this model's architecture; empty
-    if the architecture is not in `MODEL_FILES`.
+    """Return the names of all SGLang model files except the one for this model's architecture; an
+    empty list if the architecture is not in `MODEL_FILES`.
 
     SGLang imports every model file to find one class (sglang/srt/models/registry.py:118), which
     takes about a CPU second per start. It skips those listed in SGLANG_DISABLED_MODEL_ARCHS.
@@ -136,7 +136,7 @@ def sglang_environment(device: str) -> dict[str, str]:
 
 
 def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
-    """Return the server's environment: this process's environment without its distributed rank,
+    """Return the server's environment: this process's environment, without its distributed rank and
     restricted to loopback."""
     env = common_environment(spec, folder) | sglang_environment(spec.device)
     # torch's TCPStore listens on every interface regardless of its host name. A file needs no

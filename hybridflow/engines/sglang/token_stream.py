@@ -22,7 +22,7 @@ _OVERFLOW = "Sampling support exceeds"
 
 
 class SglangStreams(TokenStreams):
-    """The token requests to one SGLang server."""
+    """Token requests to one SGLang server."""
 
     def _body(self, asked: Asked, numbers: range) -> dict[str, Any]:
         body: dict[str, Any] = {

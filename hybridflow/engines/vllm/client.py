@@ -2,8 +2,8 @@
 
 Log-probs: the server runs with `--logprobs-mode processed_logprobs`, which returns log-probs of the
 distribution that was sampled from: log softmax(logits / temperature) without truncation, and log
-softmax(logits) at temperature 0. With top-k or top-p it would be the truncated distribution,
-contrary to the specification of `Completion`, so such requests are rejected.
+softmax(logits) at temperature 0. With top-k or top-p, they would be log-probs of the truncated
+distribution, contrary to the specification of `Completion`, so such requests are rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAUSE = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
 class VllmStreams(TokenStreams):
-    """The token requests to one vLLM server, with one prompt each."""
+    """Token requests to one vLLM server, with one prompt per request."""
 
     path = "/inference/v1/generate"
     version = ""  # current weight version, because vLLM reports it only with the last token
@@ -109,14 +109,14 @@ class VllmClient(ServerClient):
         self._request("/sleep?level=2", {})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Reallocate the memory of these parts. Weights must be sent before the next request."""
+        """Reallocate memory for these parts. Weights must be sent before the next request."""
         self._request("/wake_up?" + "&".join(f"tags={tag}" for tag in tags), {})
 
     # ---- weights
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop generating. For the modes, see `Order.pause`; retracted requests lose their KV cache
-        in `call_ranks`."""
+        """Stop generating. For the modes, see `Order.pause`. `call_ranks` drops the KV cache of
+        retracted requests."""
         self._request(f"/pause?mode={_PAUSE[mode]}", {})
 
     def resume(self) -> None:
@@ -135,7 +135,8 @@ class VllmClient(ServerClient):
 
         Args:
             control: the message.
-            flush_cache: drop the KV cache of the old weights, including that of waiting requests.
+            flush_cache: drop the KV cache computed with the old weights, including that of waiting
+                requests.
         """
         self._request("/collective_rpc", {"method": RPC, "args": [control.to_json()]})
         if flush_cache and not self._call(

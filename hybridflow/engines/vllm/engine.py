@@ -22,7 +22,7 @@ from hybridflow.sync.session import Order, Outcome
 
 
 class VllmEngine(ServedEngine):
-    """One vLLM server, in the interpreter `EngineSpec.python`."""
+    """One vLLM server, run with the interpreter `EngineSpec.python`."""
 
     client_class = VllmClient
 
@@ -39,7 +39,7 @@ class VllmEngine(ServedEngine):
         self.client.release_memory()
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate device memory. Weights are empty until the next sync."""
+        """Reallocate device memory. Weights are uninitialised until the next sync."""
         self.client.resume_memory(tags)
 
     # ---- the server

@@ -22,7 +22,7 @@ _LOOK_S = 60.0
 
 
 def check_spec(spec: EngineSpec) -> None:
-    """Raise EngineError for unsupported settings, naming key and remedy."""
+    """Raise EngineError for unsupported settings. The message names the key and the remedy."""
     other = "choose another rollout.engine"
     sizes = {
         "rollout.nodes_per_engine": spec.nnodes,
@@ -51,7 +51,8 @@ def check_spec(spec: EngineSpec) -> None:
 
 
 def check_python(spec: EngineSpec) -> None:
-    """Raise EngineError if the server's interpreter lacks a module. Takes about 50 ms."""
+    """Raise EngineError if a required module is missing from the server's interpreter. Takes about
+    50 ms."""
     python = spec.python or sys.executable
     remedy = (
         "install vLLM and xxhash in a separate environment, and set rollout.python to its "
@@ -121,7 +122,7 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
 
 
 def environment(spec: EngineSpec, folder: str, key: str) -> dict[str, str]:
-    """Return the server's environment: this process's environment without its distributed rank,
+    """Return the server's environment: this process's environment, without its distributed rank and
     restricted to loopback."""
     env = common_environment(spec, folder)
     env |= {

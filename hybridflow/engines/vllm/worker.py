@@ -1,7 +1,7 @@
 """The `--worker-extension-cls` that receives new weights inside every rank of a vLLM server.
 
-vLLM may store weights in another layout than its loader wrote. On CPU, for example, it packs each
-linear layer for oneDNN and drops the parameter (vllm/model_executor/layers/utils.py,
+vLLM may store weights in a layout other than the one its loader wrote. On CPU, for example, it
+packs each linear layer for oneDNN and drops the parameter (vllm/model_executor/layers/utils.py,
 `dispatch_cpu_unquantized_gemm`). Tracing the loader does not reveal such a layout. If every layer
 is known to compute with its parameters as loaded, slices are written to the traced locations.
 Otherwise the rank receives whole tensors and passes them to vLLM's own reload.
@@ -30,14 +30,14 @@ _AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
 class WeightExtension:
-    """A base class that vLLM adds to its worker. Its attributes must not clash with the
+    """A base class that vLLM adds to its worker. Its attribute names must not clash with the
     worker's."""
 
     _weight_receiver: WeightReceiver | None = None
 
     def take_weight_message(self, text: str) -> None:
-        """Handle a `Control` message in JSON. Called by `collective_rpc`; never raises, because an
-        error in a rank would terminate the server."""
+        """Handle a `Control` message encoded as JSON. Called by `collective_rpc`; never raises,
+        because an error in a rank would terminate the server."""
         try:
             if self._weight_receiver is None:
                 self._weight_receiver = receiver_of(self)
@@ -48,7 +48,7 @@ class WeightExtension:
 
 
 def receiver_of(worker: Any) -> WeightReceiver:
-    """Create the receiver for the rank of a vLLM worker: for slices if possible, else for whole
+    """Create the receiver for a vLLM worker's rank: for slices if possible, otherwise for whole
     tensors."""
     model = worker.model_runner.get_model()
     if computes_with_what_was_loaded(model):
@@ -76,9 +76,9 @@ def computes_with_what_was_loaded(model: torch.nn.Module) -> bool:
 class WholeTensors(WeightReceiver):
     """Receives every checkpoint tensor whole and passes it to vLLM's loader.
 
-    During a sync the rank holds a second copy of the full model, not only of its own shard. All
-    tensors are received and verified before vLLM loads the first. If vLLM fails after that, the
-    engine stays paused.
+    During a sync, the rank keeps a second copy of the full model in memory, not only of its own
+    shard. All tensors are received and verified before vLLM loads the first one. If vLLM fails
+    after that, the engine stays paused.
     """
 
     def __init__(self, worker: Any, model: torch.nn.Module) -> None:
@@ -87,7 +87,7 @@ class WholeTensors(WeightReceiver):
         self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def _traced(self, store: Any, timeout_s: float) -> RankLayout:
-        """Return a layout in which each tensor of the catalog is a separate buffer."""
+        """Return a layout in which each tensor in the catalog is a separate buffer."""
         if self._layout is None:
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
             shapes = {name: tuple(shape) for name, shape in catalog["tensors"].items()}

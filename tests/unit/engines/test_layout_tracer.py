@@ -161,15 +161,15 @@ def test_a_traced_module_can_be_on_meta() -> None:
         ),
         (
             lambda toy, weights: toy.embed.data.copy_(dict(weights)["down.weight"].T[:8]),
-            "a slice of down.weight for embed that is not a rectangle",
+            "a non-rectangular slice of down.weight for embed",
         ),
         (
             lambda toy, weights: toy.embed.data.T.copy_(dict(weights)["embed.weight"][:8]),
-            "to a slice of embed that is not a rectangle",
+            "to a non-rectangular slice of embed",
         ),
         (
             lambda toy, weights: toy.embed.data[::2].copy_(dict(weights)["k.weight"]),
-            "to a slice of embed that is not a rectangle",
+            "to a non-rectangular slice of embed",
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""SGLang platform plugin for machines without CUDA: SGLang's own torch-native code paths, no
-sgl_kernel.
+"""SGLang platform plugin for machines without CUDA. It uses SGLang's own torch-native code paths,
+without sgl_kernel.
 
 SGLang finds `activate` through the entry point group `sglang.srt.platforms`
 (sglang/srt/platforms/__init__.py, `_resolve_platform`). Its in-tree CPU platform is enabled by
@@ -26,7 +26,7 @@ def wanted() -> bool:
 
 
 def activate() -> str | None:
-    """Return the platform class to use, or None to leave the choice to SGLang. Entry point."""
+    """Entry point. Return the platform class to use, or None to leave the choice to SGLang."""
     if not wanted():
         return None
     from hybridflow.engines.sglang.cpu_plugin import torchvision_stand_in

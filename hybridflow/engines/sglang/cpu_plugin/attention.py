@@ -31,8 +31,8 @@ class BatchedAttention(TorchNativeAttnBackend):
         return 1
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Discard the blocks of the last forward pass. Called once before each pass, whose layers
-        share the new blocks."""
+        """Discard the blocks of the last forward pass. Called once before each pass; all layers of
+        the pass share the new blocks."""
         super().init_forward_metadata(forward_batch)
         self._blocks = None
 
@@ -142,8 +142,8 @@ def use_host_copies() -> None:
 
 
 def use_absorbed_latents() -> None:
-    """Make latent attention (DeepSeek) run in absorbed form for prompts too: one key head of latent
-    + rotary width, whose first columns are the values.
+    """Make latent attention (DeepSeek) use the absorbed form for prompts too: a single key head of
+    width latent + rotary, whose first columns are the values.
 
     For an unknown backend SGLang uses the rule of "triton"
     (deepseek_common/attention_backend_handler.py:56), which passes the keys and values of all heads

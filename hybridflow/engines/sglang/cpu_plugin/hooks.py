@@ -51,7 +51,7 @@ def fork_children(_: Any, server_args: Any) -> None:
 
     sglang/srt/entrypoints/engine.py:1995 requests spawn because CUDA does not survive a fork, so
     each child imports SGLang again (about 8 CPU seconds). Without CUDA the imports can be shared,
-    which makes a start about twice as fast and halves the memory. With several data-parallel ranks
+    which makes start-up about twice as fast and halves the memory. With several data-parallel ranks
     the children are started by a process that already runs threads, so spawn is kept.
     """
     import multiprocessing
@@ -73,7 +73,7 @@ def reduce_scatter_tensor(group: Any, output: Any, input: Any) -> None:
 
 def reduce_scatterv(group: Any, input_: Any, output: Any = None, sizes: Any = None) -> Any:
     """Replace the reduce-scatter used with expert parallelism, for which upstream uses NCCL
-    (distributed/parallel_state.py:1265), by its fallback of an all-reduce and a slice."""
+    (distributed/parallel_state.py:1265), with its fallback, an all-reduce followed by a slice."""
     return group._deterministic_reduce_scatterv(input_, output, sizes)
 
 
@@ -111,7 +111,7 @@ def skip_foreign_experts(
     """Support expert parallelism (`--ep-size` > 1), in which experts of other ranks have id -1.
 
     sglang/srt/layers/moe/fused_moe_native.py:77 scatters by expert id and fails on -1. Here those
-    (token, slot) pairs contribute nothing; the sum over ranks follows as on an accelerator.
+    (token, slot) pairs contribute nothing; the ranks' results are then summed as on an accelerator.
     """
     import torch
     from torch.nn import functional

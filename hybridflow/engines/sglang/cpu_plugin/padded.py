@@ -17,8 +17,8 @@ class Block:
     """A group of sequences computed together: the indices of their queries and keys, and the
     visibility mask.
 
-    Everything that is the same for all layers of a forward pass is prepared once. Each layer
-    gathers its keys and values, makes one call, and scatters the rows back.
+    Everything shared by all layers of a forward pass is prepared once. Each layer gathers its keys
+    and values, makes one call, and scatters the rows back.
 
     Args:
         rows: `[n, t]` index of each query in the flat batch; padding repeats the sequence's last
@@ -95,8 +95,8 @@ class Block:
 
 
 def group_by_length(queries: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Yield groups of sequence indices, longest first, with bounded padded size. A single sequence
-    may exceed the bound."""
+    """Yield groups of sequence indices, longest sequences first. The padded size of a group is
+    bounded, but a single sequence may exceed the bound."""
     order = sorted(
         (i for i in range(len(lengths)) if queries[i] > 0), key=lambda i: (-lengths[i], -queries[i])
     )

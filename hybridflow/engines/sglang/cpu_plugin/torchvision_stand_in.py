@@ -27,7 +27,7 @@ def _add_module(name: str, **attributes: object) -> None:
 
 
 def install() -> None:
-    """Register the stand-in unless a real torchvision exists. Safe to call again."""
+    """Register the stand-in unless a real torchvision exists. Idempotent."""
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         return
     # transformers checks with find_spec and caches the result
