@@ -1,1 +1,1 @@
-"""The loop on the driver: phases, checkpoint and resume, validation, metrics."""
+"""The training loop on the driver: phases, checkpoints and resuming, validation, metrics."""

@@ -1,5 +1,6 @@
-"""Computation of a batch's rewards, advantages and returns from its scores. Also holds the state
-that outlives a step: KL coefficient, entropy coefficient, running statistics of model scores."""
+"""Computation of a batch's rewards, advantages and returns from its scores. Also keeps the state
+that persists across steps: the KL coefficient, the entropy coefficient, and running statistics of
+model scores."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def advantages_step(config: RunConfig) -> DataflowStep:
 
 
 class Advantages:
-    """Computes rewards and advantages as configured by `algorithm`. `metrics` holds the last step's
-    metrics."""
+    """Computes rewards and advantages as configured by `algorithm`. `metrics` contains the last
+    step's metrics."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -163,8 +164,9 @@ class Advantages:
         self.model_scores.restore(state)
 
     def _scores(self, batch: DataProto) -> np.ndarray:
-        """Return [B] f32: `reward.weight` times the verifier's score, plus `reward_model.weight`
-        times the reward model's score if there is one, minus the penalty for overlong answers."""
+        """Return the weighted scores [B] f32: `reward.weight` times the verifier's score, plus
+        `reward_model.weight` times the reward model's score if there is one, minus the penalty for
+        overlong answers."""
         scores = np.float32(self.config.reward.weight) * np.asarray(
             batch["scores"], dtype=np.float32
         )
@@ -209,7 +211,8 @@ class Advantages:
         )
 
     def _forks(self, batch: DataProto) -> torch.Tensor:
-        """Return [T] bool: True for the tokens of highest entropy, which keep their advantage."""
+        """Return a mask [T] bool that is True for the tokens with the highest entropy, which keep
+        their advantage."""
         entropies, mask = (batch.torch(name)[0] for name in ("entropys", RESPONSE_MASK))
         kept = most_uncertain(entropies, mask, self.algorithm.top_entropy_share)
         self.metrics["actor/top_entropy_share"] = float(kept.sum() / mask.sum().clamp(min=1))
@@ -248,8 +251,8 @@ class Advantages:
 
 
 def samples_that_count(batch: DataProto, *, compares: bool) -> torch.Tensor:
-    """Return [B] bool: True for samples with at least one unmasked token. If samples of a prompt
-    are compared, False for the only remaining sample of a group."""
+    """Return a mask [B] bool that is True for samples with at least one unmasked token. If samples
+    of the same prompt are compared, it is False for the only remaining sample of a group."""
     counts = torch.from_numpy(sampled_tokens(batch) > 0)
     if counts.all() or not compares:
         return counts
@@ -266,9 +269,9 @@ def _values(batch: DataProto, name: str) -> torch.Tensor:
 
 
 def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
-    """Return [B] the reason why a row with a score still counts as failed, or None: the reward did
-    not return an extra number that the estimator requires, or it returned more turn or token
-    rewards than the row has turns or tokens."""
+    """Return, for each row [B], the reason why it counts as failed even though it has a score, or
+    None. A row fails if the reward did not return an extra number that the estimator requires, or
+    returned more turn or token rewards than the row has turns or tokens."""
     algorithm = config.algorithm
     flow = derived.flow_name(config)
     needed = dict.fromkeys(FLOWS.get(flow).rewards, f"algorithm.flow={flow}")
@@ -324,8 +327,8 @@ def _reward_parts(batch: DataProto) -> dict[str, torch.Tensor]:
 
 
 def _part_ends(batch: DataProto, name: str) -> np.ndarray:
-    """Return [T] bool: True at the last token of each turn (a run of sampled tokens), or at each
-    sampled token."""
+    """Return a mask [T] bool that is True at the last token of each turn (a run of sampled tokens),
+    or at each sampled token."""
     column = batch.jagged(RESPONSE_MASK)
     mask = column.values
     offsets = column.offsets
@@ -347,14 +350,14 @@ def _part_counts(batch: DataProto) -> dict[str, list[int]]:
 
 
 def _part_rewards(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Return [T] rewards, stored at the last token of each turn or token, and a [T] bool mask of
-    these positions; (None, None) if the reward returned neither `turn_rewards` nor `token_rewards`.
-    A turn is a run of sampled tokens. Turns without a reward (scoring failed, or the conversation
-    was ended) get 0.
+    """Return the rewards [T], placed at each turn's last token or at each token, and a mask [T]
+    bool of these positions; (None, None) if the reward returned neither `turn_rewards` nor
+    `token_rewards`. A turn is a run of sampled tokens. Turns without a reward (because scoring
+    failed, or the conversation was cut off) get 0.
 
     Raises:
         DataError: the rewards are not a list of numbers, or there are more of them than turns or
-            tokens; the message contains the row.
+            tokens. The message names the row.
     """
     extras = batch["reward_extra"].tolist() if "reward_extra" in batch else []
     name = next((name for name in PART_REWARDS if any(name in extra for extra in extras)), None)

@@ -79,7 +79,7 @@ AnyJob = Callable[[Job, Stops], Steps[dict[str, Any]]]
 
 
 def train(config: RunConfig, preload: Preload | None = None) -> None:
-    """Run the main job: warm start if configured, reinforcement learning, checkpoint, export,
+    """Run the main job: warm start (if configured), reinforcement learning, checkpoint, export and
     report."""
     _exhaust(training(config, preload, Stops()))
 
@@ -93,7 +93,7 @@ def training(config: RunConfig, preload: Preload | None, stops: Stops) -> Steps[
 
 
 def sft(config: RunConfig, preload: Preload | None = None) -> None:
-    """Run only supervised fine-tuning: `config.sft`, checkpoint, export."""
+    """Run only supervised fine-tuning (`config.sft`), followed by checkpoint and export."""
     if config.sft.steps < 1:
         raise ConfigError("sft.steps is 0: nothing to do; set sft.steps and sft.train_files")
     job = _run_job(config, preload, _without_stops(_sft), config.sft.steps, Stops())
@@ -101,8 +101,8 @@ def sft(config: RunConfig, preload: Preload | None = None) -> None:
 
 
 def train_reward(config: RunConfig, preload: Preload | None = None) -> None:
-    """Train a reward model on preference pairs: warm start if configured, `config.reward_training`,
-    checkpoint, export."""
+    """Train a reward model on preference pairs: warm start (if configured),
+    `config.reward_training`, checkpoint and export."""
     if config.reward_training.steps < 1:
         raise ConfigError(
             "reward_training.steps is 0: nothing to do; set reward_training.steps and "
@@ -226,7 +226,7 @@ def _check(
 def _groups_that_train(
     trained: Sequence[str], apart: Mapping[str, WorkerGroup]
 ) -> dict[str, WorkerGroup]:
-    """Return {role: group} for roles that train, without duplicate groups."""
+    """Return {role: group} for roles that train, listing each group once."""
     training = {role: apart[role] for role in trained if role in apart}
     return {
         role: group
@@ -244,7 +244,7 @@ def _samples(
     keep: Callable[[DataProto], DataProto],
     made_with: Mapping[str, Any],
 ) -> Samples:
-    """Return the source of training samples: recorded pairs, dumps, or engines' answers."""
+    """Return the source of training samples: recorded pairs, dumps, or answers from engines."""
     config = job.config
     if isinstance(dataset, PreferenceDataset):
         return RecordedPairs(config, dataset, keep)
@@ -269,7 +269,7 @@ def _summary(session: Session, steps: int) -> dict[str, Any]:
 
 
 def _open_dumps(job: Job, made_with: Mapping[str, Any]) -> Dumps | None:
-    """Open the dumps that the run trains on; None if it generates."""
+    """Open the dumps on which the run trains; None if it generates its samples."""
     config = job.config
     checkpoint = job.checkpoint
     if config.trainer.rollouts_from is None:
@@ -451,7 +451,7 @@ def _with_clusters(
     checkpoint in a fresh cluster, at most `trainer.max_restarts` times per hour.
 
     Raises:
-        ClusterLostError: Ray was lost and cannot be restarted; the message contains how to resume.
+        ClusterLostError: Ray was lost and cannot be restarted; the message explains how to resume.
     """
     limit = RestartLimit(config.trainer.max_restarts)
     goes_on = False
@@ -484,8 +484,8 @@ def _interrupted(error: BaseException | None) -> bool:
 
 @contextmanager
 def _stop_when_asked(session: Session) -> Iterator[None]:
-    """Treat SIGUSR1, which a job script sends before Slurm's time limit, as a request to stop after
-    the current step and a checkpoint."""
+    """Treat SIGUSR1, which a job script sends before Slurm's time limit, as a request to save a
+    checkpoint after the current step and stop."""
 
     def ask(number: int, frame: Any) -> None:
         session.stop_asked = True

@@ -1,5 +1,5 @@
 """The files that a job needs on disk before anything starts: data, tokenizer, the resolved model
-config, and the folder that engines start from."""
+config, and the folder from which engines start."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ENGINE_TYPES = {"kimi_k2": "deepseek_v3"}
 
 
 def prepare_data(config: RunConfig) -> str | None:
-    """Run `data.prepare` unless its output already exists. Returns a line to display, or None if no
-    preparation is configured."""
+    """Run `data.prepare` unless its output already exists. Returns a line for the user, or None if
+    no preparation is configured."""
     task = config.data.prepare.task
     if task is None:
         return None
@@ -41,7 +41,8 @@ def prepare_data(config: RunConfig) -> str | None:
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:
-    """Load `model.tokenizer`, else the tokenizer in `model.path`, with the tools' declarations.
+    """Load `model.tokenizer`, or else the tokenizer in `model.path`, including the tools'
+    declarations.
 
     Raises:
         ConfigError: there is no tokenizer, or `rollout.agent` refers to an unknown tool or
@@ -63,8 +64,8 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
 
 
 def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the Hugging Face config, with missing vocabulary size and special tokens filled in
-    from the tokenizer.
+    """Return the Hugging Face config. A missing vocabulary size and missing special tokens are
+    filled in from the tokenizer.
 
     Raises:
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
@@ -94,11 +95,11 @@ def write_engine_folder(
     """Write a Hugging Face folder without weights. Engines start from it with random weights, then
     receive the real ones.
 
-    Its `quantization_config` describes the weights that engines receive, not those of the
-    checkpoint that the policy started from.
+    Its `quantization_config` describes the weights that engines receive, not those in the
+    checkpoint from which the policy started.
 
     Raises:
-        ModelError: `quantization` is fp8 and the model's config specifies another fp8 format.
+        ModelError: `quantization` is fp8, but the model's config specifies another fp8 format.
     """
     written = {**hf_config, "dtype": dtype, "torch_dtype": dtype}
     # SGLang also ends a response at the config's end token; the tokenizer's end token is one of our

@@ -1,5 +1,5 @@
-"""Checks of a configuration against the kind of devices in the cluster. `config.check` does not
-know the devices, and workers check what a single node has."""
+"""Checks of a configuration against the cluster's device type. `config.check` runs before the
+devices are known, and workers only check their own node."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hybridflow.sync.transports.base import TRANSPORTS
 
 
 def check_devices(config: RunConfig, kind: str) -> None:
-    """Raise ConfigError for engines, transports and dispatchers that this kind of device does not
-    support. The message contains the alternatives."""
+    """Raise ConfigError for engines, transports and dispatchers that this device type does not
+    support. The message lists the alternatives."""
     if config.rollout.sync.transport != "auto":
         _check_transport(config, kind)
     if kind == "cpu" and config.actor.parallel.moe_dispatcher == "deepep":

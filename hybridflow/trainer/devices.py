@@ -52,7 +52,7 @@ class Devices:
         return call
 
     async def result(self, call: asyncio.Task[T]) -> T:
-        """Wait for a call and return its result. Raises like `finish`."""
+        """Wait for a call and return its result. Raises the same errors as `finish`."""
         await self.finish(call)
         return call.result()
 
@@ -60,7 +60,8 @@ class Devices:
         """Wait until these calls have finished. Others continue.
 
         Raises:
-            HybridFlowError: the error of the first call that failed, whichever it was; raised once.
+            HybridFlowError: the error of the first call that failed, even if it is not one of
+                these; raised once.
         """
         while self._first_error is None and not all(call.done() for call in wanted):
             await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
@@ -79,9 +80,9 @@ class Devices:
         return self._locks[self._pool_of(role)].locked()
 
     async def forget(self) -> None:
-        """Cancel all calls; none is running when this returns. Their ranks may still be busy: ranks
-        of restarted groups are killed, and other ranks finish their current work before they start
-        later calls."""
+        """Cancel all calls. None of them is running when this returns, but ranks may still be busy:
+        ranks of restarted groups are killed, and other ranks finish their current work before they
+        start later calls."""
         calls = list(self._calls)
         for call in calls:
             call.cancel()

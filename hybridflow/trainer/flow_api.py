@@ -34,7 +34,7 @@ class FollowedRun(Noting, Protocol):
 
     @property
     def parts(self) -> Mapping[str, object]:
-        """The further policies' parts of the run, by name."""
+        """The further policies' parts of the run, keyed by name."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class FlowApi:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The flow's own values, which are saved in checkpoints."""
+        """Values stored by the flow, which are saved in checkpoints."""
         return self._run.state
 
     @property
@@ -111,7 +111,7 @@ class FlowApi:
         return Pending(run, "samples()", lambda: run.take_samples(step, greedy))
 
     def all(self, *calls: Awaitable[DataProto]) -> Awaitable[DataProto]:
-        """Return the calls' common batch with the columns of all of them."""
+        """Return the batch shared by the calls, with the columns that each of them adds."""
         run = self._run
         run.open_step("all(...)")
         found = checked_calls(calls)
@@ -153,14 +153,14 @@ class FlowApi:
         update.take()
 
     def sync(self) -> Awaitable[None]:
-        """Send the weights of updated policies to their engines if these will be used: answers are
-        sampled, or a validation follows."""
+        """Send the weights of updated policies to their engines, if these engines will be used to
+        sample answers or for a validation."""
         run = self._run
         step = run.open_step("sync()")
         return Pending(run, "sync()", lambda: run.bring_to_engines(step))
 
     def record(self, **values: float) -> None:
-        """Record the flow's own numbers with this step's metrics, as flow/NAME."""
+        """Record numbers computed by the flow with this step's metrics, as flow/NAME."""
         step = self._run.open_step("record(...)")
         for name, value in values.items():
             if not _METRIC.fullmatch(name):

@@ -17,19 +17,20 @@ T = TypeVar("T")
 
 
 class Noting(Protocol):
-    """The part of the run that its calls use."""
+    """The part of the run that is used by its calls."""
 
     def line(self) -> int | None:
-        """Return the line of the flow's file that is being executed; None outside of it."""
+        """Return the line of the flow's file that is being executed, or None if execution is
+        outside the file."""
 
     def note(self, call: Pending[Any]) -> None:
         """Register a call, which must be awaited before its step ends."""
 
     def calling(self) -> AbstractContextManager[None]:
-        """Attribute the time spent inside to the run, not to the flow's own code."""
+        """Attribute the time spent in the block to the run, not to the flow's own code."""
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """Return the calls' common batch with the columns of all of them."""
+        """Return the batch shared by the calls, with the columns that each of them adds."""
 
 
 class Pending(Generic[T]):
@@ -37,7 +38,7 @@ class Pending(Generic[T]):
 
     Attributes:
         name: the call as written in the flow after `run.`, for messages.
-        line: its line in the flow's file.
+        line: line of the call in the flow's file.
     """
 
     def __init__(self, run: Noting, name: str, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
@@ -60,7 +61,7 @@ class Pending(Generic[T]):
         """Mark the call as awaited.
 
         Raises:
-            FlowError: it was awaited before.
+            FlowError: it has already been awaited.
         """
         if self.is_awaited:
             raise FlowError(
@@ -71,7 +72,7 @@ class Pending(Generic[T]):
 
 
 class Call(Pending[DataProto]):
-    """A call on a batch. Its result is the batch with the columns that the call writes.
+    """A call on a batch. Its result is the batch with the columns that the call adds.
 
     Args:
         tasks: tasks that write columns. others: further tasks to wait for.
@@ -94,8 +95,8 @@ class Call(Pending[DataProto]):
 async def joined(
     calls: Sequence[Call], finish: Callable[..., Coroutine[Any, Any, None]]
 ) -> DataProto:
-    """Wait for the calls' tasks with `finish` (`Devices.finish`), and return their common batch
-    with the columns of all of them."""
+    """Wait for the calls' tasks using `finish` (`Devices.finish`), and return the batch shared by
+    the calls, with the columns that each of them adds."""
     await finish(*[task for one in calls for task in (*one.tasks, *one.others)])
     batch = calls[0].batch
     for call in calls:
@@ -112,7 +113,7 @@ def checked_calls(given: Sequence[object]) -> list[Call]:
     """Return the calls that `run.all(...)` joins.
 
     Raises:
-        FlowError: they are not forward passes on one batch.
+        FlowError: they are not all forward passes on the same batch.
     """
     if not given:
         raise FlowError("all(...) requires at least one role call on a batch")
@@ -149,7 +150,7 @@ def _other(given: object) -> str:
 
 
 def checked_batch(given: object, call: str) -> DataProto:
-    """Return the argument of `run.CALL(batch)` if it is a batch.
+    """Check that the argument of `run.CALL(batch)` is a batch, and return it.
 
     Raises:
         FlowError: it is not a batch; the message suggests a fix.
@@ -188,10 +189,11 @@ def _kind(given: object) -> str:
 
 
 def refuse_nonfinite(batch: DataProto, name: str, step: int) -> None:
-    """Reject a column, possibly created by the flow, that contains NaN or infinite values.
+    """Reject a column (which the flow may have created) if it contains NaN or infinite values.
 
     Raises:
-        FlowError: the message contains the column, the step and the rows.
+        FlowError: the column contains such values; the message names the column, the step and the
+            rows.
     """
     column = batch[name]
     values = column.values if isinstance(column, Jagged) else column

@@ -1,5 +1,5 @@
-"""The check of a user's flow before anything starts: two of its steps over invented rows, with
-roles that compute nothing and engines that answer nothing."""
+"""A dry run of a user's flow before anything starts: two steps on synthetic rows, with roles that
+compute nothing and engines that generate nothing."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from hybridflow.trainer.run import FlowRun, Trainer
 STEPS = 2
 PROMPTS = 2
 _LIMIT_S = 30.0
-_GRACE_S = 2.0  # for the end of a flow that is cancelled
+_GRACE_S = 2.0  # for a cancelled flow to end
 _MOST_CALLS = 1000
 _NEVER_AWAITED = re.compile(r"coroutine '([\w.<>]+)' was never awaited")
 
 
 def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
-    """Follow the flow that `algorithm.flow` names for two steps. One that the other settings choose
-    fits them.
-
-    Values are invented, so code of the flow that fails on them is a warning.
+    """Run two steps of the flow named by `algorithm.flow`, if it is set. Flows that are selected by
+    other settings need no check. The values are synthetic, so flow code that merely fails on these
+    values causes a warning.
 
     Raises:
-        ConfigError: it breaks a rule of flows, reads a column that nothing writes, makes a mistake
-            of Python's that no value excuses, or does not end; names the line.
+        ConfigError: the flow breaks a rule of flows, reads a column that is never written, contains
+            a Python error that does not depend on values, or does not terminate. The message names
+            the line.
     """
     name = derived.flow_name(config)
     if config.algorithm.flow is None:
@@ -57,7 +57,7 @@ def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
     invented = _Invented(config)
     with Progress(0, "", enabled=False) as progress:
         run = FlowRun(cast(Trainer, invented.trainer()), progress, STEPS, is_tracing=True)
-        gc.collect()  # coroutines of others that were not awaited are reported before
+        gc.collect()  # unrelated coroutines that were never awaited are reported here, not in the block below
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", RuntimeWarning)
             error = _error_of(run)
@@ -73,13 +73,13 @@ def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
     for doubt in dict.fromkeys(run.doubts):
         say(f"warning: algorithm.flow={name}: {doubt}")
     if error is not None:
-        said = message_of(name, error).replace(": ", ": over invented rows: ", 1)
+        said = message_of(name, error).replace(": ", ": over synthetic rows: ", 1)
         say(f"warning: {said}")
 
 
 def _error_of(run: FlowRun) -> BaseException | None:
-    """The error with which following the flow ends. It runs in a thread, whose end is not waited
-    for when the flow blocks it."""
+    """Run the flow and return the error that ended it, or None. The flow runs in a thread, which is
+    abandoned if the flow blocks it."""
     ended: list[BaseException | None] = []
 
     async def follow() -> None:
@@ -101,22 +101,22 @@ def _error_of(run: FlowRun) -> BaseException | None:
 async def _outcome(run: FlowRun) -> BaseException | None:
     try:
         await run.follow()
-    except BaseException as error:  # the event loop would end with SystemExit and the like
+    except BaseException as error:  # SystemExit and the like would stop the event loop
         return error
     return None
 
 
 def _endless(run: FlowRun) -> FlowError:
     return FlowError(
-        f"two steps over invented rows have not ended after {_LIMIT_S:.0f} s; leave out what "
+        f"two steps over synthetic rows have not ended after {_LIMIT_S:.0f} s; skip code that "
         "waits or computes for long with `if not run.is_tracing:`",
         line=run.body_line(),
     )
 
 
 def _forgotten(warned: Sequence[warnings.WarningMessage], file: str) -> FlowError | None:
-    """The error of a coroutine of the user's own that was made and not awaited. Others may be
-    collected meanwhile."""
+    """Return the error for a coroutine in the user's file that was created but never awaited.
+    Coroutines from other files, which may be garbage-collected meanwhile, are ignored."""
     for one in warned:
         found = _NEVER_AWAITED.search(str(one.message))
         code = getattr(one.source, "cr_code", None)
@@ -129,9 +129,9 @@ def _forgotten(warned: Sequence[warnings.WarningMessage], file: str) -> FlowErro
 
 
 def _not_called(run: FlowRun, config: RunConfig, text: str) -> FlowError | None:
-    """The error of a flow that leaves out what the run's settings ask for: updates, and calls of
-    the roles that they start. What the file names and two invented steps do not reach is a
-    doubt."""
+    """Return the error for a flow that omits calls required by the run's settings: updates, and
+    calls of the roles that the settings start. A call that appears in the file but is not reached
+    in the two steps causes only a warning."""
     for call, (pattern, why) in _wanted(config).items():
         if any(name.startswith(call) for name in run.called):
             continue
@@ -142,7 +142,8 @@ def _not_called(run: FlowRun, config: RunConfig, text: str) -> FlowError | None:
 
 
 def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """{call: (what a file that makes it matches, what to do)} of the calls that the run needs."""
+    """Return {call: (pattern that matches a file with this call, remedy)} for the calls that the
+    run needs."""
     if config.trainer.rollout_only:
         return {}
     none = "it would train nothing; for answers alone set trainer.rollout_only=true"
@@ -169,14 +170,14 @@ def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 class _Invented:
-    """The parts of a run, over rows that are made up."""
+    """Stand-ins for the components of a run, using synthetic rows."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.calls = 0
 
     def trainer(self) -> SimpleNamespace:
-        """The trainer, as far as `FlowRun` uses it."""
+        """Return a stand-in for the trainer, with everything that `FlowRun` uses."""
         config = self.config
         roles = [name for name in derived.roles_in_use(config) if name != "actor"]
         session = SimpleNamespace(
@@ -224,13 +225,13 @@ class _Invented:
         )
 
     def count(self) -> None:
-        """Count a call of a role."""
+        """Count a role call, and raise FlowError if there are too many."""
         self.calls += 1
         if self.calls > _MOST_CALLS:
             raise FlowError(f"more than {_MOST_CALLS} calls of roles in {STEPS} steps")
 
     async def samples(self, step: int, greedy: bool = False) -> DataProto:
-        """Answers of 1 and 3 tokens in turns, with scores 0 and 1."""
+        """Return answers of alternately 1 and 3 tokens, with scores 0 and 1."""
         n = 2 if self.config.data.answers == "pairs" else max(self.config.rollout.n, 1)
         batch = self.answers(PROMPTS, n)
         rows = len(batch)
@@ -251,7 +252,7 @@ class _Invented:
         return batch.union(invented(batch, ["greedy_scores"], by_sample=True)) if greedy else batch
 
     def answers(self, prompts: int, n: int) -> DataProto:
-        """`n` answers of 1 and 3 tokens in turns to each of so many prompts."""
+        """Return `n` answers, of alternately 1 and 3 tokens, to each of `prompts` prompts."""
         rows = prompts * n
         ids = [np.arange(1 + 2 * (row % 2)) for row in range(rows)]
 
@@ -270,7 +271,7 @@ class _Invented:
         )
 
     async def of_prompts(self, prompts: Sequence[Any], n: int) -> DataProto:
-        """Return samples of prompts that the flow generates."""
+        """Return samples for prompts that the flow generates."""
         self.count()
         return self.answers(len(prompts), n)
 
@@ -279,7 +280,7 @@ class _Invented:
         return {}
 
     def learner(self, name: str) -> SimpleNamespace:
-        """A further policy, as far as a flow uses it."""
+        """Return a stand-in for a further policy, with everything that a flow uses."""
         config = derived.policy_view(self.config, name)
         own = _Invented(config)
 
@@ -303,12 +304,13 @@ class _Invented:
         )
 
     async def sync(self, version: int) -> SyncReport:
-        """Nobody takes weights."""
+        """Return a report without transferring any weights."""
         return SyncReport(version, 0.0, 0, {})
 
 
 class _Role:
-    """Checks that the columns of its calls are there, and invents those that they write."""
+    """A stand-in for a role. Checks that the columns read by its calls exist, and fills the columns
+    that they write with synthetic values."""
 
     def __init__(self, world: _Invented, name: str) -> None:
         self.world = world
@@ -348,7 +350,8 @@ class _Role:
 
 
 def invented(batch: DataProto, names: Sequence[str], by_sample: bool) -> DataProto:
-    """Columns of these names for the rows of the batch: f32 [B], or over response tokens."""
+    """Return synthetic columns with these names for the rows of the batch: f32, either [B] or one
+    value per response token."""
     response = batch.jagged("response_ids")
     made: dict[str, Any] = {}
     for name in names:
@@ -391,4 +394,4 @@ async def _memory() -> AsyncIterator[None]:
 
 
 async def _later(*given: Any) -> None:
-    """There is nothing to be done."""
+    """Do nothing, asynchronously."""

@@ -1,5 +1,5 @@
-"""Errors in the code of a user's flow: which of them are mistakes whatever the values are, and what
-is said about them."""
+"""Errors in a user's flow: distinguishes mistakes from errors that may depend on values, and builds
+the messages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ _SIGNATURE = re.compile(r"\(\) (?:missing \d+|takes |got an unexpected|got multi
 
 
 def message_of(name: str, error: BaseException, step: int = 0) -> str:
-    """The message of an error in a user's flow, with the flow, the step of a run, and the line."""
+    """Return the message for an error in a user's flow, including the flow, the step of the run,
+    and the line."""
     path = Path(name.rpartition(":")[0])
     line = getattr(error, "line", None) or line_of(error, path)
     said = mistake(error)
@@ -89,13 +90,12 @@ def message_of(name: str, error: BaseException, step: int = 0) -> str:
             said = f"{type(error).__name__}: {said}"
     if step and not said.startswith(f"step {step}: "):
         said = f"step {step}: {said}"
-    first, newline, rest = said.partition("\n")  # the tail of a log, for example
+    first, newline, rest = said.partition("\n")  # the rest is, for example, the tail of a log
     return f"algorithm.flow={name}: {first}{where}{newline}{rest}"
 
 
 def mistake(error: BaseException) -> str | None:
-    """What the code of a flow does wrong whatever its values are; None where these may be the
-    cause of the error."""
+    """Describe a mistake in the flow's code; None if the error may have been caused by values."""
     text = str(error)
     if isinstance(error, HybridFlowError):
         return _of_column(text) if isinstance(error, SchemaError) else text
@@ -112,14 +112,14 @@ def mistake(error: BaseException) -> str | None:
 
 
 def _of_column(text: str) -> str:
-    """The message about a column, with the call that writes it."""
+    """Return the message about a column, including the call that writes it."""
     found = _COLUMN.search(text)
     writer = None if found is None else _WRITERS.get(found[1] or found[2])
     return text if writer is None else f"{text}. It is written by {writer}"
 
 
 def _of_attribute(error: AttributeError) -> str | None:
-    """What is said of a name that an object of ours does not have; None of other objects."""
+    """Return the message for a missing attribute of one of our objects; None for other objects."""
     kind = type(error.obj)
     name = error.name
     if str(error).startswith("DataProto is immutable"):
@@ -138,8 +138,8 @@ def _of_attribute(error: AttributeError) -> str | None:
 
 
 def _of_type(text: str) -> str | None:
-    """What is said of an operation that objects of ours do not have, or of a call with other
-    arguments; None where it may be due to values."""
+    """Return the message for an operation that our objects do not support, or for a call with wrong
+    arguments; None if the error may have been caused by values."""
     if awaited := _AWAITED.search(text):
         what = _BY_TEXT.get(awaited[1], f"a value of type {awaited[1]}")
         return (
@@ -152,7 +152,7 @@ def _of_type(text: str) -> str | None:
     if "'async for'" in text:
         return f"{text}; write `async for step in run.steps():`"
     if "a coroutine was expected" in text:
-        return f"{text}; a call of the run has begun when it is made, and is awaited as it is"
+        return f"{text}; calls of the run start immediately; await the call directly"
     named = [name for name in _BY_TEXT if re.search(rf"'{name}'|\b{name}\.\w+\(\)", text)]
     if not named and not _SIGNATURE.search(text):
         return None

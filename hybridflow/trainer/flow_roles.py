@@ -1,5 +1,5 @@
-"""The roles as called by a flow. Each call is queued for its role's devices immediately, and
-awaited for its columns."""
+"""The roles as called by a flow. Each call is queued immediately for its role's devices; awaiting
+it returns its columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_CRITICS = ("values", "returns")
 
 
 class OpenStep(Noting, Protocol):
-    """The part of the run's current step that its roles use."""
+    """The part of the run's current step that is used by its roles."""
 
     @property
     def config(self) -> RunConfig:
@@ -53,7 +53,7 @@ class OpenStep(Noting, Protocol):
         """Run a role's work (`actor` for the policy) once its devices are free."""
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """Return the step's record, in which this update trains on the batch."""
+        """Return the step's record, to which this update on the batch is added."""
 
     def check_log_probs(self, batch: DataProto) -> None:
         """Record the log-prob difference between engines and trainer."""
@@ -70,7 +70,7 @@ class OpenStep(Noting, Protocol):
         """Return the number of the open step, in which `what` is called."""
 
     def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
-        """Check those of these columns that the flow has created itself, and return the batch."""
+        """Check any of these columns that were created by the flow, and return the batch."""
 
 
 class _Role:
@@ -98,7 +98,7 @@ class _Role:
 
 
 class RecordingStep(OpenStep, Protocol):
-    """The run's present step, with metrics that are recorded with it."""
+    """The run's current step, including the metrics recorded with it."""
 
     metrics: dict[str, float]
 
@@ -115,7 +115,7 @@ class _Frozen(_Role):
 
 
 class Reference(_Frozen):
-    """`flows.base.Reference`, on the policy's ranks or on separate ones."""
+    """Implementation of `flows.base.Reference`, on the policy's ranks or on separate ones."""
 
     def log_probs(self, batch: DataProto) -> Call:
         """Add ref_log_probs."""
@@ -126,7 +126,7 @@ class Teacher(_Frozen):
     """`flows.base.Teacher`."""
 
     def log_probs(self, batch: DataProto) -> Call:
-        """Add the teacher's columns that the loss reads."""
+        """Add the columns of the teacher that the loss reads."""
         return self._compute("log_probs", batch)
 
 
@@ -140,7 +140,7 @@ class RewardModel(_Role):
         return self._compute("scores", batch)
 
     def update(self, pairs: DataProto) -> Updating:
-        """One update on pairs of answers."""
+        """Run one update on pairs of answers."""
         run = self.run
         name = "reward_model.update(pairs)"
         if self.role is None or not run.config.reward_model.trains:
@@ -209,10 +209,10 @@ CALLS: dict[str, type[_Role]] = {
 
 
 class TrainedPolicy:
-    """`flows.base.Policy`.
+    """Implementation of `flows.base.Policy`.
 
     Args:
-        name: its name in the flow.
+        name: the policy's name in the flow.
     """
 
     def __init__(self, run: OpenStep, role: Policy, name: str = "policy") -> None:
@@ -240,10 +240,9 @@ class TrainedPolicy:
         return Pending(run, name, lambda: run.generate(list(prompts), count))
 
     def log_probs(self, batch: DataProto) -> Call:
-        """Add old_log_probs and entropys, and sum_pi_squared if the estimator reads it.
-
-        If the first update reports these for its own rows, compute them only for the rows of later
-        updates, and add no column.
+        """Add old_log_probs and entropys, and sum_pi_squared if the estimator reads it. If the
+        first update reports these values for its own rows, compute them only for the rows of later
+        updates, and do not add columns.
         """
         run = self.run
         name = f"{self.name}.log_probs(batch)"
@@ -262,11 +261,11 @@ class TrainedPolicy:
         return Call(run, name, batch, self._of_reference(batch), [later])
 
     def _of_reference(self, batch: DataProto) -> list[asyncio.Task[DataProto]]:
-        """Return reference passes that the flow does not call explicitly."""
+        """Return the reference passes that the flow does not call explicitly."""
         return []
 
     def update(self, batch: DataProto) -> Updating:
-        """Run all of the step's updates; none while the critic warms up."""
+        """Run all of the step's updates. Runs none while the critic warms up."""
         run = self.run
         name = f"{self.name}.update(batch)"
         trained = run.training_on(checked_batch(batch, f"{self.name}.update"), name)

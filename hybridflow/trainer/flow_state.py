@@ -14,7 +14,7 @@ def kept_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         FlowError: a value cannot be saved, or would be restored as a different value; the message
-            contains its key.
+            names its key.
     """
     kept: dict[str, Any] = {}
     for key, value in state.items():

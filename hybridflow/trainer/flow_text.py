@@ -1,5 +1,5 @@
 """Static checks of a flow's source file for mistakes that a run would not reveal: a batch is
-immutable, so a call whose result is dropped has no effect."""
+immutable, so a method call whose result is discarded has no effect."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def file_of(body: Body) -> str:
 
 
 def text_of(body: Body) -> str:
-    """Return the source text of a flow's file; empty if it was defined interactively."""
+    """Return the source text of a flow's file; an empty string if the flow was defined
+    interactively."""
     path = Path(file_of(body))
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def dropped_result(text: str) -> FlowError | None:
-    """Return the error for the first statement that creates a batch and drops it; None if there is
-    none."""
+    """Return the error for the first statement that creates a batch and discards it; None if there
+    is none."""
     with suppress(SyntaxError):  # the file may have been edited since its import
         tree = ast.parse(text)
         batches = _batches(tree)
@@ -59,7 +60,8 @@ def dropped_result(text: str) -> FlowError | None:
 
 
 def _batches(tree: ast.Module) -> set[str]:
-    """Return the variables that are assigned a batch: a result of the run or of a batch method."""
+    """Return the variables to which a batch is assigned: a result of the run or of a batch
+    method."""
     assigned = list(_assigned(tree))
     found: set[str] = set()
     size = -1
@@ -89,7 +91,8 @@ def _is_batch(value: ast.expr, batches: set[str]) -> bool:
 
 
 def _method(value: ast.expr) -> tuple[str, str] | None:
-    """Return object and method of a call like `batch.rows(index)`; None for anything else."""
+    """Return the object and the method of a call like `batch.rows(index)`; None for anything
+    else."""
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return None
     owner = value.func.value

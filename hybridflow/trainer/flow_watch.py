@@ -1,5 +1,5 @@
-"""Messages when a flow's own code runs for a long time without a call of the run: it waits for an
-event, or computes."""
+"""Messages about a flow whose own code runs for a long time without calling the run, because it
+waits for an event or computes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _FIRST_S = 60.0  # each further message comes after twice the time
 
 
 class FlowWatch:
-    """Measures the time that the flow's own code has been running since its last call of the
-    run."""
+    """Measures how long the flow's own code has been running since its last call of the run."""
 
     def __init__(self) -> None:
         self._calls = 0  # calls in progress
@@ -23,7 +22,7 @@ class FlowWatch:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Attribute the time spent inside to the run."""
+        """Attribute the time spent in the block to the run."""
         self._calls += 1
         try:
             yield
@@ -32,12 +31,12 @@ class FlowWatch:
             self._since = time.monotonic()
 
     def seconds(self) -> float:
-        """Return the seconds since the end of the last call; 0 during a call."""
+        """Return the time in seconds since the last call ended; 0 during a call."""
         return 0.0 if self._calls else time.monotonic() - self._since
 
     @contextmanager
     def saying(self, say: Callable[[str], None], where: Callable[[], str]) -> Iterator[None]:
-        """Report the flow's position at growing intervals while it makes no call. Uses a thread,
+        """Report the flow's position, at growing intervals, while it makes no calls. Uses a thread,
         because the flow's code may block the event loop."""
         ended = threading.Event()
         self._since = time.monotonic()

@@ -1,4 +1,4 @@
-"""The run folder: locked to one driver at a time, and moved aside for a new run of the same
+"""The run folder: locked by one driver at a time, and moved aside for a new run with the same
 name."""
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from hybridflow.saving.store import CheckpointStore, Retention
 
 
 def make_output_dir(config: RunConfig) -> Path:
-    """Create `output_dir`, and return the path of the run folder in it without creating that.
+    """Create `output_dir`, and return the path of the run folder in it. The run folder itself is
+    not created.
 
     Raises:
         ConfigError: the folder cannot be created (for example in /proc, whose mode does not reveal
@@ -42,9 +43,9 @@ def make_output_dir(config: RunConfig) -> Path:
 
 
 def make_room(config: RunConfig, folder: Path, total_steps: int | None, progress: Progress) -> None:
-    """Move a finished run of this name aside; with resume=disable, any run. Nothing is deleted or
-    changed. A finished run continues if it has fewer steps than `total_steps`, or fewer epochs if
-    `total_steps` is None."""
+    """Move a finished run with this name aside or, with resume=disable, any run. Nothing is deleted
+    or changed. A finished run is continued instead if it has fewer steps than `total_steps`, or
+    fewer epochs if `total_steps` is None."""
     if not folder.exists():
         return
     finished = (folder / "summary.json").exists()
@@ -68,7 +69,7 @@ def make_room(config: RunConfig, folder: Path, total_steps: int | None, progress
 
 
 def _epochs(folder: Path) -> float:
-    """Return the number of epochs in the folder's config.yaml; infinite if it is not set there."""
+    """Return the number of epochs in the folder's config.yaml; infinity if it is not set there."""
     try:
         trainer = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["trainer"]
         return float(trainer["total_epochs"] or math.inf)
@@ -94,9 +95,9 @@ def exclusive(folder: Path, say: Callable[[str], object] = lambda text: None) ->
     released when the process exits.
 
     The lock file is `.NAME.lock` next to the folder, with mode 0600, because any process that can
-    open it can hold the lock. It contains the process and node of the holder. A job cancelled by
-    Slurm may still be writing its last checkpoint when the next one starts, so wait for it for a
-    minute and report this through `say`.
+    open it can acquire the lock. It contains the lock owner's process id and node. A job cancelled
+    by Slurm may still be writing its last checkpoint when the next one starts, so wait up to a
+    minute for it, and report this through `say`.
 
     Raises:
         ConfigError: another process holds the lock, or the file is a link or belongs to another

@@ -33,7 +33,7 @@ _LOCAL = ("start", "stop", "generate", "take", "sleep", "wake")
 
 
 class Generation(Protocol):
-    """Engines that are starting."""
+    """Engines that are being started."""
 
     async def check_starting(self) -> None:
         """Raise if an engine has failed to start; otherwise return immediately."""
@@ -57,8 +57,8 @@ class Generation(Protocol):
 
 
 class NoEngines:
-    """Stand-in for engines in a run that trains on dumps: generates nothing, waits for nothing, and
-    discards weights."""
+    """Stand-in for engines in a run that trains on dumps. It generates nothing, waits for nothing,
+    and discards weights."""
 
     def connect(
         self,
@@ -67,7 +67,7 @@ class NoEngines:
         logs: Path,
         role: str = "actor",
     ) -> Engines:
-        """Return itself as the interface used by the loop."""
+        """Return this object as the interface used by the loop."""
         return self
 
     async def sync(self, version: int) -> SyncReport:
@@ -109,7 +109,7 @@ class EngineProcesses:
 
     Args:
         workers, others: see `EngineGroup`.
-        told: called with one line for each restart of all engines.
+        told: called with one line whenever all engines are restarted.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class EngineProcesses:
         logs: Path,
         role: str = "actor",
     ) -> Engines:
-        """Return the engines, which receive weight slices from the policy's ranks and are restarted
+        """Return the engines. They receive weight slices from the policy's ranks, and are restarted
         when none is left."""
         assert isinstance(policy, WorkerGroup)
         self._weights = weights = SliceSync(policy, self.engines, self.config)
@@ -181,7 +181,7 @@ class EngineHere:
         """Start the engine.
 
         Args:
-            folder: the model and tokenizer that it starts from.
+            folder: folder with the model and the tokenizer.
         """
         self.config = config
         self.stop_ids = stop_ids
@@ -216,7 +216,7 @@ class EngineHere:
         return conversing(rollouts, tokenizer, self.config, logs)
 
     async def wait_ready(self, progress: Progress) -> None:
-        """Return immediately: the engine is ready, and no transfer needs planning."""
+        """Return immediately: the engine is ready, and no transfer needs to be planned."""
 
     async def stop(self) -> None:
         """Stop the engine."""
@@ -226,8 +226,8 @@ class EngineHere:
 def start_both(
     first: Callable[[], First], second: Callable[[], Second], *, at_once: bool
 ) -> tuple[First, Second]:
-    """Call both functions and return their results. With `at_once`, `first` runs in a thread; most
-    of its time is spent waiting for processes."""
+    """Call both functions and return their results. If `at_once` is True, `first` runs in a thread
+    at the same time; it spends most of its time waiting for processes."""
     if not at_once:
         return first(), second()
     begun = (threads := ThreadPoolExecutor(1, "start")).submit(first)

@@ -1,5 +1,5 @@
-"""The loop's roles implemented on worker groups: distribution of rows over ranks, arguments that
-are sent, and merging of results."""
+"""The loop's roles, implemented on worker groups: distributes rows over ranks, prepares arguments
+and merges results."""
 
 from __future__ import annotations
 
@@ -59,11 +59,12 @@ def tell_backend(
 
 
 class ModelGroup:
-    """`Role` on Megatron ranks, in the role's own processes or in the policy's.
+    """Implementation of `Role` on Megatron ranks, in separate processes or in the policy's
+    processes.
 
     Args:
-        role: its section in `config`.
-        address: its name among the roles of its processes, if different.
+        role: its section in `config`. address: its name among the roles in its processes, if
+            different.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ModelGroup:
         self._data_parallel = derived.role_data_parallel_size(config, role)
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a worker method of the role. Paths are made absolute, because ranks have another
+        """Call a worker method of the role. Paths are made absolute, because ranks use a different
         working directory."""
         return await self._begin(method, *args)
 
@@ -91,7 +92,7 @@ class ModelGroup:
         return self.workers.call(method, *resolved, role=self.address)
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """Call a method with the rows distributed over ranks by equal cost. The result is in the
+        """Call a method with the rows distributed over ranks at equal cost. The result is in the
         order of `batch`."""
         order = balanced_order(self._costs(batch), self._data_parallel)
         share = batch.select(method_spec(method).read_of(batch)).reorder(order)
@@ -101,16 +102,16 @@ class ModelGroup:
     async def update(
         self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
     ) -> list[Update]:
-        """Run optimizer updates and merge their reports over data-parallel ranks. With a `seed`,
-        run the role's epochs; their mini-batches are drawn from the batch using the seed,
+        """Run optimizer updates and merge their reports over data-parallel ranks. If `seed` is
+        given, run the role's epochs; their mini-batches are drawn from the batch using the seed,
         independently of the number of ranks."""
         if seed is None:
             return merged([await self.call(method, batch)])
         return merged([await call for call in self._epochs(method, batch, seed)])
 
     async def memory(self) -> Mapping[str, float]:
-        """Return the memory metrics since the last call: peaks per worker method, and offloaded
-        bytes."""
+        """Return the memory metrics collected since the last call: peaks per worker method, and
+        offloaded bytes."""
         return memory_metrics(await self.call(RoleWorker.take_observations), self.role)
 
     async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
@@ -140,15 +141,15 @@ class ModelGroup:
         *args: Any,
         without: tuple[str, ...] = (),
     ) -> Awaitable[Any]:
-        """Start updates on a batch whose consecutive pieces are the ranks' shares. Columns in
+        """Start updates on a batch that is split into consecutive pieces, one per rank. Columns in
         `without` are not sent."""
         rows = derived.role_samples_per_mini_batch(self.config, self.role) // self._data_parallel
         share = batch.select([name for name in self._reads(method) if name not in without])
         return self._begin(method, share, rows, *args)
 
     def _order(self, batch: DataProto, seed: Sequence[int]) -> np.ndarray:
-        """Return [ranks, rows]: the row indices of an epoch's mini-batches, one mini-batch after
-        another."""
+        """Return the row indices of an epoch's mini-batches, one mini-batch after another: [ranks,
+        rows]."""
         rows = derived.role_samples_per_mini_batch(self.config, self.role)
         ranks = self._data_parallel
         return update_order(self._costs(batch), ranks, rows, seed).reshape(ranks, -1)
@@ -167,7 +168,7 @@ class FrozenGroup(ModelGroup):
     `workers` sends them.
 
     Args:
-        told: called with one line for each restart.
+        told: called with one line whenever ranks are restarted.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class FrozenGroup(ModelGroup):
         """Call a worker method of the role. The call is repeated if ranks are lost during it.
 
         Raises:
-            HybridFlowError: the error raised by the ranks, or the loss of ranks once
+            HybridFlowError: an error raised by the ranks, or the loss of ranks once
                 `trainer.max_restarts` is used up.
         """
         while True:
@@ -197,7 +198,7 @@ class FrozenGroup(ModelGroup):
 
 
 class PolicyGroup(ModelGroup):
-    """The policy. Adds its ranks' observations of the step to the update metrics."""
+    """The policy. Adds its ranks' observations during the step to the update metrics."""
 
     def __init__(
         self, workers: WorkerGroup | InProcessGroup, config: RunConfig, address: str | None = None
@@ -232,8 +233,8 @@ class PolicyGroup(ModelGroup):
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[list[Update], DataProto]:
         """Run all updates of a step whose first mini-batch has not been scored. Returns the
-        updates, and the rows of that mini-batch (with `later`, all rows) in the order of `batch`,
-        with old_log_probs and entropys."""
+        updates, and the rows of that mini-batch (or all rows if `later` is given) in the order of
+        `batch`, with old_log_probs and entropys."""
         method = PolicyWorker.update_policy
         rows, others = self._first_and_later(batch, seed)
         offload = self.config.actor.offload
@@ -268,8 +269,8 @@ class PolicyGroup(ModelGroup):
     async def update(
         self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
     ) -> list[Update]:
-        """Run optimizer updates. In a reinforcement-learning step, their metrics include router
-        replay and memory use.
+        """Run optimizer updates. In a reinforcement-learning step, the metrics of the updates
+        include router replay and memory use.
 
         Raises:
             RouterReplayError: router replay was not active for all tokens of `batch` in this step.
@@ -278,7 +279,7 @@ class PolicyGroup(ModelGroup):
         return updates if seed is None else await self._observed(updates, batch)
 
     async def _observed(self, updates: Sequence[Update], batch: DataProto) -> list[Update]:
-        """Return the updates with the ranks' observations since the start of the step added."""
+        """Add the ranks' observations since the start of the step to the metrics of the updates."""
         observations = await self.call(PolicyWorker.take_observations)
         self._unobserved = False
         lengths = (batch.lengths("prompt_ids"), batch.lengths("response_ids"))
@@ -298,7 +299,7 @@ class PolicyGroup(ModelGroup):
 
 def update_step(config: RunConfig) -> DataflowStep:
     """Return the columns that a policy update reads: those declared by the loss, the routes if they
-    are replayed, and the sampler's support if sampling is truncated."""
+    are replayed, and the sampling support if sampling is truncated."""
     routes = (ROUTES,) if derived.replays_routes(config) else ()
     support = SUPPORT if derived.needs_support(config) else ()
     columns = policy_loss_columns(config.actor, derived.old_log_probs_column(config))
@@ -306,11 +307,11 @@ def update_step(config: RunConfig) -> DataflowStep:
 
 
 def check_steps(config: RunConfig) -> None:
-    """Check, before anything starts, that the columns that each step reads are written by an
-    earlier one.
+    """Check, before anything starts, that all columns read by a step are written by an earlier
+    step.
 
     Raises:
-        SchemaError: the message contains the step and the column.
+        SchemaError: a column is missing. The message names the step and the column.
     """
     scored = derived.scores_before_update(config) or derived.scores_later_rows(config)
     own = [log_prob_method(config)] if scored else []
@@ -356,14 +357,14 @@ def log_prob_method(config: RunConfig) -> Callable[..., Any]:
 
 
 def merged(results: Iterable[Sequence[Sequence[dict[str, Any]]]]) -> list[Update]:
-    """Merge the reports of training calls into updates, in order. `results` has each call's reports
-    by rank."""
+    """Merge the reports of training calls into updates, in order. `results` contains the reports of
+    each call, indexed by rank."""
     return [merge(reports) for ranks in results for reports in zip(*ranks, strict=True)]
 
 
 def merge(reports: Sequence[dict[str, Any]]) -> Update:
-    """Merge one update's reports from all data-parallel ranks into means over tokens (or over each
-    metric's own count)."""
+    """Merge one update's reports from all data-parallel ranks into means over tokens (or over the
+    count reported with each metric)."""
     totals: dict[str, list[float]] = {}
     for report in reports:
         for name, (total, count) in report["sums"].items():

@@ -62,7 +62,8 @@ class Job:
         progress: Progress,
         goes_on: bool = False,
     ) -> None:
-        """`goes_on`: this session has already trained, and returns to its last checkpoint."""
+        """`goes_on`: True if this session has already trained, and returns to its last
+        checkpoint."""
         self.config = self._given = config
         self.name = ""  # of a further policy
         self.frozen = False
@@ -100,8 +101,8 @@ class Job:
         self.config = StartAllowance.of(config, self.hf_config).applied(config)
 
     def of_policy(self, name: str) -> Job:
-        """Return this job for the further policy `roles.NAME`, with its model, tokenizer, devices
-        and folders. Call it after the cluster has started."""
+        """Return a view of this job for the further policy `roles.NAME`, with that policy's model,
+        tokenizer, devices and folders. Call it after the cluster has started."""
         own = copy.copy(self)
         own.name = name
         own.frozen = self.config.roles[name].frozen
@@ -122,7 +123,7 @@ class Job:
 
     def start_cluster(self, job: str = "train") -> Cluster | None:
         """Start Ray or join the configured cluster, and reserve all of the job's devices. Returns
-        None for a job in one process."""
+        None for a single-process job."""
         if self.config.cluster.in_process:
             return None
         with self.progress.stage("start Ray"):
@@ -144,8 +145,9 @@ class Job:
         guests: Sequence[Job] = (),
     ) -> dict[str, WorkerGroup | InProcessGroup]:
         """Start the ranks of `roles` and return {role: group}. Roles in the policy's processes
-        (those of the first role, `actor`) share a group; the others have one each. Only `trained`
-        roles may update their weights. `guests` are further policies in a job of one process."""
+        (those of the first role, `actor`) share a group; each of the others has its own group. Only
+        `trained` roles may update their weights. `guests` are further policies in a single-process
+        job."""
         specs = {role: self._role_spec(role, role in trained) for role in roles}
         shared = [role for role in roles if derived.is_colocated(self.config, role)]
         groups: dict[str, WorkerGroup | InProcessGroup] = {}
@@ -209,7 +211,7 @@ class Job:
         return RoleSpec(config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
 
     def start_engines(self, cluster: Cluster | None) -> Generation:
-        """Start the engines. Engines in separate processes continue starting in the background."""
+        """Start the engines. Engines in separate processes keep starting up in the background."""
         if not derived.generates(self.config):
             return NoEngines()
         target = self.model_folder
@@ -285,7 +287,7 @@ class Job:
     async def warm_start(
         self, policy: PolicyGroup, check: Callable[[], Awaitable[None]] | None = None
     ) -> SftTrainer | None:
-        """Run the supervised phase. Returns None if it is not configured, or a checkpoint of a
+        """Run the supervised phase. Returns None if it is not configured, or if a checkpoint of a
         later phase exists."""
         config = self.config
         checkpoint = self.checkpoint

@@ -7,7 +7,8 @@ from hybridflow.config.schema import RunConfig
 
 
 def layout_text(config: RunConfig) -> str:
-    """Describe trainer and engines by their parallel sizes: `TP2·PP2·EP2·DP1·SP → 2×TP1`."""
+    """Describe the trainer and the engines by their parallel sizes: `TP2·PP2·EP2·DP1·SP →
+    2×TP1`."""
     parallel = config.actor.parallel
     parts = [
         f"TP{parallel.tensor}",

@@ -1,5 +1,5 @@
-"""The training loop around a run's flow: start, checkpoints, resuming, and rollback when ranks are
-lost. `flows` contains the algorithms, and `trainer.run` the object passed to them.
+"""The training loop around a run's flow: start, checkpoints, resuming, and rollback after the loss
+of ranks. `flows` contains the algorithms, and `trainer.run` contains the object passed to them.
 
                  prompts                responses, log-probs           scores
     dataset ──────────────▶ engines ──────────────────────▶ reward ─────────────┐
@@ -7,9 +7,9 @@ lost. `flows` contains the algorithms, and `trainer.run` the object passed to th
                  weights       │       update      advantages       old and reference log-probs
     sync  ◀──────────────── policy ◀─────── group-relative, or GAE ◀─────── policy, critic
 
-Token columns written by workers and engines stay in the object store. The batch holds references,
-and reading a column fetches it. One step consumes `data.train_batch_size` prompts (x `rollout.n`
-samples) and ends with new weights in every engine.
+Token columns written by workers and engines stay in the object store. The batch contains
+references, and reading a column fetches it. One step consumes `data.train_batch_size` prompts (x
+`rollout.n` samples) and ends with new weights in every engine.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from hybridflow.workers.policy import PolicyWorker
 
 
 def check_trained_roles(config: RunConfig, checkpoint: Checkpoint | None) -> None:
-    """Check, before anything starts, that a checkpoint of this phase contains all models that this
-    run trains.
+    """Check, before anything starts, that a checkpoint of this phase contains all models trained by
+    this run.
 
     Raises:
-        CheckpointError: it comes from a run that did not train one of them.
+        CheckpointError: it comes from a run that did not train all of them.
     """
     if checkpoint is None or checkpoint.phase != "rl":
         return
@@ -73,7 +73,7 @@ def check_trained_roles(config: RunConfig, checkpoint: Checkpoint | None) -> Non
 
 
 class RLTrainer:
-    """Reinforcement learning by the run's flow (`config.derived.flow_name`).
+    """Reinforcement learning, driven by the run's flow (`config.derived.flow_name`).
 
     Args:
         roles: `actor` and, if the run has them, critic, reward_model, teacher and a reference in
@@ -147,7 +147,7 @@ class RLTrainer:
                 await self._follow(run)
 
     async def _follow(self, run: FlowRun) -> None:
-        """Run the flow. An error contains the line in the user's file at which it failed."""
+        """Run the flow. If it fails, the error names the line in the user's file."""
         name = derived.flow_name(self.config)
         try:
             await run.follow(self.body)
@@ -211,7 +211,7 @@ class RLTrainer:
 
     async def go_back(self) -> None:
         """Return to the last checkpoint of this phase, or to its start, after the training ranks
-        were restarted.
+        have been restarted.
 
         Raises:
             CheckpointError: the run had a warm start, but no checkpoint contains its weights.
@@ -265,13 +265,13 @@ class RLTrainer:
             await critic.call(ModelWorker.set_optimizer, section.optim)
 
     async def fill_reference(self) -> None:
-        """Load the policy's weights from the start of the phase into a reference in separate
-        processes. A reference with its own model keeps its weights."""
+        """If the reference runs in separate processes, load the policy's weights from the start of
+        the phase into it. A reference with its own model keeps its weights."""
         if self.reference and self.config.reference.path is None:
             await self.reference.call(ModelWorker.fill, self.start_folder)
 
     @property
     def start_folder(self) -> Path:
         """Hugging Face folder of the policy at the start of the phase, for roles in other processes
-        that start from it."""
+        that start from these weights."""
         return self.session.folder / "model" / "start"

@@ -17,9 +17,9 @@ from hybridflow.trainer.protocols import Update
 
 
 def log_prob_difference(batch: DataProto, version: int | None = None) -> tuple[float, float]:
-    """Return the mean and largest |engine - trainer| log-prob difference over sampled tokens; with
-    `version`, only over tokens sampled with this weight version. NaN if any value is NaN, 0 without
-    tokens."""
+    """Return the mean and largest |engine - trainer| log-prob difference over sampled tokens; if
+    `version` is given, only over tokens sampled with this weight version. NaN if any value is NaN,
+    0 if there are no tokens."""
     total = 0.0
     count = 0
     largest = [0.0]
@@ -35,7 +35,7 @@ def log_prob_difference(batch: DataProto, version: int | None = None) -> tuple[f
 
 
 def kl_sums(batch: DataProto) -> np.ndarray:
-    """Return [B] float64: old minus reference log-probability, summed over each sample's sampled
+    """Return the sums [B] float64 of old minus reference log-probability over each sample's sampled
     tokens."""
     found = [np.zeros(0)]
     for piece in batch.pieces((RESPONSE_MASK, "old_log_probs", "ref_log_probs")):
@@ -51,11 +51,12 @@ def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str
     """Return scores, advantages, lengths, entropy and log-prob differences of a finished batch.
 
     Scores and rewards include only samples with a response (as in verl). Lengths and the total
-    number of tokens count everything that the model reads; all other metrics count only sampled
-    tokens.
+    number of tokens include every token that the model reads; all other metrics include only
+    sampled tokens.
 
     Args:
-        scored: the rows whose log-probs and entropies before the updates are known; None: all rows.
+        scored: the rows whose log-probs and entropies before the updates are known; None for all
+            rows.
     """
     scored = batch if scored is None else scored
     answered = batch.lengths("response_ids") > 0
@@ -149,10 +150,10 @@ def _engine_metrics(scored: DataProto) -> dict[str, float]:
 
 
 def preference_metrics(batch: DataProto) -> dict[str, float]:
-    """Return preferences of the policy before the step's updates, measured by the answers'
-    log-ratios to the reference: preference/accuracy, the share of answer pairs to one prompt that
-    it orders like their scores (ties count half), and preference/margin, the mean difference
-    between the log-ratios of the best and worst answers."""
+    """Return the policy's preferences before the step's updates, measured by the answers'
+    log-ratios to the reference. preference/accuracy is the fraction of pairs of answers to the same
+    prompt that the policy orders as their scores do (ties count half). preference/margin is the
+    mean difference between the log-ratios of the best and the worst answer."""
     ratios = kl_sums(batch)
     scores = np.asarray(batch["scores"])
     uid = np.asarray(batch["uid"])
@@ -199,11 +200,10 @@ def _explained_variance(batch: DataProto, values: str, returns: str) -> float:
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return means over the policy's updates of a step. `actor/first_ppo_kl` is `actor/ppo_kl` of
-    the first update, if the loss reports it: old and new weights are equal there. It is 0 if that
-    update compares with its own values.
-
-    Empty without updates (`trainer.critic_warmup`).
+    """Return means over the policy's updates in a step; empty if there are none
+    (`trainer.critic_warmup`). `actor/first_ppo_kl` is the first update's `actor/ppo_kl`, if the
+    loss reports it. Old and new weights are equal in that update, so the value is 0 if the update
+    is compared with its own log-probs.
     """
     if not updates:
         return {}
@@ -236,7 +236,7 @@ def _update_means(updates: Sequence[Update], role: str, loss: str) -> dict[str, 
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:
-    """Return name/mean, name/max and name/min; empty without values."""
+    """Return name/mean, name/max and name/min; empty if there are no values."""
     if not len(values):
         return {}
     return {
@@ -276,7 +276,7 @@ def _num_sampled(batch: DataProto) -> int:
 
 
 def _share_of_groups(batch: DataProto, score: float) -> float:
-    """Return the share of prompts whose samples all have this score, and therefore give no
+    """Return the fraction of prompts whose samples all have this score, and therefore contribute no
     gradient."""
     _, group = np.unique(batch["uid"], return_inverse=True)
     sizes = np.bincount(group)

@@ -12,8 +12,8 @@ _QUARTERS = ("first", "second", "third", "last")
 
 
 def ratio_sums(engine_T: np.ndarray, trainer_T: np.ndarray) -> np.ndarray:
-    """Return [5]: the number of sampled tokens and, with r = trainer / engine, the sums of log r,
-    r, r^2 and r - 1 - log r over them. Log-ratios are clamped to +-20."""
+    """Return five values: the number of sampled tokens and, with r = trainer / engine, the sums of
+    log r, r, r^2 and r - 1 - log r over these tokens. Log-ratios are clamped to +-20."""
     log_ratio = np.clip(trainer_T.astype(np.float64) - engine_T, -20.0, 20.0)
     ratio = np.exp(log_ratio)
     return np.array(
@@ -28,9 +28,9 @@ def ratio_sums(engine_T: np.ndarray, trainer_T: np.ndarray) -> np.ndarray:
 
 
 def divergences(sums: np.ndarray) -> dict[str, float]:
-    """Return divergences of the engine from the trainer from `ratio_sums`: kl and k3 are estimates
+    """Compute the divergences between engine and trainer from `ratio_sums`: kl and k3 are estimates
     of the KL divergence, chi2 = mean(r^2) - 1, and ess = mean(r)^2 / mean(r^2) is the effective
-    sample size with importance weights, as a share of the tokens."""
+    sample size under importance weighting, as a fraction of the tokens."""
     count, log_ratio, ratio, squared, k3 = sums.tolist()
     return {
         "kl": -log_ratio / count,
@@ -42,8 +42,9 @@ def divergences(sums: np.ndarray) -> dict[str, float]:
 
 def mismatch_metrics(batch: DataProto) -> dict[str, float]:
     """Return rollout/mismatch/*: kl, k3, chi2 and ess; the mean |difference| in each quarter of a
-    row's sampled tokens; and, if several weight versions sampled, the mean |difference| by the
-    number of weight syncs behind the newest. Loads one piece of the columns at a time."""
+    row's sampled tokens; and, if tokens were sampled with several weight versions, the mean
+    |difference| for each number of weight syncs behind the newest version. Fetches one piece of the
+    columns at a time."""
     sums = np.zeros(5)
     quarters = np.zeros((2, 4))
     by_version = dict[int, np.ndarray]()
@@ -83,5 +84,5 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _totals(places_T: np.ndarray, values_T: np.ndarray, size: int) -> np.ndarray:
-    """Return [2, size]: the sum and the number of values at each place."""
+    """Return the sum and the number of values for each index: [2, size]."""
     return np.stack([np.bincount(places_T, values_T, size), np.bincount(places_T, minlength=size)])

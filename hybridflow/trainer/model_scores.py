@@ -14,13 +14,13 @@ _SMALLEST = 1e-6  # minimum standard deviation, for scores that are all equal
 
 class ModelScores:
     """Transforms the reward model's scores as configured by `reward_model.squash`. `standard` uses
-    the mean and standard deviation of all scores of the run, which are saved in checkpoints.
+    the mean and standard deviation of all scores in the run, which are saved in checkpoints.
 
     Scores trained on pairs have no zero and no unit: only differences between answers are
     meaningful, and a sigmoid (the probability of beating an answer with score 0) saturates at 0 or
-    1. Standardized over the run they keep their order and relative distances, at the scale of a
-    verifier's score. Mean and deviation change less and less, so the scores of an improving policy
-    rise; statistics of the current batch would hide that.
+    1. Standardized over the run, they keep their order and relative distances, but have the scale
+    of a verifier's score. The mean and the deviation change less and less, so the scores of an
+    improving policy rise, which statistics of only the current batch would hide.
     """
 
     def __init__(self, config: RewardModelConfig) -> None:
@@ -31,8 +31,8 @@ class ModelScores:
         self.squares = 0.0
 
     def add(self, scores_B: np.ndarray) -> np.ndarray:
-        """Return [B] f32: a batch's transformed scores, before `reward_model.weight`. With
-        `standard` the scores are first added to the statistics."""
+        """Return a batch's transformed scores [B] f32, before `reward_model.weight` is applied.
+        With `standard`, the scores are first added to the statistics."""
         if self.config.squash == "sigmoid":
             # without overflow
             return np.asarray(0.5 * (1.0 + np.tanh(0.5 * scores_B)), dtype=np.float32)
@@ -48,12 +48,13 @@ class ModelScores:
         return {"rm_count": self.count, "rm_mean": self.mean, "rm_squares": self.squares}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the state. Older checkpoints without it start new statistics."""
+        """Restore the state. Statistics start anew for older checkpoints, which do not contain
+        it."""
         self.count, self.mean, self.squares = (float(state.get(name, 0.0)) for name in self.state())
 
     def _join(self, scores_B: np.ndarray) -> None:
-        """Merge a batch into mean and squares (Chan et al. 1979), numerically stable for any number
-        of batches."""
+        """Merge a batch into the mean and the squares (Chan et al. 1979). Numerically stable for
+        any number of batches."""
         if not len(scores_B):
             return
         total = self.count + len(scores_B)
@@ -67,8 +68,8 @@ class ModelScores:
 
 
 def share_of_variance(part_B: np.ndarray, whole_B: np.ndarray) -> float:
-    """Return cov(part, whole) / var(whole). The shares of parts that sum to the whole sum to 1. 0
-    if the whole is constant."""
+    """Return cov(part, whole) / var(whole), or 0 if the whole is constant. If parts sum to the
+    whole, their shares sum to 1."""
     part, whole = (
         np.asarray(values, np.float64) - np.mean(values, dtype=np.float64)
         for values in (part_B, whole_B)
@@ -78,11 +79,10 @@ def share_of_variance(part_B: np.ndarray, whole_B: np.ndarray) -> float:
 
 
 def agreement(model_B: np.ndarray, verifier_B: np.ndarray, group_B: np.ndarray) -> float | None:
-    """Return the share of answer pairs to one prompt with different verifier scores that the model
-    orders the same way (ties count half).
-
-    None without such pairs. 0.5 is chance: the model then only adds noise to the reward, regardless
-    of its accuracy on its training pairs.
+    """Among pairs of answers to the same prompt with different verifier scores, return the fraction
+    that the model orders the same way (ties count half). None if there are no such pairs. 0.5 is
+    chance: the model then only adds noise to the reward, regardless of its accuracy on its training
+    pairs.
     """
     alike = 0.0
     pairs = 0

@@ -40,7 +40,7 @@ def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict
 
 def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the number of trainable parameters (all weights, or the adapters) and, if a sync sends
-    merged copies of weights, their GB on the rank with the most.
+    merged copies of weights, the size in GB of these copies on the rank with the most.
     """
     metrics = (
         {"actor/trainable_parameters": float(observations[0]["trainable"])} if observations else {}
@@ -51,8 +51,8 @@ def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]
 
 
 def over_roles(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the `memory_metrics` of all roles. For metrics of several roles (the step's peaks) the
-    maximum is used."""
+    """Merge the `memory_metrics` of all roles. For metrics reported by several roles (the step's
+    peaks), use the maximum."""
     merged: dict[str, float] = {}
     for one in metrics:
         merged |= {name: max(value, merged.get(name, value)) for name, value in one.items()}
@@ -75,13 +75,13 @@ def token_layers(
     """Return the number of token-layers with recorded experts in one pass over a batch.
 
     Args:
-        prompts, responses: [B] tokens of each sample.
+        prompts, responses: [B] number of tokens in each sample.
         routers: number of layers with experts.
         routed: [B] number of tokens routed by an engine in each sample, if the lengths do not
             determine it: text shown after the last answer of a conversation is not routed.
-        kind: `actor.router_replay`. r3 and compare: an engine does not route a sample's last token,
-            nor any token of a sample with an empty response. r2: the trainer routes every token
-            that its passes read.
+        kind: `actor.router_replay`. For r3 and compare, an engine does not route a sample's last
+            token, nor any token of a sample with an empty response. For r2, the trainer routes
+            every token that its passes read.
     """
     if kind == "r2":
         tokens = lengths_read(prompts + responses)
@@ -98,9 +98,9 @@ def replay_metrics(
     ppo_epochs: int,
     routed: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Return the token-layers replayed on all ranks, and the shares for which the live router would
-    have chosen other experts: `differing` from the engine with the same weights, `drifted` during
-    updates.
+    """Return the number of token-layers replayed on all ranks, and the fractions of them for which
+    the live router would have chosen other experts: `differing` compares it with the engine at
+    equal weights, `drifted` measures the change during updates.
 
     Args:
         observations: results of `PolicyWorker.take_observations` from all ranks.
@@ -108,7 +108,7 @@ def replay_metrics(
         ppo_epochs: number of update epochs over the batch.
 
     Raises:
-        RouterReplayError: the ranks' routers used a different number of token-layers from the
+        RouterReplayError: the number of token-layers used by the ranks' routers differs from the
             number sampled.
     """
     if kind == "none":

@@ -1,4 +1,4 @@
-"""Further trained policies of a run (`roles`): their components, and their part in a flow's
+"""Further trained policies of a run (`roles`): their components, and their role in a flow's
 steps."""
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Learner:
     """A further policy of a run.
 
     Attributes:
-        config: the run's configuration from this policy's view (`derived.policy_view`).
-        keep: moves token columns created on the driver to the object store for workers.
+        config: the run's configuration as it applies to this policy (`derived.policy_view`).
+        keep: moves token columns that were created on the driver to the object store, for workers.
         folder: folder for weights copied from another policy.
         frozen: True if it has no optimizer.
         left_out: engines excluded from the last sync.
@@ -75,13 +75,14 @@ class Learner:
         return self.keep(await samples(self.engines, self.tokenizer, data, prompts, n))
 
     async def take(self, other: Policy) -> None:
-        """Load the weights of another policy with the same model. Its layout may differ."""
+        """Load the weights of another policy that uses the same model. The two layouts may
+        differ."""
         await other.call(RoleWorker.export, self.folder)
         await self.policy.call(PolicyWorker.fill, self.folder)
 
 
 class WholeRun(Noting, Protocol):
-    """The part of the run that its further policies use (`trainer.run.FlowRun`)."""
+    """The part of the run that is used by its further policies (`trainer.run.FlowRun`)."""
 
     devices: Devices
     is_tracing: bool
@@ -98,7 +99,7 @@ class WholeRun(Noting, Protocol):
         """Return the number of the open step, in which `what` is called."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Attribute the time spent inside to this phase of the step."""
+        """Attribute the time spent in the block to this phase of the step."""
 
     def with_own_columns(
         self, batch: DataProto, names: Sequence[str], added: dict[str, object] | None = None
@@ -129,8 +130,8 @@ class OwnPolicy(TrainedPolicy):
         return super().update(batch)
 
     def take(self, other: TrainedPolicy) -> Awaitable[None]:
-        """Copy the current weights of another policy with the same model to the ranks and engines,
-        and reset the optimizer, if it has one."""
+        """Copy the current weights of another policy that uses the same model to this policy's
+        ranks and engines, and reset its optimizer, if it has one."""
         part = self.part
         name = f"{self.name}.take(...)"
         part.whole.open_step(name)
@@ -141,8 +142,8 @@ class OwnPolicy(TrainedPolicy):
         return Pending(part, name, lambda: part.take(other.role))
 
     def _of_reference(self, batch: DataProto) -> list[asyncio.Task[DataProto]]:
-        """Return the pass for ref_log_probs of the policy at the start of the run, if its loss or
-        estimator reads them."""
+        """Return the pass that computes ref_log_probs with the policy's weights from the start of
+        the run, if its loss or estimator reads them."""
         if not derived.needs_reference(self.part.config):
             return []
         computing = self.role.compute(role_pass("reference", self.part.config), batch)
@@ -156,13 +157,14 @@ class OwnPolicy(TrainedPolicy):
 
 
 class PolicyPart:
-    """A policy's part in a run's steps; implements the run interface that `TrainedPolicy` uses.
+    """The state of a further policy during a run's steps. Implements the run interface that
+    `TrainedPolicy` uses.
 
     Attributes:
         holds_memory: True while the policy owns its devices' memory: from its first pass in a step
             to the sync.
-        trained: record of its update in the open step.
-        synced: report of its sync in the open step.
+        trained: record of the policy's update in the open step.
+        synced: report of the policy's sync in the open step.
     """
 
     def __init__(self, whole: WholeRun, learner: Learner) -> None:
@@ -211,14 +213,15 @@ class PolicyPart:
         return self.devices.call(self.name, f"{self.name}/{phase}", self.step, with_memory())
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """Return the calls' common batch with the columns of all of them."""
+        """Return the batch shared by the calls, with the columns that each of them adds."""
         return await joined(calls, self.devices.finish)
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """Return the record of its update in the open step.
+        """Return the record of the policy's update in the open step.
 
         Raises:
-            FlowError: the step already has an update, or the number of rows is not that of a step.
+            FlowError: the step already has an update, or the batch does not have the number of rows
+                of a step.
         """
         step = self.whole.open_step(update)
         if self.trained is not None:
@@ -235,7 +238,7 @@ class PolicyPart:
         return self.trained
 
     def check_log_probs(self, batch: DataProto) -> None:
-        """Record the log-prob difference between its engines and its ranks."""
+        """Record the log-prob difference between the policy's engines and its ranks."""
         self.whole.check_log_probs(batch, self.name)
 
     def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
@@ -284,21 +287,21 @@ class PolicyPart:
     # ---- steps
 
     async def end_training(self) -> None:
-        """Wait for its updates and release its device memory."""
+        """Wait for the policy's updates and release its device memory."""
         if self.holds_memory:
             await self.devices.finish_pool(self.name)
         self.holds_memory = False
         await self._memory.aclose()
 
     async def sync(self) -> None:
-        """Send its weights to its engines, as a phase of the step."""
+        """Send the policy's weights to its engines, as a phase of the step."""
         await self.end_training()
         with self.whole.phase(f"{self.name}/update_weights"):
             self.synced = await self.bring_weights()
 
     async def bring_weights(self) -> SyncReport:
-        """Send its current weights to its engines, and report engines that were excluded or have
-        rejoined."""
+        """Send the policy's current weights to its engines, and report engines that were excluded
+        or have rejoined."""
         learner = self.learner
         async with learner.phases.sync():
             synced = await learner.engines.sync(self.step)
@@ -306,7 +309,7 @@ class PolicyPart:
         return synced
 
     def close_step(self) -> Trained | None:
-        """Close the open step. Returns the record of its update, or None."""
+        """Close the open step. Returns the record of the policy's update, or None."""
         trained = self.trained
         if trained is not None:
             trained.synced = self.synced

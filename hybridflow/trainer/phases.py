@@ -1,5 +1,5 @@
-"""Ownership of device memory: the policy's during training, the engines' during generation, shared
-during a weight sync.
+"""Ownership of device memory: it belongs to the policy during training and to the engines during
+generation, and is shared during a weight sync.
 
 Engines may generate between the phases below. If nothing is offloaded and engines keep their
 memory, a phase does nothing.
@@ -20,8 +20,8 @@ from hybridflow.workers.role import RoleWorker
 
 
 class Phases:
-    """Transfers device memory between policy and engines in an order in which the engines' cache
-    and the optimizer are never on the devices together."""
+    """Transfers device memory between the policy and the engines, ordered so that the engines'
+    cache and the optimizer are never on the devices at the same time."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Phases:
         is_busy: Callable[[str], bool] = lambda name: False,
     ) -> None:
         """Args:
-        others: the roles other than the policy, by configuration section.
+        others: the roles other than the policy, keyed by configuration section.
         is_busy: returns True if a role's devices are in use.
         """
         self.policy = policy
@@ -76,8 +76,8 @@ class Phases:
 
     @asynccontextmanager
     async def sync(self) -> AsyncIterator[None]:
-        """Load the weights on both sides. Afterwards offload the policy's weights, and only then
-        let the engines allocate their cache again."""
+        """Load the weights on both sides. Afterwards, offload the policy's weights, and only then
+        have the engines reallocate their cache."""
         await self.make_room()
         if self._engines_asleep:
             await self.engines.wake(("weights",))

@@ -1,9 +1,10 @@
-"""Fork servers of a job on one machine without CUDA. The modules of ranks and engines are imported
+"""Fork servers for a job on one machine without CUDA. The modules of ranks and engines are imported
 once, in the background, while the driver starts.
 
-One server loads torch. The engines' workers are forked from it, as are a second and a third server,
-which load the training backend and the engines' library. Their processes share that memory. Without
-a server (another node, CUDA, a server that has exited) a process imports the modules itself.
+One server loads torch. The engines' workers are forked from it, and so are a second and a third
+server, which load the training backend and the engines' library. All these processes share torch's
+memory. Without a server (another node, CUDA, a server that has exited) a process imports the
+modules itself.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ _RANKS = {
 
 
 class Preload:
-    """A job's fork servers, by the modules that they preload: "torch", "ranks" and "engines". They
-    are stopped at the end of `with`, and always exit with this process."""
+    """A job's fork servers, named after the modules that they preload: "torch", "ranks" and
+    "engines". They are stopped at the end of the `with` block, and always exit with this
+    process."""
 
     def __init__(self, config: RunConfig, *, with_engines: bool) -> None:
-        """Start the servers in the background; none if the job has one process, joins a cluster or
-        uses CUDA."""
+        """Start the servers in the background. Starts none if the job has a single process, joins a
+        cluster or uses CUDA."""
         self._names: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         if config.cluster.address is None and not config.cluster.in_process and _is_without_cuda():
@@ -88,7 +90,7 @@ class Preload:
 
 
 def modules_of(config: RunConfig, *, with_engines: bool) -> dict[str, tuple[str, ...]]:
-    """Return {server: modules that it preloads}. All servers but the first start as forks of the
+    """Return {server: modules that it preloads}. All servers except the first start as forks of the
     first."""
     modules = {"torch": _TORCH, "ranks": _RANKS[config.actor.backend]}
     engine = f"{ENGINE.package}.{config.rollout.engine}.preload"

@@ -1,5 +1,5 @@
 """The role interfaces used by the loop. The composition root builds the real groups; tests of the
-loop's logic use small implementations without Ray."""
+loop's logic use small implementations that do not need Ray."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ class Update:
 
 
 class Role(Saves, Protocol):
-    """The ranks of one role, called through methods of its worker class
-    (`workers.policy.PolicyWorker`, else `workers.model_role.ModelWorker`), which declare the
-    columns that they read and write."""
+    """The ranks of one role, called through the methods of its worker class
+    (`workers.policy.PolicyWorker` for the policy, `workers.model_role.ModelWorker` for the others),
+    which declare the columns that they read and write."""
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method on all ranks and return the list of their results."""
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """Return the columns that a data-parallel method writes, in the order of the batch."""
+        """Call a data-parallel method and return the columns that it writes, in the order of the
+        batch."""
 
     async def update(
         self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
     ) -> Sequence[Update]:
-        """Return all optimizer updates of a data-parallel training method, in order. With `seed`,
-        mini-batches are drawn from the batch."""
+        """Call a data-parallel training method and return all its optimizer updates, in order. If
+        `seed` is given, mini-batches are drawn from the batch."""
 
     async def memory(self) -> Mapping[str, float]:
-        """Return the memory metrics since the last call: peaks per method, and offloaded bytes
-        (`observations.memory_metrics`)."""
+        """Return the memory metrics collected since the last call: peaks per method, and offloaded
+        bytes (`observations.memory_metrics`)."""
 
 
 class Policy(Role, Protocol):
@@ -66,6 +67,6 @@ class Policy(Role, Protocol):
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[Sequence[Update], DataProto]:
         """Run all updates of a step whose first mini-batch has not been scored. Returns the
-        updates, and rows in the order of `batch` with old_log_probs and entropys: the first
-        mini-batch's, computed by its update, and, given the `later_log_probs` of the same batch and
-        seed, all others."""
+        updates, and rows with old_log_probs and entropys, in the order of `batch`. These are the
+        rows of the first mini-batch, whose values are computed by its update, and, if the
+        `later_log_probs` of the same batch and seed are given, all other rows."""

@@ -1,5 +1,5 @@
-"""Records of the steps: metrics, rollout dumps, scores on held-out prompts, and log-prob
-differences between engines and trainer."""
+"""Per-step records: metrics, rollout dumps, scores on held-out prompts, and log-prob differences
+between engines and trainer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OWN_SHOWN = 4
 
 @dataclass
 class Trained:
-    """A step in which the policy or critic was updated, until it is recorded.
+    """A step in which the policy or the critic was updated, and which has not been recorded yet.
 
     Attributes:
         scored: the rows of `batch` with old_log_probs: all rows, or only the first mini-batch if no
@@ -61,7 +61,7 @@ class Trained:
 
 
 class Records:
-    """Writes metrics, progress and dumps of the steps.
+    """Writes the metrics, progress and dumps of steps.
 
     Args:
         others: the roles other than the policy.
@@ -113,8 +113,8 @@ class Records:
             )
 
     async def validate(self, engines: Engines, step: int, progress: Progress) -> None:
-        """Score answers to the held-out prompts, if there are any. The totals contain the first
-        set's score."""
+        """Score answers to the held-out prompts, if there are any. The first set's score is added
+        to the totals."""
         with self.session.timed("seconds_validation"):
             metrics = await self.validator.run(engines, step)
         if not metrics:
@@ -181,8 +181,8 @@ class Records:
     def of_policy(
         self, name: str, tokenizer: Tokenizer, trained: Trained | None, step: int
     ) -> dict[str, float]:
-        """Return the metrics of a further policy's update in a step, prefixed with its name, and
-        write the dump of its samples.
+        """Return the metrics of a further policy's update in a step, prefixed with the policy's
+        name, and write the dump of its samples.
 
         Raises:
             HybridFlowError: a gradient was not finite, and the policy's settings stop the run in
@@ -245,8 +245,8 @@ class Records:
 
 
 def _shown(own: Mapping[str, float]) -> dict[str, float]:
-    """Return the flow's metrics to show on the console: the sampled score if the flow has replaced
-    it, and the first numbers that it recorded."""
+    """Return the flow's metrics to show on the console: the sampled score, if the flow has replaced
+    the scores, and the first numbers that the flow recorded."""
     short = {}
     for key, value in own.items():
         name, _, metric = key.partition("/")

@@ -1,5 +1,5 @@
-"""In-process recovery from lost training ranks: they are restarted, and the loop returns to a
-checkpoint."""
+"""In-process recovery from the loss of training ranks: the ranks are restarted, and the loop
+returns to a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ async def fit_with_restarts(
     Args:
         trainer: the loop.
         groups: {role: training ranks}.
-        max_restarts: restarts per hour; with 0 the first loss ends the job.
+        max_restarts: maximum number of restarts per hour; if 0, the first loss ends the job.
         progress: reports each restart.
 
     Raises:
-        HybridFlowError: the loop's error if no ranks are lost (a restart would not help) or
-            `max_restarts` is used up, or an error during a restart.
+        HybridFlowError: the loop's error, if no ranks are lost (so that a restart would not help)
+            or `max_restarts` is used up; or an error during a restart.
     """
     limit = RestartLimit(max_restarts)
     while True:

@@ -145,7 +145,7 @@ class FlowRun:
         """Return a role that the flow has declared.
 
         Raises:
-            FlowError: the flow has not declared it; the message contains the fix.
+            FlowError: the flow has not declared it; the message explains the fix.
         """
         flow = self.flow
         if name not in flow.roles:
@@ -158,7 +158,7 @@ class FlowRun:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The flow's own values, which are saved in checkpoints."""
+        """Values stored by the flow, which are saved in checkpoints."""
         return self.trainer.state
 
     async def take_samples(self, step: int, greedy: bool) -> DataProto:
@@ -172,20 +172,20 @@ class FlowRun:
         return self._batch
 
     async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
-        """Generate `n` samples for each of the flow's own prompts with the engines' current
+        """Generate `n` samples for each prompt created by the flow, using the engines' current
         weights."""
         samples = self.trainer.samples
         with self.phase("gen"):
             return await samples.of_prompts(prompts, n)
 
     async def _hold_memory(self) -> None:
-        """Give the policy the devices' memory until the sync."""
+        """Transfer the devices' memory to the policy until the sync."""
         if not self.holds_memory:
             self.holds_memory = True
             await self._memory.enter_async_context(self.trainer.phases.training())
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """Return the calls' common batch with the columns of all of them."""
+        """Return the batch shared by the calls, with the columns that each of them adds."""
         self._batch = batch = await joined(calls, self.devices.finish)
         await self.record()  # the critic has finished the previous step's update
         return batch
@@ -208,7 +208,7 @@ class FlowRun:
         return batch
 
     async def bring_to_engines(self, step: int) -> None:
-        """Send the weights of updated policies to their engines if these will be used."""
+        """Send the weights of updated policies to their engines, if these engines will be used."""
         updated = [part for part in self.parts.values() if part.trained is not None]
         if not updated and not self._was_called(_UPDATE):
             raise FlowError("sync() must be called after policy.update(batch)")
@@ -222,7 +222,8 @@ class FlowRun:
                 self._trained.synced = await self.bring_weights()
 
     def line(self) -> int | None:
-        """Return the line of the user's file that is being executed; None outside of it."""
+        """Return the line of the user's file that is being executed, or None if execution is
+        outside the file."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == self._file:
@@ -236,8 +237,8 @@ class FlowRun:
         return None if frame is None else frame.f_lineno
 
     def _watched(self) -> AbstractContextManager[None]:
-        """Report the position of a user's flow that makes no call for a long time. Not during the
-        check, which has a deadline."""
+        """Report the position of a user's flow that makes no calls for a long time. Does nothing
+        during the check, which has a deadline."""
         if self.is_tracing or not self._file:
             return nullcontext()
         return self._watch.saying(
@@ -284,7 +285,7 @@ class FlowRun:
         self.called.add(call.name)
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """Return the open step's record, in which this update trains on the batch.
+        """Return the open step's record, to which this update on the batch is added.
 
         Raises:
             FlowError: the step already has this update, or the rows cannot be divided into
@@ -300,14 +301,14 @@ class FlowRun:
         return self._trained
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Attribute the time spent inside to this phase of the step."""
+        """Attribute the time spent in the block to this phase of the step."""
         return self._session.timeline.phase(name)
 
     def with_own_columns(
         self, batch: DataProto, names: Sequence[str], added: dict[str, object] | None = None
     ) -> DataProto:
-        """Check those of these columns that the flow has created itself, other than `added`
-        (default: those of the last `advantages`), and return the batch.
+        """Check any of these columns that were created by the flow, i.e. that are not in `added`
+        (default: the columns added by the last `advantages`). Returns the batch.
 
         Raises:
             FlowError: a column has a wrong shape, or contains a number that is not finite.
@@ -329,7 +330,8 @@ class FlowRun:
         return self.trainer.samples.keep(batch.with_columns(**columns)) if own else batch
 
     def _check_rows(self, batch: DataProto, update: str) -> None:
-        """Check that a number of rows other than the step's can be divided into mini-batches."""
+        """Check that the batch can be divided into mini-batches if its number of rows differs from
+        the step's."""
         if self._scores is None or len(batch) == len(self._scores):
             return
         role = "actor" if update == _UPDATE else update.partition(".")[0]
@@ -604,8 +606,8 @@ class FlowRun:
         self._validated = self.step
 
     async def _save_if_due(self) -> None:
-        """Save a checkpoint if one is due, after the last step, and if a stop was requested; in
-        that case, stop."""
+        """Save a checkpoint if one is due, after the last step, or if a stop was requested. In the
+        last case, stop the run."""
         is_last = self._ends or self.step == self.last
         every = self.config.trainer.save_every_steps
         if self._session.is_due(every, self.step) or is_last or self._session.stop_asked:

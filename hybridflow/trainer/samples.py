@@ -1,4 +1,4 @@
-"""Sources of each step's training samples: engines' answers with scores, dumps, or recorded
+"""Sources of each step's training samples: scored answers from engines, dumps, or recorded
 pairs."""
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Samples(Protocol):
         """Metrics of the last samples taken."""
 
     async def take(self, step: int, greedy: bool = False) -> DataProto:
-        """Return the step's samples: prompts, responses and scores; with `greedy`, also
+        """Return the step's samples: prompts, responses and scores; if `greedy` is True, also
         greedy_scores."""
 
     async def of_prompts(self, prompts: Sequence[Prompt], n: int) -> DataProto:
         """Generate `n` samples for each of these prompts, which are not rows of the dataset."""
 
     def last_after(self, step: int) -> int | None:
-        """Return the last step that samples exist for; None if unlimited."""
+        """Return the last step for which samples exist; None if unlimited."""
 
     def keep(self, batch: DataProto) -> DataProto:
-        """Move token columns created on the driver to the object store for workers."""
+        """Move token columns that were created on the driver to the object store, for workers."""
 
     def dump(self, folder: Path, step: int, batch: DataProto) -> None:
-        """Write a step's samples, for inspection and for runs that train on them."""
+        """Write a step's samples to disk, for inspection and for runs that train on them."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON-serializable state for `restore`."""
@@ -58,18 +58,19 @@ class Samples(Protocol):
     async def restore(
         self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0
     ) -> None:
-        """Continue from a saved `state`, or start from the beginning without one."""
+        """Continue from a saved `state`, or start from the beginning if it is None."""
 
     async def forget(self) -> None:
         """Discard all answers in progress."""
 
 
 class Sampled:
-    """Engines' answers with scores, from one batch of prompts or, with
-    `algorithm.dynamic_sampling`, several.
+    """Scored answers from engines, for one batch of prompts or, with `algorithm.dynamic_sampling`,
+    several.
 
     Args:
-        keep: moves token columns created on the driver to the object store for workers and engines.
+        keep: moves token columns that were created on the driver to the object store, for workers
+            and engines.
         made_with: `rollout.dumps.identity` of this run.
     """
 
@@ -153,7 +154,7 @@ class Sampled:
 
 
 class Dumped(Sampled):
-    """The samples of an earlier run's dumps, used instead of new answers."""
+    """The samples in an earlier run's dumps, used instead of new answers."""
 
     def __init__(self, dumps: Dumps, *given: Any) -> None:
         """`given`: the arguments of `Sampled`."""

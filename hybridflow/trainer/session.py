@@ -1,4 +1,4 @@
-"""The records of a running job: metrics, timeline, progress, checkpoints, and the totals for its
+"""The records of a running job: metrics, timeline, progress, checkpoints, and totals for its
 summary."""
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _TRACKER_PHASE: dict[str, Phase] = {"sft": "sft", "rl": "train", "reward": "rewa
 
 
 class Session:
-    """The run folder in use.
+    """State of the current run and its folder.
 
     Attributes:
-        totals: numbers that accumulate over the run and are kept in checkpoints: seconds of each
-            phase, accuracies, extremes.
+        totals: values accumulated over the run and saved in checkpoints: seconds spent in each
+            phase, accuracies, minima and maxima.
         controller_share: see `controlled`.
         latest: {phase: number and metrics of the last recorded step}.
-        stop_asked: stop the run after the current step and a checkpoint (SIGUSR1).
+        stop_asked: True to save a checkpoint after the current step and stop the run (SIGUSR1).
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -76,7 +76,7 @@ class Session:
 
     @contextmanager
     def timed(self, total: str) -> Iterator[None]:
-        """Add the seconds spent inside to `totals[total]`."""
+        """Add the seconds spent in the block to `totals[total]`."""
         start = time.perf_counter()
         try:
             yield
@@ -85,8 +85,8 @@ class Session:
 
     @contextmanager
     def controlled(self) -> Iterator[None]:
-        """Set `controller_share` to the share of the time spent inside during which the driver was
-        not waiting for a worker or an engine."""
+        """Set `controller_share` to the fraction of the time spent in the block during which the
+        driver was not waiting for a worker or an engine."""
         start = time.perf_counter()
         waited = waited_seconds()
         yield
@@ -95,20 +95,20 @@ class Session:
         )
 
     def totals_now(self) -> dict[str, float]:
-        """Return the totals with `seconds_total`, the time of all sessions of this run except time
-        lost in a kill."""
+        """Return the totals, including `seconds_total`, the duration of all sessions of this run
+        except time lost when a session was killed."""
         self.totals["seconds_total"] = self._seconds_before + time.perf_counter() - self._opened
         return dict(self.totals)
 
     def note_max(self, total: str, value: float) -> None:
-        """Keep the largest value seen."""
+        """Set `totals[total]` to the maximum of its value and `value`."""
         self.totals[total] = max(self.totals.get(total, value), value)
 
     def note_restart(
         self, total: str, say: Callable[[str], None], prefix: str = ""
     ) -> Callable[[str], None]:
-        """Return a function that counts restarts in `totals[total]` and reports the reason after
-        `prefix`."""
+        """Return a function that counts restarts in `totals[total]` and reports each reason,
+        preceded by `prefix`."""
 
         def note(reason: str) -> None:
             self.totals[total] = self.totals.get(total, 0.0) + 1
@@ -125,13 +125,13 @@ class Session:
 
     def know(self, fingerprint: Fingerprint, checkpoint: Checkpoint | None) -> list[str]:
         """Save the configuration, the environment and the run's fingerprint. Returns one line for
-        each difference from the checkpoint that the run resumes from. The configuration of an
-        earlier start is kept next to the new one.
+        each difference from the checkpoint that the run resumes from. An earlier start's
+        configuration is kept next to the new one.
 
         Raises:
             ConfigError: the checkpoint was trained on other data; nothing is changed.
-            CheckpointError: a part of the checkpoint is missing or belongs to another one; nothing
-                is changed.
+            CheckpointError: a part of the checkpoint is missing or belongs to another checkpoint;
+                nothing is changed.
         """
         if checkpoint is not None:
             checkpoint.check_parts()
@@ -159,14 +159,14 @@ class Session:
         return changes
 
     def has_other_data(self, checkpoint: Checkpoint) -> bool:
-        """Return True if this run's rows differ from those that the checkpoint's data position
-        refers to."""
+        """Return True if this run's rows differ from those to which the checkpoint's data position
+        refers."""
         return self.store.fingerprint.has_other_data(checkpoint.fingerprint, checkpoint.phase)
 
     def lost_records(self, checkpoint: Checkpoint | None) -> list[str]:
-        """Return one line for each record file that lacks steps before the checkpoint; these steps
-        are not run again. The records of a linked checkpoint are elsewhere, so it is not
-        checked."""
+        """Return one line for each record file in which steps before the checkpoint are missing;
+        these steps are not rerun. A linked checkpoint is not checked, because its records are in
+        another folder."""
         if checkpoint is None or checkpoint.folder.is_symlink():
             return []
         phase = _TRACKER_PHASE[checkpoint.phase]
@@ -198,7 +198,7 @@ class Session:
         self.tracker.log(step, metrics, phase)
 
     def check_folder(self) -> None:
-        """Check that the run folder is still in place. Open files would otherwise be written in a
+        """Check that the run folder is still in place. Otherwise, records would be written to a
         moved folder, or lost with a removed one.
 
         Raises:
@@ -234,9 +234,9 @@ class Session:
         return self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
 
     def go_back(self, checkpoint: Checkpoint | None) -> None:
-        """Do the same as `resume` in a session that continues: elapsed time stays counted, and
-        `totals["restarts"]` increases by one. Without a checkpoint, return to before the first
-        step."""
+        """Do the same as `resume`, but within a session that continues: elapsed time is still
+        counted, and `totals["restarts"]` is increased by one. Without a checkpoint, return to the
+        state before the first step."""
         seconds = self.totals_now()["seconds_total"]
         restarts = self.totals.get("restarts", 0.0)
         engine_restarts = self.totals.get("engine_restarts", 0.0)
@@ -248,7 +248,7 @@ class Session:
         self.totals["engine_restarts"] = engine_restarts
 
     def _forget_after(self, step: int) -> None:
-        """Drop the loop's records and dumps after `step`; at step 0, also those of the validation
+        """Drop the loop's records and dumps after `step`; if it is 0, also those of the validation
         before the first step."""
         last_validated = step if step > 0 else -1
         self.tracker.truncate_after("train", step)
@@ -276,7 +276,7 @@ class Session:
             raise RunStopped(f"stopped as requested; the same command resumes from {where}")
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
-        """Atomically write a small JSON file in the run folder. Non-finite numbers become null."""
+        """Atomically write a small JSON file to the run folder. Non-finite numbers become null."""
         path = self.folder / name
         temporary = path.with_name(path.name + ".tmp")
         with naming(path):

@@ -1,4 +1,4 @@
-"""Start and stop of a job's further policies (`roles`)."""
+"""Startup and shutdown of a job's further policies (`roles`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FurtherPolicies:
     """A job's further policies. The cluster must have started.
 
     Attributes:
-        jobs: one job view per policy.
+        jobs: a view of the job for each policy.
         learners: the policies, once started.
         groups: {name: ranks in separate processes}.
     """
@@ -33,7 +33,7 @@ class FurtherPolicies:
 
     @property
     def guests(self) -> list[Job]:
-        """Policies whose rank is in the first policy's process."""
+        """Policies whose rank runs in the first policy's process."""
         return self.jobs if self._cluster is None else []
 
     def start(

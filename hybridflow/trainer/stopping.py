@@ -1,5 +1,5 @@
-"""Stops of a run, at which the program that started it can act between two steps, or inside a step
-that it runs by hand."""
+"""Stops of a run, at which the program that started it can act: between two steps, or inside a step
+that the program runs by hand."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Steps = Generator[None, None, T]
 
 @dataclass
 class Stops:
-    """The stops of one run, and its components once they exist.
+    """The stops of one run, and the run's components once they exist.
 
     Attributes:
         enabled: False if the run does not stop before its end, as on the command line.
         is_in_step: True if the run has stopped inside a step, for `by_hand`.
-        finish: writes summary and report, and returns the summary.
+        finish: writes the summary and the report, and returns the summary.
         summary: the result, set at the last stop.
     """
 
@@ -48,15 +48,15 @@ class Stops:
         await self._released.wait()
 
     async def by_hand(self, run: Run) -> None:
-        """A flow whose steps are run by the program."""
+        """A flow whose steps are run by the user's program."""
         async for _ in run.steps():
             self.is_in_step = True
             await self.stop()
             self.is_in_step = False
 
     def follow(self, work: Coroutine[Any, Any, T]) -> Steps[T]:
-        """Run the work in this thread's event loop, yield at each stop, and return its result.
-        Closing the generator cancels the work."""
+        """Run the work in this thread's event loop, yield at each stop, and return the work's
+        result. Closing the generator cancels the work."""
         task = begin(work)
         try:
             while True:

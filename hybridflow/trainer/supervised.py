@@ -1,5 +1,5 @@
 """Training on a dataset instead of generated answers: supervised fine-tuning, as a run's warm start
-or a separate job, and a reward model on preference pairs."""
+or as a separate job, and training of a reward model on preference pairs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SCORED_AT_ONCE = 512  # held-out pairs
 
 
 class SupervisedTrainer:
-    """Runs `config.steps` updates on batches of a dataset. `config` is the run's section named
-    `section`."""
+    """Runs `config.steps` updates on batches of a dataset. `config` is the section of the run's
+    configuration called `section`."""
 
     phase: ClassVar[Phase]
     section: ClassVar[str]
@@ -114,7 +114,7 @@ class SupervisedTrainer:
                     await session.stop_if_asked()
 
     def also(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics, other than the loss, to record from an update's means."""
+        """Return the metrics other than the loss to record from an update's means."""
         return {}
 
     async def save(self) -> Path:
@@ -154,7 +154,7 @@ class RewardTrainer(SupervisedTrainer):
 
 
 async def pair_accuracy(model: Role, dataset: PreferenceDataset) -> dict[str, float]:
-    """Return the share of pairs whose chosen answer scores higher, and the mean score
+    """Return the fraction of pairs whose chosen answer has the higher score, and the mean score
     difference."""
     differences = []
     for start in range(0, len(dataset), _SCORED_AT_ONCE):

@@ -122,7 +122,7 @@ def test_an_opponent_takes_the_weights_of_the_policy(tmp_path: Path, settings: l
     ]
     train(tmp_path, [*words, "trainer.total_steps=3"], "play")
     out, folder = train(tmp_path, [*words, "trainer.total_steps=4"], "play")
-    assert "resuming from" in out and "invented rows" not in out
+    assert "resuming from" in out and "synthetic rows" not in out
     steps = [step for step in read_jsonl(folder / "metrics.jsonl") if step["phase"] == "train"]
     assert len(steps) == 4 and all("flow/won" in step for step in steps)
     assert weights(folder / "export") == weights(folder / "export-opponent")

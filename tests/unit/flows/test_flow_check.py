@@ -175,7 +175,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         (GRPO.replace("= run.adv", "= await run.adv"), "a batch is awaited. Only samples,", 9),
         (
             BEGIN + "    import asyncio\n    asyncio.create_task(run.policy.log_probs(batch))",
-            "a call of the run has begun when it is made",
+            "calls of the run start immediately",
             9,
         ),
         # arguments
@@ -325,7 +325,7 @@ def test_a_flow_that_does_not_end_is_refused_with_its_line(
     # a loop that ends after the test
     wait = wait.replace("while True", "import time; t = time.time()\n    while time.time() < t + 1")
     text = refusal(tmp_path, BEGIN + f"    import asyncio\n    {wait}")
-    assert "leave out what waits or computes for long with `if not run.is_tracing:`" in text
+    assert "skip code that waits or computes for long with `if not run.is_tracing:`" in text
     assert text.endswith((f"(line {line})", f"(line {line + 1})")), text
 
 
