@@ -69,7 +69,7 @@ def _texts(answered: DataProto, tokenizer: Tokenizer) -> list[str]:
 
 
 def _batch(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: DataConfig) -> DataProto:
-    """Build rows like those of `PromptDataset.batch`."""
+    """Build a batch in the format of `PromptDataset.batch`."""
     encoder = AnswerEncoder(tokenizer, config, {})
     ids = []
     for number, prompt in enumerate(prompts):

@@ -92,7 +92,7 @@ def dump_batch(
 
 
 def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Build the rows of one piece."""
+    """Build the dump's rows for one piece of the batch."""
     prompts = batch.jagged("prompt_ids")
     mask = batch.jagged(RESPONSE_MASK)
     rows: dict[str, Any] = {
@@ -135,8 +135,8 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def _failures(batch: DataProto) -> list[str | None]:
-    """Return the scoring errors of rows. A value named "failure" that a reward returns itself is
-    not an error."""
+    """Return the scoring errors of rows. An extra value that a reward itself calls "failure" is not
+    a scoring error."""
     return batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
 
 
@@ -166,7 +166,7 @@ def _runs(values: np.ndarray) -> list[list[int]]:
 
 
 class Dumps:
-    """The dumps that a run trains on instead of generating.
+    """Dumps on which a run trains instead of generating samples.
 
     Args:
         path: a folder of dumps, or one step's file.
@@ -260,7 +260,7 @@ def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
 
 def _check_tokens(held: DataProto, vocab_size: int) -> None:
     """Raise ValueError for tokens outside the vocabulary and for invalid numbers. An intact Parquet
-    file may still not be a dump."""
+    file is not necessarily a dump."""
     for name in ("prompt_ids", "response_ids"):
         ids = held.jagged(name).values
         if not np.issubdtype(ids.dtype, np.integer):

@@ -194,7 +194,8 @@ def sources_to_score(config: RunConfig, *datasets: Prompts | PreferenceDataset) 
 def check_truths(
     rewards: RewardManager, config: RunConfig, *datasets: Prompts | PreferenceDataset
 ) -> None:
-    """Raise DataError, with file and row, for a ground truth that its verifier cannot use."""
+    """Raise DataError, naming the file and the row, for a ground truth that its verifier cannot
+    use."""
     for dataset in datasets:
         if not sources_to_score(config, dataset):
             continue
@@ -248,7 +249,7 @@ def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]
 
 
 class Validator:
-    """Generates and scores the answers of each validation set.
+    """Generates and scores answers for each validation set.
 
     Args:
         datasets: {name: prompts}, from `open_val_sets`.

@@ -4,7 +4,7 @@ continuously and a policy that changes.
 A group consists of a prompt and its samples. At the start of a step, prompts for this and some
 later steps are submitted, and the step trains on groups that have finished. An answer may take up
 to `trainer.max_staleness` steps; a step waits for an answer that takes longer, so no trained token
-is older than that many versions. If it is 0, a step waits for everything that it submits.
+is older than that many versions. If the limit is 0, a step waits for everything that it submits.
 
 The prefetch depth is `trainer.steps_ahead`. By default, it is the mean time, in steps without
 waiting, that the groups of the last batch took to finish. By Little's law, the groups of that many
@@ -173,7 +173,7 @@ class Groups:
 
     async def scores(self) -> DataProto:
         """Wait for the scores of the last `next_batch`, and return them in the format of
-        `Scorer.score`. Can be called once per batch."""
+        `Scorer.score`. Can be called only once per batch."""
         scored = self._scored
         self._scored = []
         return await self.scorer.finish(scored)

@@ -70,7 +70,7 @@ class RecordedPairs:
         raise FlowError("generate(...): the answers are recorded (data.answers=pairs)")
 
     def last_after(self, step: int) -> int | None:
-        """Return None: pairs are repeated every epoch, without an end."""
+        """Return None: pairs repeat every epoch, so there is no last step."""
         return None
 
     def dump(self, folder: Path, step: int, batch: DataProto) -> None:

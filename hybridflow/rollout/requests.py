@@ -69,7 +69,7 @@ class Request:
         return self.answer is not None
 
     def prompt(self) -> DataProto:
-        """Return the prompt as a batch of one row."""
+        """Return the prompt as a one-row batch."""
         if self.prompts is None:
             return _tokens_of([self])
         return self.prompts.rows(np.array([self.row]))
@@ -157,7 +157,7 @@ class Requests(ABC):
         return one
 
     async def answer(self, request: Request) -> tuple[DataProto, int]:
-        """Wait for the answer, and return (batch, row). Another task must be in `advance`.
+        """Wait for the answer, and return (batch, row). Another task must be awaiting `advance`.
         Cancelling this call aborts the request."""
         try:
             if request.is_over is not None:
@@ -355,7 +355,7 @@ class Requests(ABC):
                 )
 
     def _take_in(self) -> None:
-        """Queue new requests in their order, regardless of when environments responded."""
+        """Queue new requests, sorted by `order` regardless of when environments responded."""
         together: dict[Hashable, list[Request]] = {}
         for one in sorted(self._new, key=lambda one: one.order):
             group = one.number if one.group is None else one.group

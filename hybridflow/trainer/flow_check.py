@@ -57,7 +57,7 @@ def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
     invented = _Invented(config)
     with Progress(0, "", enabled=False) as progress:
         run = FlowRun(cast(Trainer, invented.trainer()), progress, STEPS, is_tracing=True)
-        gc.collect()  # unrelated coroutines that were never awaited are reported here, not in the block below
+        gc.collect()  # report unrelated coroutines that were never awaited before the block below
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", RuntimeWarning)
             error = _error_of(run)
