@@ -90,7 +90,7 @@ def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) ->
                 )
                 writer.write_table(table)
         if writer is None:
-            raise DataError(f"{path}: no batches to write; the columns would be unknown")
+            raise DataError(f"{path}: there are no batches to write, so the columns are unknown")
         with _naming(f"could not write {path}"):
             writer.close()
             os.replace(temporary, path)
@@ -172,7 +172,9 @@ def pick_parquet(
                     at += len(piece)
             first = end
         if missing := [number for number in numbers if number not in found]:
-            raise DataError(f"{path}: row {missing[0]} is missing, although the footer counts it")
+            raise DataError(
+                f"{path}: row {missing[0]} is missing, although the footer's row count includes it"
+            )
         return from_table(pa.Table.from_batches([found[number] for number in numbers]))
 
 

@@ -88,7 +88,9 @@ def generated(
     wanted = {f"with_{name}": True for name, value in extras._asdict().items() if value}
     found = engine.generate(prompts, sampling, most, stop_token_ids, **wanted)
     if extras.support and any(one.support is None for one in found):
-        raise EngineError("the tokens' support is missing", engine=engine.spec.name)
+        raise EngineError(
+            "a response does not include the requested sampling support", engine=engine.spec.name
+        )
     return found
 
 

@@ -73,7 +73,8 @@ class Engine(Protocol):
     spec: EngineSpec  # after `start`, includes the rendezvous address of the nodes
 
     def start(self) -> None:
-        """Start the processes and return. They exit with this process, even if it is killed."""
+        """Start the processes and return immediately. They exit with this process, even if it is
+        killed."""
 
     def wait_ready(self) -> None:
         """Wait until the engine responds. If this fails, no process is left running."""
@@ -86,7 +87,7 @@ class Engine(Protocol):
         """Return the last lines of the log."""
 
     def stop(self) -> None:
-        """Stop all processes. May be called again."""
+        """Stop all processes. Idempotent."""
 
     def generate(
         self,

@@ -118,8 +118,8 @@ def note_shared_memory(folder: str, paths: set[str]) -> None:
 
 
 def noted_shared_memory(folder: str) -> set[str]:
-    """Return the recorded paths. They were recorded by the guard, which may have been killed since,
-    or by its parent when the server became ready."""
+    """Return the paths recorded by the guard, or by its parent when the server became ready. The
+    guard itself may have been killed since."""
     try:
         with open(os.path.join(folder, NOTE), encoding="utf-8") as note:
             return {

@@ -120,7 +120,7 @@ class WeightReceiver:
             self._describe(store, layout)
             return 0
         if control.order is None:
-            raise WeightSyncError("a receive message has no order")
+            raise WeightSyncError("a RECEIVE message must include an order")
         board = Board.open(control.order, store)
         try:
             return self._receive(board, rank)

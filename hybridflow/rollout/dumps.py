@@ -242,7 +242,7 @@ def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
     if missing := [name for name in _NEEDED if name not in held]:
         raise DataError(
             f"{path} has no {', '.join(missing)}, so it cannot be trained on; use the rollouts/ "
-            "folder of a run of this version"
+            "folder of a run made with this version"
         )
     theirs = held.meta.get(MADE_WITH, {})
     for name, ours in made_with.items():

@@ -141,7 +141,7 @@ def write_surroundings(
     checksums: Mapping[str, str],
     config: Mapping[str, object],
 ) -> None:
-    """Write the index, config.json and checksums next to the shards, synced to disk."""
+    """Write the index, config.json and checksums next to the shards, and sync them to disk."""
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
     total = sum(entry.size for entries in files.values() for entry in entries)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -251,7 +251,7 @@ def export(
     tokenizer: Path | None,
     published: Path | None = None,
 ) -> Written:
-    """Write a checkpoint's model as a Hugging Face folder. At most one tensor and its source
+    """Export a checkpoint's model to a Hugging Face folder. At most one tensor and its source
     rectangles are in memory at a time.
 
     Args:

@@ -31,8 +31,9 @@ def start_actors(
 ) -> list[Rank]:
     """Start one actor in each slot of the pool. Returns the ranks in slot order.
 
-    With `name`, the actors are detached and outlive the driver; raises ResourceError if the name is
-    taken. With `fork_server`, their processes are forked from that server (`process.fork_server`).
+    If `name` is given, the actors are detached and outlive the driver; raises ResourceError if the
+    name is taken. If `fork_server` is given, their processes are forked from that server
+    (`process.fork_server`).
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -118,10 +119,11 @@ def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]
 
 
 def _pinned_settings(user: Mapping[str, str]) -> str:
-    """Return the user's allocator settings, plus exact sizes for pinned blocks over 128 MB.
+    """Return the user's allocator settings, extended so that pinned blocks over 128 MB have their
+    exact size.
 
     By default torch rounds pinned blocks up to a power of two (CachingHostAllocator.h:303).
-    Offloaded weights and checkpoints are such blocks.
+    Offloaded weights and checkpoints use such blocks.
     """
     settings = user.get("PYTORCH_ALLOC_CONF") or user.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if _PINNED in settings:

@@ -262,8 +262,8 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """HOST:PORT at which another program can join this cluster. It needs the same Ray token in
-        its environment."""
+        """HOST:PORT at which another program can join this cluster. That program needs the same Ray
+        token in its environment."""
         self.require_open()
         return _gcs_address()
 

@@ -49,7 +49,7 @@ def _log_orphaned_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -
     error = context.get("exception")
     if not isinstance(error, KeyboardInterrupt):
         _log.info(
-            "after the run's end or first failure: %s", context.get("message"), exc_info=error
+            "error after the run's end or first failure: %s", context.get("message"), exc_info=error
         )
 
 

@@ -1,5 +1,5 @@
-"""Waiting for a call on all its ranks, and reporting failures as one clear error as early as
-possible."""
+"""Waits for a call on all of its ranks, and reports failures as early as possible, as a single
+clear error."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _ANSWER_S = 10.0  # timeout of a query whose reply is needed
 
 
 class _Observer:
-    """The actor that runs on the other node."""
+    """The actor that runs on the observed node."""
 
     def states(self, pids: Sequence[int]) -> dict[int, str]:
         """Return the state of each process (`process.children.state_of`)."""

@@ -234,7 +234,7 @@ def _reserve(
 ) -> PlacementGroup | None:
     """Reserve a bundle on each node in use.
 
-    Returns None, with nothing reserved, if another driver took some of the resources first.
+    Returns None, with nothing reserved, if another driver acquired some of the resources first.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 

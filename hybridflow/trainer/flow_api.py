@@ -138,7 +138,8 @@ class FlowApi:
         chosen = np.asarray(rows)
         if chosen.dtype != bool or chosen.shape != (len(given),):
             raise FlowError(
-                f"leave_out(batch, rows): rows must be a bool for each of the {len(given)} rows, "
+                f"leave_out(batch, rows): rows must contain one bool for each of the {len(given)} "
+                "rows, "
                 f"got {chosen.dtype} {list(chosen.shape)}"
             )
         return without_rows(given, chosen)

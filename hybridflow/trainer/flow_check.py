@@ -137,7 +137,7 @@ def _not_called(run: FlowRun, config: RunConfig, text: str) -> FlowError | None:
             continue
         if not re.search(pattern, text):
             return FlowError(f"the flow never calls run.{call}: {why}", line=run.flow.line)
-        run.doubts.append(f"run.{call} is called in none of the {STEPS} steps of the check")
+        run.doubts.append(f"run.{call} is not called in any of the {STEPS} steps of the check")
     return None
 
 
@@ -228,7 +228,7 @@ class _Invented:
         """Count a role call, and raise FlowError if there are too many."""
         self.calls += 1
         if self.calls > _MOST_CALLS:
-            raise FlowError(f"more than {_MOST_CALLS} calls of roles in {STEPS} steps")
+            raise FlowError(f"more than {_MOST_CALLS} role calls in {STEPS} steps")
 
     async def samples(self, step: int, greedy: bool = False) -> DataProto:
         """Return answers of alternately 1 and 3 tokens, with scores 0 and 1."""
@@ -366,7 +366,7 @@ def _require(what: str, reads: Sequence[str], batch: DataProto) -> None:
     missing = [name for name in reads if name not in batch]
     if missing:
         raise SchemaError(
-            f"{what} reads {', '.join(missing)}, which nothing has written to its batch"
+            f"{what} reads {', '.join(missing)}, which no earlier call has added to its batch"
         )
 
 

@@ -52,8 +52,8 @@ def _of_critics() -> dict[str, str]:
 
 # columns that a flow reads too early, and what writes them
 _WRITERS = {
-    "old_log_probs": "run.policy.log_probs(batch), where nothing can wait for the first update",
-    "entropys": "run.policy.log_probs(batch), where nothing can wait for the first update",
+    "old_log_probs": "run.policy.log_probs(batch), unless the first update computes it",
+    "entropys": "run.policy.log_probs(batch), unless the first update computes it",
     "ref_log_probs": "run.reference.log_probs(batch), in a run with a KL term",
     "rm_scores": "run.reward_model.scores(batch), in a run with reward_model.path",
     "teacher_log_probs": "run.teacher.log_probs(batch), in a run with teacher.path",
@@ -66,9 +66,9 @@ _WRITERS = {
     **_of_critics(),
 }
 _REMEDIES = (
-    (ValueError, "read-only", "columns of a batch are, so write batch.with_columns(scores=...)"),
-    (SystemExit, "", "a flow ends the run with `return`"),
-    (RuntimeError, "event loop", "a flow runs in one: write `await` in place of it"),
+    (ValueError, "read-only", "a batch cannot be changed; write batch.with_columns(scores=...)"),
+    (SystemExit, "", "to end the run, use `return`"),
+    (RuntimeError, "event loop", "a flow already runs in one; use `await` instead"),
 )
 _COLUMN = re.compile(r"no column '(\w+)'|reads (\w+)")
 _AWAITED = re.compile(r"object (\w+) can't be used in 'await' expression")
@@ -132,7 +132,7 @@ def _of_attribute(error: AttributeError) -> str | None:
     if isinstance(error.obj, types.CoroutineType | types.MethodType):
         return f"{error.obj.__name__!r} is {what}, and has no {name!r}"
     if isinstance(error.obj, DataProto) and (near := _near(name, error.obj.columns)):
-        return f"{what} has no {name!r}; a column is read as batch[{near!r}]"
+        return f"{what} has no {name!r}; to read the column, write batch[{near!r}]"
     near = _near(name, [one for one in dir(error.obj) if not one.startswith("_")])
     return f"{what} has no {name!r}" + (f"; did you mean {near!r}?" if near else "")
 
@@ -143,9 +143,9 @@ def _of_type(text: str) -> str | None:
     if awaited := _AWAITED.search(text):
         what = _BY_TEXT.get(awaited[1], f"a value of type {awaited[1]}")
         return (
-            f"{what} is awaited. Only samples, all, sync and calls of roles are: leave `await` out"
+            f"{what} is awaited. Only samples, all, sync and role calls can be: remove `await`"
             if "not called" not in what
-            else f"{what} is awaited; write `()` behind it"
+            else f"{what} is awaited; add `()` after it"
         )
     if "'DataProto' object does not support item" in text:
         return _IMMUTABLE

@@ -65,7 +65,7 @@ def make_room(config: RunConfig, folder: Path, total_steps: int | None, progress
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     shutil.move(folder, target)
-    progress.message(f"the earlier run of this name is now in {target}")
+    progress.message(f"the earlier run with this name was moved to {target}")
 
 
 def _epochs(folder: Path) -> float:

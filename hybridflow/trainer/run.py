@@ -374,7 +374,10 @@ class FlowRun:
                 f"{why}"
             )
         for engine in sorted(before - synced.stale.keys()):
-            self.progress.message(f"step {self.step}: {whose}{engine} has received weights again")
+            self.progress.message(
+                f"step {self.step}: {whose}{engine} has received new weights and "
+                "serves requests again"
+            )
         return set(synced.stale)
 
     # ---- steps

@@ -224,7 +224,7 @@ class Noted:
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens
     ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """Record the log-probs and entropies, then return the wrapped loss."""
+        """Record the log-probs and entropies, then return the result of the wrapped loss."""
         assert entropy is not None
         self._seen.append((cast(Packed, micro), log_probs.detach(), entropy.detach()))
         return self.loss(log_probs, entropy, micro)

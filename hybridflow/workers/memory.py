@@ -20,7 +20,8 @@ def needs(*parts: Part) -> Callable[[F], F]:
     """Decorator: keep these model parts on the device for the duration of the method.
 
     The worker must have `memory: RoleMemory`. Place the decorator below `@register`. An
-    out-of-memory error inside the method becomes a MemoryExhaustedError with the method's name.
+    out-of-memory error inside the method is converted to a MemoryExhaustedError that names the
+    method.
     """
 
     def mark(function: F) -> F:
@@ -88,11 +89,10 @@ class RoleMemory:
         return freed
 
     def take(self) -> dict[str, Any]:
-        """Return memory statistics and reset the peaks.
-
-        {memory: peak bytes per method, reserved: peak bytes reserved by the allocator, offloaded:
-        peak bytes off the device}, all since the last call; and parts: current bytes of each part,
-        on the device or not.
+        """Return memory statistics and reset the peaks: {memory: peak bytes per method, reserved:
+        peak bytes reserved by the allocator, offloaded: peak bytes moved off the device}, all since
+        the last call; and parts: the current bytes of each part, whether or not it is on the
+        device.
         """
         taken: dict[str, Any] = {
             "memory": self._peaks,
@@ -136,9 +136,8 @@ class RoleMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if `error` reports that memory ran out.
-
-    On CPU torch raises a plain RuntimeError for it (c10/core/impl/alloc_cpu.cpp).
+    """Return True if `error` is an out-of-memory error. On CPU, torch raises a plain RuntimeError
+    (c10/core/impl/alloc_cpu.cpp).
     """
     import torch
 

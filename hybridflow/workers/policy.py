@@ -132,7 +132,7 @@ class PolicyWorker(RoleWorker):
         """Return the log-probs and entropies of the step's first update, computed before the
         weights changed.
 
-        `batch` must have the same rows in the same order. Can be called once per update.
+        `batch` must have the same rows in the same order. Can be called only once per update.
         """
         noted = self._noted
         self._noted = None
@@ -275,7 +275,7 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.RANK_ZERO)
     def device_kind(self) -> Kind:
-        """Return the kind of device that holds the weights."""
+        """Return the type of device on which the weights are stored."""
         return self.platform.kind
 
     @register(Dispatch.ONE_TO_ALL)

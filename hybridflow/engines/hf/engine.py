@@ -134,7 +134,8 @@ class HfEngine:
         return found
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Raise EngineError for prompts that transformers would crash on or answer incorrectly."""
+        """Raise EngineError for prompts on which transformers would crash or generate wrong
+        responses."""
         config = self._model.config.get_text_config()
         check_tokens(prompts, config.vocab_size, self.spec.name)
         longest = config.max_position_embeddings

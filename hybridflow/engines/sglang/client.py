@@ -131,7 +131,7 @@ class EngineClient(ServerClient):
         self._post("/update_weights_from_tensor", body)
 
     def set_weight_version(self, version: int | str) -> None:
-        """Set the loaded weights' version, reported for later tokens in
+        """Set the version of the loaded weights. It is reported for later tokens in
         `Completion.weight_versions`."""
         self._post(
             "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}

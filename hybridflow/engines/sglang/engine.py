@@ -1,4 +1,4 @@
-"""One SGLang server as an engine (`engines.base.Engine`): the server and its HTTP client."""
+"""An engine (`engines.base.Engine`) backed by one SGLang server: the server and its HTTP client."""
 
 from __future__ import annotations
 

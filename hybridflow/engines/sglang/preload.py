@@ -1,4 +1,4 @@
-"""The imports of an SGLang server that do not depend on its model. Fork servers
+"""The modules that every SGLang server imports, whatever its model. Fork servers
 (`process.fork_server`) import this module."""
 
 from __future__ import annotations

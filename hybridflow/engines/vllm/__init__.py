@@ -1,6 +1,5 @@
-"""vLLM as an engine. The only package that imports vllm.
-
-Importing this package imports nothing: vLLM's own processes import parts of it (`door`, `worker`).
+"""Engines backed by vLLM. The only package that imports vllm. This file imports nothing, because
+vLLM's own processes import parts of the package (`door`, `worker`).
 """
 
 # responses do not include supports; the configuration check reads this

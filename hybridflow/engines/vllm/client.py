@@ -148,6 +148,6 @@ class VllmClient(ServerClient):
             )
 
     def set_weight_version(self, version: int | str) -> None:
-        """Set the loaded weights' version, reported for later tokens in
+        """Set the version of the loaded weights. It is reported for later tokens in
         `Completion.weight_versions`."""
         self._request("/update_weight_version", {"new_version": str(version)})

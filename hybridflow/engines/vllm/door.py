@@ -17,7 +17,7 @@ _App = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
 class Door:
-    """An ASGI wrapper that answers 401 if the key is missing or wrong."""
+    """An ASGI wrapper that responds with status 401 if the key is missing or wrong."""
 
     def __init__(self, app: _App) -> None:
         self._app = app

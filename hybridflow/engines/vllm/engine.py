@@ -1,4 +1,4 @@
-"""One vLLM server as an engine (`engines.base.Engine`): the server and its HTTP client."""
+"""An engine (`engines.base.Engine`) backed by one vLLM server: the server and its HTTP client."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class VllmEngine(ServedEngine):
     client_class = VllmClient
 
     def receive(self, order: Order, plan: str) -> Outcome:
-        """Receive weights as `ServedEngine.receive` does, and record the version for later
-        tokens."""
+        """Receive weights like `ServedEngine.receive`, and record the version for later tokens."""
         outcome = super().receive(order, plan)
         if outcome.status == "served":
             self.client.tokens.version = str(order.version)

@@ -74,11 +74,10 @@ def computes_with_what_was_loaded(model: torch.nn.Module) -> bool:
 
 
 class WholeTensors(WeightReceiver):
-    """Receives every checkpoint tensor whole and passes it to vLLM's loader.
-
-    During a sync, the rank keeps a second copy of the full model in memory, not only of its own
-    shard. All tensors are received and verified before vLLM loads the first one. If vLLM fails
-    after that, the engine stays paused.
+    """Receives whole checkpoint tensors and passes them to vLLM's loader. During a sync, the rank
+    keeps a second copy of the full model in memory, not just of its own shard. All tensors are
+    received and verified before vLLM loads the first one. If vLLM fails after that, the engine
+    stays paused.
     """
 
     def __init__(self, worker: Any, model: torch.nn.Module) -> None:

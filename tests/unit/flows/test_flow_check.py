@@ -45,7 +45,7 @@ def checked(config: RunConfig) -> list[str]:
         (GRPO + GRPO.split("batch)\n", 1)[1].rsplit("    await run.sync", 1)[0], "called twice"),
         (
             BEGIN + "    while True:\n        await run.policy.log_probs(batch)",
-            "more than 1000 calls",
+            "more than 1000 role calls",
         ),
     ],
 )
@@ -208,7 +208,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         ),
         (
             BEGIN + "    import asyncio\n    asyncio.run(asyncio.sleep(0))",
-            "a flow runs in one: write `await` in place of it",
+            "a flow already runs in one; use `await` instead",
             9,
         ),
         (
@@ -221,7 +221,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         (GRPO.replace("y.log_probs", "y.log_prob"), "run.policy has no 'log_prob'; did you", 8),
         (GRPO.replace("policy.up", "polcy.up"), "run has no 'polcy'; did you mean 'policy'?", 10),
         (BEGIN + "    batch['score']", "no column 'score'; did you mean 'scores'? There are", 8),
-        (BEGIN + "    batch.scores", "a column is read as batch['scores']", 8),
+        (BEGIN + "    batch.scores", "to read the column, write batch['scores']", 8),
         (BEGIN + "    batch.with_column()", "did you mean 'with_columns'?", 8),
         (BEGIN + "    batch['scores'] = 1", "batch = batch.with_columns(scores=...)", 8),
         (BEGIN + "    batch.scores = 1", "batch = batch.with_columns(scores=...)", 8),
@@ -304,7 +304,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
             12,
         ),
         (GRPO + "    run.record(loss='high')", "must be a finite number, got 'high'", 12),
-        (BEGIN + "    exit()", "a flow ends the run with `return`", 8),
+        (BEGIN + "    exit()", "to end the run, use `return`", 8),
     ],
 )
 def test_a_mistake_is_refused_before_anything_starts(
@@ -427,7 +427,9 @@ def test_a_critic_that_never_learns_is_refused(tmp_path: Path) -> None:
 def test_an_update_that_the_two_steps_do_not_reach_is_a_warning(tmp_path: Path) -> None:
     body = BEGIN + "    if step < 3:\n        continue\n" + GRPO.split("samples()\n", 1)[1]
     said = checked(following(config_of(tmp_path / "run"), own(tmp_path, body)))
-    assert len(said) == 1 and "run.policy.update(batch) is called in none of the 2 steps" in said[0]
+    assert (
+        len(said) == 1 and "run.policy.update(batch) is not called in any of the 2 steps" in said[0]
+    )
 
 
 def test_results_that_are_kept_and_methods_of_other_objects_are_no_mistakes(tmp_path: Path) -> None:
