@@ -61,8 +61,8 @@ def status(job: str, out: Path) -> str:
 
 
 def follow(job: str, out: Path) -> Iterator[str]:
-    """Yield the job's output as it is written, until the job ends: the driver's output and the
-    verdict for each start.
+    """Yield the job's output (the driver's lines, and the verdict for each start) as it is written,
+    until the job ends.
 
     Raises:
         ResourceError: the job is unknown, or Slurm does not answer.

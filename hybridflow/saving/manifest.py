@@ -104,7 +104,7 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write the manifest to `folder`, atomically and synced to disk."""
+        """Atomically write the manifest to `folder`, and sync it to disk."""
         value = asdict(self) | {
             "family": self.family,
             "config_digest": config_digest(self.hf_config),
@@ -204,7 +204,7 @@ def _problem_of(file: Path, expected: FileRecord) -> str:
         if not stat.S_ISREG(status.st_mode):  # a pipe would block and a device would never end
             return f"{file} is not a regular file"
         if status.st_size != expected.size:
-            return f"{file} has {status.st_size} bytes, but the manifest has {expected.size}"
+            return f"{file} has {status.st_size} bytes, but the manifest lists {expected.size}"
         if _is_hollow(file, status):
             return f"{file} has a size of {status.st_size} bytes, but none of them are on disk"
         if digest_of(file).xxh3 != expected.xxh3:

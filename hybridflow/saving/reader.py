@@ -55,7 +55,7 @@ class CheckpointFolder:
                 )
             if chunk["length"] != prod(chunk["size"]) * _DTYPES[chunk["dtype"]].itemsize:
                 raise CheckpointError(
-                    f"{folder}: the index has {chunk['length']} bytes for {chunk['size']} of "
+                    f"{folder}: the index lists {chunk['length']} bytes for {chunk['size']} of "
                     f"{chunk['key']}, which does not match its dtype"
                 )
             same = self._chunks.setdefault(chunk["key"], {})
@@ -65,7 +65,7 @@ class CheckpointFolder:
                 chunk["dtype"],
             ):
                 raise CheckpointError(
-                    f"{folder}: the index has conflicting entries for {chunk['key']}"
+                    f"{folder}: the index contains conflicting entries for {chunk['key']}"
                 )
             same[tuple(chunk["start"])] = chunk
         self._refuse_shared_bytes()

@@ -95,13 +95,13 @@ class Saver:
     def __init__(
         self, open_job: Callable[[Path, str, int, Exchange], Job], timeout_s: float = 1800.0
     ) -> None:
-        """Initialize without a save in progress.
+        """Create a saver with no save in progress.
 
         Args:
             open_job: creates a save's job from folder, phase, step and exchange. It reads
                 everything except the tensors' data from the live state.
-            timeout_s: maximum wait of a rank for the slowest rank, and of a save for the previous
-                save.
+            timeout_s: maximum time that a rank waits for the slowest rank, and that a save waits
+                for the previous save.
         """
         self._open_job = open_job
         self.timeout_s = timeout_s
@@ -116,7 +116,7 @@ class Saver:
         """Write the policy's state to `folder`, which must not contain a checkpoint yet.
 
         Raises:
-            CheckpointError: a rank could not write. The partial save is removed.
+            CheckpointError: a rank could not write its file. The partial save is removed.
         """
         self.wait(self.timeout_s)
         job = self._open_job(folder, phase, step, self._exchange)
@@ -151,7 +151,8 @@ class Saver:
         """Return True if no save is in progress.
 
         Raises:
-            CheckpointError: the last save failed, with the reason. Raised once.
+            CheckpointError: the last save failed; the message contains the reason. Raised only
+                once.
         """
         if self._thread is not None:
             if self._thread.is_alive():

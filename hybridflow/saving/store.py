@@ -290,8 +290,8 @@ class CheckpointStore:
     # ---- internals
 
     def _commit(self, partial: Path, final: Path) -> Path:
-        """Rename a synced checkpoint to its final name, update latest.json, and apply the
-        retention."""
+        """Rename a synced checkpoint to its final name, update latest.json, and apply the retention
+        rule."""
         # the same step was saved before: keep that checkpoint until the new one is current
         if final.exists() and self._points_to(final):
             final = final.with_name(f"{final.name}-{int(time.time())}")

@@ -107,7 +107,8 @@ def incomplete_checkpoints(path: Path) -> list[str]:
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """Summarise a checkpoint: the manifest's values, and the tensors and bytes of each part."""
+    """Summarise a checkpoint: the manifest's values, and the number of tensors and bytes in each
+    part."""
     manifest = Manifest.read(folder)
     parts: dict[str, dict[str, int]] = {}
     seen: set[str] = set()

@@ -353,7 +353,7 @@ async def _finish(job: Job, trained: ModelGroup, learners: Sequence[Learner] = (
 
 
 async def _export(job: Job, trained: Role, name: str) -> str | None:
-    """Write an export if the run is configured to. Returns its folder, or None."""
+    """Export the model if the run is configured to do so. Returns the export's folder, or None."""
     if not job.config.trainer.export or job.config.trainer.rollout_only:
         return None
     folder = job.session.folder / name

@@ -37,7 +37,7 @@ def prepare_data(config: RunConfig) -> str | None:
         settings.options,
     )
     counts = ", ".join(f"{name} {rows}" for name, rows in done.rows.items())
-    return f"{'data is in place' if done.reused else 'prepared data'} in {done.folder}: {counts}"
+    return f"{'found prepared data' if done.reused else 'prepared data'} in {done.folder}: {counts}"
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:

@@ -16,8 +16,8 @@ def check_devices(config: RunConfig, kind: str) -> None:
         _check_transport(config, kind)
     if kind == "cpu" and config.actor.parallel.moe_dispatcher == "deepep":
         raise ConfigError(
-            "actor.parallel.moe_dispatcher=deepep requires GPUs, whose memory its kernels write "
-            "between ranks, but this is a CPU; use alltoall or allgather"
+            "actor.parallel.moe_dispatcher=deepep requires GPUs, because its kernels write to "
+            "other ranks' GPU memory, but this is a CPU; use alltoall or allgather"
         )
     if kind == "cpu" and config.trainer.profile.steps and config.trainer.profile.tool == "nsys":
         raise ConfigError(
@@ -30,7 +30,7 @@ def check_devices(config: RunConfig, kind: str) -> None:
             "rollout.quantization=fp8 requires GPUs of compute capability 8.9 or later, but this "
             "is a CPU: an engine can load fp8 weights there, but its fp8 layers need Triton, which "
             "has no CPU driver, or AMX kernels; set rollout.quantization=null; `hybridflow reshard "
-            "plan --engine-dtype fp8` plans and proves such a transfer on any machine"
+            "plan --engine-dtype fp8` plans and verifies such a transfer on any machine"
         )
 
 

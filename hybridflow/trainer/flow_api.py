@@ -44,7 +44,7 @@ class FollowedRun(Noting, Protocol):
         """Return a role that the flow has declared."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step, in which `what` is called."""
+        """Return the number of the open step. `what` names the call, for errors."""
 
     async def next_step(self, steps: AsyncIterator[int]) -> int:
         """End the open step and begin the next one."""
@@ -105,7 +105,7 @@ class FlowApi:
         return Steps(self._run)
 
     def samples(self, *, greedy: bool = False) -> Awaitable[DataProto]:
-        """Return the step's samples. From here on the policy owns the devices' memory."""
+        """Return the step's samples. From then on, the policy owns the devices' memory."""
         run = self._run
         step = run.open_step("samples()")
         return Pending(run, "samples()", lambda: run.take_samples(step, greedy))

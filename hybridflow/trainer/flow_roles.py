@@ -67,7 +67,7 @@ class OpenStep(Noting, Protocol):
         """Generate `n` samples per prompt with the engines' current weights."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step, in which `what` is called."""
+        """Return the number of the open step. `what` names the call, for errors."""
 
     def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
         """Check any of these columns that were created by the flow, and return the batch."""

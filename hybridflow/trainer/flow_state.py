@@ -27,7 +27,8 @@ def kept_state(state: Mapping[str, Any]) -> dict[str, Any]:
             kept[key] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise FlowError(
-                f"{what}: {error}; store only JSON values, for an array for example `float(value)` "
+                f"{what}: {error}; store only JSON values; for an array, use for example "
+                "`float(value)` "
                 "or `value.tolist()`"
             ) from error
         if not _is_same(kept[key], value):

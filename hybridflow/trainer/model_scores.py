@@ -16,8 +16,9 @@ class ModelScores:
     """Transforms the reward model's scores as configured by `reward_model.squash`. `standard` uses
     the mean and standard deviation of all scores in the run, which are saved in checkpoints.
 
-    Scores trained on pairs have no zero and no unit: only differences between answers are
-    meaningful, and a sigmoid (the probability of beating an answer with score 0) saturates at 0 or
+    The scores of a model trained on pairs have neither a zero point nor a unit: only differences
+    between answers are meaningful, and a sigmoid (the probability of beating an answer with score
+    0) saturates at 0 or
     1. Standardized over the run, they keep their order and relative distances, but have the scale
     of a verifier's score. The mean and the deviation change less and less, so the scores of an
     improving policy rise, which statistics of only the current batch would hide.
@@ -48,8 +49,8 @@ class ModelScores:
         return {"rm_count": self.count, "rm_mean": self.mean, "rm_squares": self.squares}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the state. Statistics start anew for older checkpoints, which do not contain
-        it."""
+        """Restore the state. For older checkpoints, which do not contain it, the statistics start
+        from scratch."""
         self.count, self.mean, self.squares = (float(state.get(name, 0.0)) for name in self.state())
 
     def _join(self, scores_B: np.ndarray) -> None:

@@ -96,7 +96,7 @@ class WholeRun(Noting, Protocol):
         """Seed of the step's mini-batches."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step, in which `what` is called."""
+        """Return the number of the open step. `what` names the call, for errors."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Attribute the time spent in the block to this phase of the step."""
@@ -253,7 +253,7 @@ class PolicyPart:
             return await self.learner.generate(prompts, n)
 
     async def take(self, other: Policy) -> None:
-        """Copy the weights of another policy through a Hugging Face folder."""
+        """Copy the weights of another policy via a Hugging Face folder."""
         with self.whole.phase(f"{self.name}/take"):
             await self.learner.take(other)
         await self.sync()

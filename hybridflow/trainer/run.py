@@ -162,7 +162,7 @@ class FlowRun:
         return self.trainer.state
 
     async def take_samples(self, step: int, greedy: bool) -> DataProto:
-        """Return the step's samples. From here on the policy owns the devices' memory."""
+        """Return the step's samples. From then on, the policy owns the devices' memory."""
         if self._scores is not None:
             raise FlowError("samples() is called twice in a step")
         self._batch = await self.trainer.samples.take(step, greedy=greedy)
@@ -542,7 +542,7 @@ class FlowRun:
         await self.trainer.records.trained(trained, self.progress)
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step, in which `what` is called.
+        """Return the number of the open step. `what` names the call, for errors.
 
         Raises:
             FlowError: no step is open.

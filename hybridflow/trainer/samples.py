@@ -31,7 +31,7 @@ class Samples(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last samples taken."""
+        """Metrics of the most recent samples."""
 
     async def take(self, step: int, greedy: bool = False) -> DataProto:
         """Return the step's samples: prompts, responses and scores; if `greedy` is True, also
@@ -130,7 +130,7 @@ class Sampled:
         dump_batch(folder, step, batch, self.scorer.tokenizer, self.made_with)
 
     def _counted(self, batch: DataProto) -> DataProto:
-        """Exclude rows whose scores do not count."""
+        """Exclude rows that are not trained on: failed ones and, if configured, overlong ones."""
         lost = lost_parts(self.config, batch)
         if any(lost):
             batch = with_failures(batch, lost)

@@ -192,7 +192,7 @@ class Session:
         ]
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
-        """Record the metrics of one step, after `check_folder`."""
+        """Call `check_folder`, and record the metrics of one step."""
         self.check_folder()
         self.latest[phase] = {"step": step, **metrics}
         self.tracker.log(step, metrics, phase)
@@ -202,7 +202,8 @@ class Session:
         moved folder, or lost with a removed one.
 
         Raises:
-            HybridFlowError: the run folder has been renamed, moved or emptied since `know`.
+            HybridFlowError: the run folder has been renamed, moved or emptied since `know` was
+                called.
         """
         if self._known and not any(
             (self.folder / name).exists() for name in ("config.yaml", "timeline.jsonl")

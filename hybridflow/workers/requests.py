@@ -165,10 +165,8 @@ class EngineRequests:
         return taken
 
     def so_far(self, extras: Extras) -> list[Ended]:
-        """Return the partial results of requests with these extras that have not been taken,
-        without stopping them.
-
-        Unfinished ones have the finish reason `CUT_SHORT`.
+        """Return the partial results of uncollected requests with these extras, without stopping
+        the requests. Unfinished ones have the finish reason `CUT_SHORT`.
         """
         with self._changed:
             found = [one for one in self._ended if one.extras == extras]

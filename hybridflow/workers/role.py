@@ -1,7 +1,7 @@
 """Base class of all workers with a model: memory, optimizer, checkpoints and export.
 
 Worker modules import `hybridflow.mcore` lazily, inside the functions that run on a rank. The driver
-imports these modules only to refer to their methods, and importing Megatron would cost it 3 s.
+imports these modules only to refer to their methods, and importing Megatron would take 3 s.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class RoleWorker:
         entropy_name: str | None = None,
         temperature: float | None = None,
     ) -> DataProto | None:
-        """Compute log-probs of the response tokens with a language-model head, stored under `name`.
+        """Compute log-probs of the response tokens with a language-model head, and return them in
+        the column `name`.
 
         Args:
             batch: the rows, with prompt_ids and response_ids.
@@ -147,9 +148,8 @@ class RoleWorker:
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def export(self, folder: Path) -> list[str]:
-        """Write a Hugging Face folder.
-
-        Returns log lines about the other files copied from the model's source folder.
+        """Export the model to a Hugging Face folder. Returns log lines about the other files copied
+        from the model's source folder.
         """
         source = None if self.spec.path is None else Path(self.spec.path)
         return self.model.export(folder, self._hf_config, self.spec.tokenizer, source=source)
@@ -158,6 +158,6 @@ class RoleWorker:
 def own_rows(batch: DataProto) -> DataProto:
     """Drop the padding rows that the controller added to make the batch divisible.
 
-    Training on them would count them twice.
+    Training on them would count some rows twice.
     """
     return batch.unpad(int(batch.meta.get(PADDING_META, 0)))

@@ -193,9 +193,9 @@ class RolloutWorker:
 
         A stop token is included in the response.
 
-        Each row has max_new_tokens and a ticket that identifies its response in `collect`. If the
-        engine is lost, or has not received complete weights since its last start, nothing is sent
-        and the rows are cut short.
+        Each row includes max_new_tokens and a ticket, which identifies its response in `collect`.
+        If the engine is lost, or has not received complete weights since its last start, nothing is
+        sent and the rows are cut short.
         """
         prompts = batch.jagged("prompt_ids")
         requests = TokenRequests(

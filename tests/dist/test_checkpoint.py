@@ -160,7 +160,7 @@ def test_missing_torn_and_foreign_checkpoints_are_named_and_nothing_is_loaded(
         )
         assert (
             "torn" in errors["torn"]
-            and ".bin has 100 bytes, but the manifest has" in errors["torn"]
+            and ".bin has 100 bytes, but the manifest lists" in errors["torn"]
         )
         assert ".bin does not match its hash" in errors["flipped"]
         assert ".bin cannot be read: No such file" in errors["empty"]

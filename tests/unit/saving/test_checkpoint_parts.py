@@ -185,7 +185,7 @@ def test_a_manifest_comes_back_and_finds_every_kind_of_damage(tmp_path: Path) ->
     assert len(found) == 3
     assert (
         "a cannot be read: No such file" in found[0]
-        and "b has 99999 bytes, but the manifest has 100000" in found[1]
+        and "b has 99999 bytes, but the manifest lists 100000" in found[1]
         and "hash" in found[2]
     )
     assert problems_of(tmp_path, manifest, ["d"]) == []
