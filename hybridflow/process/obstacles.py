@@ -87,7 +87,7 @@ def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
             yield Obstacle(
                 "PYTHONPATH",
                 "error",
-                f"{folder} has {_listed(hidden)}, which hides Python's own",
+                f"{folder} has {_listed(hidden)}, which shadows Python's own",
                 remedy,
             )
         for name in libraries:
@@ -102,7 +102,7 @@ def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
                 versions.append(_version(name, Path(found.origin or "").parents[1]))
             if "" in versions or versions[0] != versions[1]:
                 what = (
-                    f"{folder} has {name} {versions[0] or 'of unknown version'}, which hides "
+                    f"{folder} has {name} {versions[0] or 'of unknown version'}, which shadows "
                     f"{name} {versions[1]}"
                 )
                 yield Obstacle("PYTHONPATH", "error", f"{what} of this environment", remedy)

@@ -146,7 +146,7 @@ def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
     run needs."""
     if config.trainer.rollout_only:
         return {}
-    none = "it would train nothing; for answers alone set trainer.rollout_only=true"
+    none = "it would train nothing; to generate answers only, set trainer.rollout_only=true"
     wanted = {"policy.update(batch)": (r"\.update\b", none)}
     for role in derived.roles_in_use(config):
         why = f"this run has a {role.replace('_', ' ')}; call it, or leave its settings out"
@@ -164,7 +164,7 @@ def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
             "it would learn nothing; call it, or set reward_model.trains=false",
         )
     for name in config.roles:
-        why = f"this run has a policy {name} (roles.{name}); call it, or leave it out"
+        why = f"this run has a policy {name} (roles.{name}); call it, or remove it"
         wanted[f"{name}."] = (rf"\.{name}\b", why)
     return wanted
 

@@ -46,7 +46,10 @@ PASSES: dict[str, Site] = {
     "modules-in-the-working-directory": {},
 }
 REFUSED: dict[str, tuple[Site, str]] = {
-    "another-ray": ({"PYTHONPATH": "{here}/other"}, "has ray of unknown version, which hides ray"),
+    "another-ray": (
+        {"PYTHONPATH": "{here}/other"},
+        "has ray of unknown version, which shadows ray",
+    ),
     "no-utf8": (
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
         "export LC_ALL=C.UTF-8",

@@ -98,7 +98,7 @@ def test_modules_of_pythons_names_in_its_path_are_refused(
 ) -> None:
     (tmp_path / "select.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ResourceError, match=r"has select\.py, which hides Python's own"):
+    with pytest.raises(ResourceError, match=r"has select\.py, which shadows Python's own"):
         require_none(())
 
 
