@@ -274,7 +274,7 @@ def _check_sizes(*lists: Any) -> None:
 
 
 def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object with a hash of its own content, atomically."""
+    """Atomically write a JSON object, including a hash of its own content."""
     plain = json.loads(json.dumps(value))
     write_json(path, {**plain, _SEAL: _seal(plain)})
 

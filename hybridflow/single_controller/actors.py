@@ -1,4 +1,4 @@
-"""Start the actor processes of a worker group, or look up those of a detached group."""
+"""Starts the actor processes of a worker group, and looks up those of a detached group."""
 
 from __future__ import annotations
 

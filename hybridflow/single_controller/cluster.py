@@ -443,8 +443,8 @@ def _ray_processes() -> dict[str, int]:
 
 
 def _starting_processes() -> dict[str, int]:
-    """Return the same processes while `ray.init` starts them: children of this process by name,
-    including exited ones."""
+    """Return the same processes while `ray.init` starts them: children of this process, keyed by
+    name, including exited ones."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # the thread has ended
@@ -472,7 +472,7 @@ def _restore_sigterm(handler: Any) -> None:
 
 
 def _sweep_stale_dirs() -> None:
-    """Remove folders of killed drivers: those owned by this user, older than a minute, and whose
+    """Remove folders of killed drivers: folders of this user that are older than a minute and whose
     lock is not held."""
     for parent in {Path(tempfile.gettempdir()), Path("/tmp")}:
         for path in parent.glob(_PREFIX + "*"):

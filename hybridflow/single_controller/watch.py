@@ -192,8 +192,8 @@ class Starting:
     """Processes that are starting up. Once seen running, a process must not exit.
 
     Args:
-        running: returns the processes that exist now, by name. Processes that existed before, from
-            an earlier cluster, are ignored.
+        running: returns the processes that exist now, keyed by name. Processes that existed before,
+            from an earlier cluster, are ignored.
         timeout_s: maximum duration of start-up, counted from now.
     """
 
