@@ -23,19 +23,24 @@ class Callers:
     """Open connections, grouped into unauthenticated connections and the connections of each key.
     Every connection uses a file descriptor of this process.
 
-    Unauthenticated connections share 256 slots, and each key has 16. If a group is full, a new
-    connection closes its longest-idle one. A client whose idle connection is closed can reconnect.
+    Unauthenticated connections share 256 slots, and each key has `most_of_a_key`. When they are
+    full, a new connection closes the longest-idle one of its group. A client whose idle connection
+    is closed can reconnect.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_of_a_key: int = _MOST_OF_A_KEY) -> None:
+        self._most_of_a_key = most_of_a_key
         self._strangers = Lobby(_MOST_STRANGERS)
         self._clients = dict[str, Lobby]()
         self._places = dict[asyncio.BaseTransport, ExitStack]()
 
-    async def listen(self, host: str, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Server:
-        """Start a server on a free port. Connections count as unauthenticated until `know` is
-        called."""
-        listener = socket.create_server((host, 0))
+    async def listen(
+        self, host: str, protocol: Callable[[], asyncio.Protocol], port: int = 0
+    ) -> asyncio.Server:
+        """Start a server on a port of the host, by default a free one. Connections count as
+        unauthenticated until `know` is called."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
             lambda: _counted(protocol(), self), sock=listener, backlog=_AT_A_TIME
@@ -53,7 +58,7 @@ class Callers:
     def know(self, transport: asyncio.BaseTransport | None, key: str) -> None:
         """Record that a request with a valid key arrived on the connection."""
         if isinstance(transport, asyncio.Transport) and transport in self._places:
-            self._move(transport, self._clients.setdefault(key, Lobby(_MOST_OF_A_KEY)))
+            self._move(transport, self._clients.setdefault(key, Lobby(self._most_of_a_key)))
 
     def left(self, transport: asyncio.Transport) -> None:
         """Remove a closed connection."""

@@ -4,7 +4,7 @@ rejected by name."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _MOST_STOPS = 4
@@ -47,6 +47,9 @@ _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "is the old name of tools; send tools"),
     "function_call": ((), "is the old name of tool_choice; send tool_choice"),
 }
+# further sampling fields that a model's server honours
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_IGNORED = ("seed",)
 _READ = (
     *(
         "messages",
@@ -86,6 +89,7 @@ class ChatRequest:
         logprobs: return the log-probability of each token.
         stream, with_usage: send the answer as events, and its token usage as the last event.
         ignored: sampling fields that the run overrides.
+        sampling: sampling fields to honour.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -98,10 +102,14 @@ class ChatRequest:
     stream: bool
     with_usage: bool
     ignored: tuple[str, ...]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_request(body: Any) -> ChatRequest:
+def read_request(body: Any, *, own_sampling: bool = False) -> ChatRequest:
     """Parse a JSON body.
+
+    Args:
+        own_sampling: honour the request's sampling fields; otherwise a run sets them.
 
     Raises:
         RequestError: a field cannot be honoured.
@@ -113,18 +121,14 @@ def read_request(body: Any) -> ChatRequest:
     ):
         raise RequestError("messages is required and must be a list of messages", param="messages")
     given = {name: value for name, value in body.items() if value is not None}
+    honoured = (*_SAMPLING, *_PENALTIES) if own_sampling else ()
     for name, value in given.items():
-        _check(name, value)
+        if name not in honoured:
+            _check(name, value)
     choice = given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise RequestError(
             "tool_choice must be auto or none; forced calls are not supported", param="tool_choice"
-        )
-    options = given.get("stream_options", {})
-    if not isinstance(options, dict) or set(options) - {"include_usage"}:
-        raise RequestError(
-            "stream_options must be an object with include_usage as its only key",
-            param="stream_options",
         )
     limits = [
         _whole(given, name) for name in ("max_completion_tokens", "max_tokens") if name in given
@@ -138,9 +142,20 @@ def read_request(body: Any) -> ChatRequest:
         stop=_stops(given.get("stop", [])),
         logprobs=_flag(given, "logprobs", False),
         stream=_flag(given, "stream", False),
-        with_usage=_flag(options, "include_usage", False),
-        ignored=tuple(name for name in _SAMPLING if name in given),
+        with_usage=_flag(_stream_options(given), "include_usage", False),
+        ignored=tuple(name for name in (_IGNORED if own_sampling else _SAMPLING) if name in given),
+        sampling={name: given[name] for name in honoured if name in given and name not in _IGNORED},
     )
+
+
+def _stream_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or set(options) - {"include_usage"}:
+        raise RequestError(
+            "stream_options must be an object with include_usage as its only key",
+            param="stream_options",
+        )
+    return options
 
 
 def _check(name: str, value: Any) -> None:

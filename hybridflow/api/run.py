@@ -252,6 +252,7 @@ class Run:
     def export(self, folder: str | Path | None = None) -> Path:
         """Export the current weights to a Hugging Face folder, by default `export` in the run
         folder. Returns its path."""
+        from hybridflow.saving.model_card import write_card
         from hybridflow.workers.role import RoleWorker
 
         trainer = self._trainer()
@@ -261,6 +262,7 @@ class Run:
             await trainer.policy.call(RoleWorker.export, target)
 
         self._wait(export)
+        write_card(target, self.folder, trainer.step)
         return target
 
     # ---- the end

@@ -134,7 +134,10 @@ def run_export(args: argparse.Namespace) -> int:
     if args.adapter:
         return _report(tools.export_adapter(tools.locate(args.checkpoint), args.out, args.dtype))
     settings = (args.out, args.dtype, args.max_shard_size, args.tokenizer, args.published)
-    return _report(tools.export(tools.locate(args.checkpoint), *settings))
+    folder = tools.locate(args.checkpoint)
+    written = tools.export(folder, *settings)
+    tools.add_card(folder, args.out)
+    return _report(written)
 
 
 def run_import(args: argparse.Namespace) -> int:

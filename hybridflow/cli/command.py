@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from hybridflow.process.obstacles import require_none
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
+    from hybridflow.trainer.preload import Preload
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -97,3 +99,28 @@ def run_job(job: str, run: RunConfig) -> None:
             app.sft(run, preload)
         else:
             app.train_reward(run, preload)
+
+
+@contextmanager
+def starting_engines(run: RunConfig) -> Iterator[Preload]:
+    """Yield fork servers that import the engines' library, for a command without a trainer."""
+    libraries = ("torch", "transformers")
+    require(*libraries)
+    require_none((*libraries, "numpy", "pyarrow"))
+    from hybridflow.trainer.preload import Preload
+
+    with Preload(run, with_engines=True, with_ranks=False) as preload:
+        yield preload
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Create a folder: `name`, or `name.1` and so on if it exists."""
+    number = 0
+    while True:
+        folder = parent / (name + (f".{number}" if number else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        return folder

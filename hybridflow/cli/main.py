@@ -1,5 +1,5 @@
-"""`hybridflow train | sft | train-reward | prepare | report | track | replay | timeline | plan |
-reshard | checkpoint | slurm | doctor | bench | migrate | config | version`.
+"""`hybridflow train | sft | train-reward | prepare | eval | serve | report | track | replay |
+timeline | plan | reshard | checkpoint | slurm | doctor | bench | migrate | config | version`.
 
 Handlers import their dependencies when they run, because `--help` must be instant and must work
 even if torch, Ray or Hydra are broken.
@@ -23,9 +23,11 @@ from hybridflow.cli import (
     checkpoint,
     config,
     doctor,
+    evaluate,
     migrate,
     plan,
     replay,
+    serve,
     slurm,
     timeline,
     track,
@@ -195,6 +197,8 @@ def build_parser() -> argparse.ArgumentParser:
         "run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo"
     )
     for module in (
+        evaluate,
+        serve,
         track,
         replay,
         timeline,

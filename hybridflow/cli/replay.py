@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.command import add_command, run_job, say
+from hybridflow.cli.command import add_command, new_folder, run_job, say
 from hybridflow.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -52,14 +49,15 @@ def run_replay(args: argparse.Namespace) -> int:
     """Run `hybridflow replay`."""
     run_dir: Path = args.run_dir
     from hybridflow.config.check import check
+    from hybridflow.config.recorded import RECORDED, load_values, read_recorded, refuse_code
     from hybridflow.observe.rollouts import dump_path, list_dumps
 
-    _require_config(run_dir / "config.yaml")
+    values = read_recorded(run_dir / RECORDED)
     dump = dump_path(run_dir / "rollouts", args.step)
     if not dump.is_file():
         there = ", ".join(str(step) for step, _ in list_dumps(run_dir / "rollouts")) or "none"
         raise ConfigError(f"{dump}: no such dump (steps with a dump: {there})")
-    folder = _new_folder(run_dir / "replay", args.step)
+    folder = new_folder(run_dir / "replay", f"step_{args.step:06d}")
     own = {
         "name": folder.name,
         "output_dir": str(folder.parent),
@@ -69,58 +67,16 @@ def run_replay(args: argparse.Namespace) -> int:
         "trainer.report": "false",
     }
     try:
-        run = _load(
-            run_dir / "config.yaml",
-            [*args.overrides, *(f"{key}={value}" for key, value in own.items())],
-        )
+        words = [*args.overrides, *(f"{key}={value}" for key, value in own.items())]
+        run = load_values(values, words)
         if not args.run_code:
-            _refuse_code(run, run_dir, args.overrides)
+            refuse_code(run, run_dir / RECORDED, args.overrides, "the replay")
         check(run, "train")
         _link_checkpoint(run, run_dir, folder, args.step - 1)
     except BaseException:
         folder.rmdir()
         raise
     return _replay(run, run_dir, folder, args.step)
-
-
-def _require_config(file: Path) -> None:
-    """Raise ConfigError unless the file is a valid run configuration. It must contain only plain
-    values, with no defaults list and no interpolations, because interpolations could read
-    environment variables."""
-    from hybridflow.config.outside_yaml import read_outside_yaml
-
-    try:
-        text, values = read_outside_yaml(file)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{file.parent} is not a run folder: {file.name} not found") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a valid run configuration: {error}") from error
-    if "defaults" in values or "${" in text:
-        what = "a defaults list" if "defaults" in values else "an interpolation ${...}"
-        raise ConfigError(f"{file} is not a valid run configuration: it contains {what}")
-
-
-def _load(file: Path, words: Sequence[str]) -> RunConfig:
-    """Load the configuration with these settings. Other files in its folder are not used as recipes
-    or groups."""
-    from hybridflow.config.load import load_config
-
-    with tempfile.TemporaryDirectory() as alone:
-        shutil.copyfile(file, Path(alone) / "config.yaml")
-        return load_config("config", words, Path(alone))
-
-
-def _refuse_code(run: RunConfig, run_dir: Path, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if the replay would execute code that config.yaml refers to but the command
-    line does not."""
-    from hybridflow.config.own_entries import code_of
-
-    given = {word.lstrip("+").partition("=")[0] for word in overrides}
-    if found := [f"{key}={value}" for key, value in code_of(run) if key not in given]:
-        raise ConfigError(
-            f"the replay would run code that {run_dir / 'config.yaml'} refers to: "
-            f"{', '.join(found)}. Review it, and pass --run-code to allow it"
-        )
 
 
 def _replay(run: RunConfig, run_dir: Path, folder: Path, step: int) -> int:
@@ -130,19 +86,6 @@ def _replay(run: RunConfig, run_dir: Path, folder: Path, step: int) -> int:
     differences = compare_step(run_dir, folder, step)
     say(f"\nstep {step} of {run_dir} -> {folder}\n{describe(differences)}")
     return int(any(one.differing for one in differences))
-
-
-def _new_folder(parent: Path, step: int) -> Path:
-    """Create a new folder for the replay."""
-    number = 0
-    while True:
-        folder = parent / (f"step_{step:06d}" + (f".{number}" if number else ""))
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            continue
-        return folder
 
 
 def _link_checkpoint(run: RunConfig, run_dir: Path, folder: Path, step: int) -> None:

@@ -16,21 +16,13 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str) -> Iterator[str]:
-    """Yield the inputs that are missing and that `data.prepare` will not write."""
-    wanted: dict[str, tuple[str, ...]] = {}
-    if job == "train":
-        wanted["data.train_files"] = config.data.train_files
-        wanted["data.val_files"] = config.data.val_files
-        wanted |= {
-            f"data.val_sets.{name}.files": held_out.files
-            for name, held_out in val_sets(config).items()
-            if name
-        }
-        if not config.data.train_files:
-            yield (
-                "data.train_files is empty; set parquet files, for example "
-                "data.train_files=[train.parquet]"
-            )
+    """Yield inputs that are missing and will not be written by `data.prepare`."""
+    wanted = _prompts(config, job)
+    if job == "train" and not config.data.train_files:
+        yield (
+            "data.train_files is empty; set parquet files, for example "
+            "data.train_files=[train.parquet]"
+        )
     if job == "train-reward":
         wanted["reward_training.train_files"] = config.reward_training.train_files
         wanted["reward_training.val_files"] = config.reward_training.val_files
@@ -65,6 +57,19 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
             yield f"{key}={script}: file not found"
     yield from _prepare_source(config)
     yield from _output_folders(config)
+
+
+def _prompts(config: RunConfig, job: str) -> dict[str, tuple[str, ...]]:
+    """Return {key: files} of the prompts that a job reads."""
+    wanted: dict[str, tuple[str, ...]] = {}
+    if job == "train":
+        wanted["data.train_files"] = config.data.train_files
+    if job in ("train", "eval"):
+        wanted["data.val_files"] = config.data.val_files
+        for name, held_out in val_sets(config).items():
+            if name:
+                wanted[f"data.val_sets.{name}.files"] = held_out.files
+    return wanted
 
 
 def _missing(config: RunConfig, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[str]:

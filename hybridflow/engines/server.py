@@ -95,6 +95,8 @@ def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if spec.device == "cpu":
         env["OMP_NUM_THREADS"] = str(spec.threads)
+    if spec.devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
     return env
 
 

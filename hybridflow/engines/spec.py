@@ -54,6 +54,7 @@ class EngineSpec:
         python: interpreter in which the inference library is installed; "" for this process's.
         fork_server: name of a fork server (`process.fork_server`) that has loaded the inference
             library; "" for none.
+        devices: the only CUDA devices that the engine may see; empty: those of this process.
     """
 
     name: str
@@ -84,6 +85,7 @@ class EngineSpec:
     threads: int = 1
     python: str = ""
     fork_server: str = ""
+    devices: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:

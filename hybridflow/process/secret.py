@@ -20,7 +20,8 @@ from contextlib import contextmanager
 VARIABLE = "HYBRIDFLOW_JOB_SECRET"
 CHALLENGE_BYTES = PROOF_BYTES = 32
 # credentials for the whole job, to be kept from processes that run third-party code
-_CREDENTIALS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", VARIABLE)
+API_KEY = "HYBRIDFLOW_API_KEY"  # of the clients of `hybridflow serve`
+_CREDENTIALS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", VARIABLE, API_KEY)
 _drawn = dict[str, str]()
 
 

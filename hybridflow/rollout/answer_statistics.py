@@ -30,6 +30,23 @@ def answer_statistics(
         samples: N, the number of answers per prompt.
         extras: [P * N] extra values returned by the reward.
     """
+    found = {}
+    for name, values in statistics_by_prompt(
+        scores, samples, extras, numbers_up_to(samples)
+    ).items():
+        found[name] = float(values.mean())
+    found[f"mean@{samples}"] = float(np.asarray(scores, np.float64).reshape(-1, samples).mean())
+    return found
+
+
+def statistics_by_prompt(
+    scores: np.ndarray,
+    samples: int,
+    extras: Sequence[Mapping[str, Any] | None] | None,
+    ks: Sequence[int],
+) -> dict[str, np.ndarray]:
+    """Return {name: [P] its value for each prompt} of the statistics of `answer_statistics`, for
+    these numbers of answers. The other arguments are the same."""
     scores_PN = np.asarray(scores, np.float64).reshape(-1, samples)
     answers = _answers(extras)
     is_binary = np.isin(scores_PN, (0.0, 1.0)).all()
@@ -39,15 +56,15 @@ def answer_statistics(
             _RIGHT if score else answer
             for score, answer in zip(scores_PN.ravel(), answers, strict=True)
         ]
-    found = {f"mean@{samples}": float(scores_PN.mean())}
-    for k in numbers_up_to(samples):
-        found[f"best@{k}"] = float(best_of(scores_PN, k).mean())
-        found[f"worst@{k}"] = -float(best_of(-scores_PN, k).mean())
+    found = {f"mean@{samples}": scores_PN.mean(axis=1)}
+    for k in ks:
+        found[f"best@{k}"] = best_of(scores_PN, k)
+        found[f"worst@{k}"] = -best_of(-scores_PN, k)
         if is_binary:
             found[f"pass@{k}"] = found[f"best@{k}"]
         if answers is not None:
-            found[f"maj@{k}"] = float(
-                np.mean([majority(*rows, k) for rows in _by_prompt(scores_PN, answers)])
+            found[f"maj@{k}"] = np.array(
+                [majority(*rows, k) for rows in _by_prompt(scores_PN, answers)]
             )
     return found
 

@@ -342,7 +342,7 @@ class Conversations:
                 begun = again.drop(["row", "shown"])
             else:
                 one.answers.append((len(tokens), again.drop(["row", "shown"]), 0))
-                return _sampled(again, 0, len(tokens), most)
+                return sampled_of(again, 0, len(tokens), most)
         one.request = self.engines.ask(
             tokens,
             most,
@@ -357,7 +357,7 @@ class Conversations:
         finally:
             one.request = None
         one.answers.append((len(tokens), answer, row))
-        return _sampled(answer, row, len(tokens), most)
+        return sampled_of(answer, row, len(tokens), most)
 
     async def _settle(self) -> None:
         """Run every conversation until it is blocked.
@@ -420,9 +420,8 @@ def _digest(tokens: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()
 
 
-def _sampled(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
-    """Return an answer, truncated to `most` tokens. `asked` is the number of tokens that precede
-    it."""
+def sampled_of(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
+    """Return an answer, truncated to `most` tokens; `asked` tokens precede it."""
     ids, log_probs, versions = (answers.jagged(name).row(row) for name in _SAMPLED)
     reason = "length" if len(ids) > most else str(answers["finish_reason"][row])
     routes = answers.jagged(ROUTES).row(row)[: asked + most] if ROUTES in answers else None

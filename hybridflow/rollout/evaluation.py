@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -265,18 +265,42 @@ class Validator:
         self.sets = val_sets(config)
 
     async def run(self, engines: Rollouts, step: int) -> dict[str, float]:
-        """Validate all sets concurrently. Returns their metrics, prefixed with "val", or with
-        "val-NAME" for an entry of `data.val_sets`; empty if there are no sets."""
+        """Validate all sets concurrently. Returns their metrics, with the prefix "val", or
+        "val-NAME" for an entry of `data.val_sets`; empty without a set."""
+        metrics: dict[str, float] = {}
+        async for name, batch in self.scored(engines):
+            self.dump(name, batch, step)
+            metrics |= self.metrics(name, batch)
+        return metrics
+
+    async def scored(
+        self, engines: Rollouts, watch: Callable[[int, int], None] | None = None
+    ) -> AsyncIterator[tuple[str, DataProto]]:
+        """Answer all sets concurrently. Yields (name, prompts with answers and scores), set by set.
+
+        Args:
+            watch: called while answers are awaited, with the numbers of answers that have ended and
+                that were requested.
+        """
         asked = {name: self._prompts(name) for name in self.datasets}
         samples = {name: engines.begin(prompts, training=False) for name, prompts in asked.items()}
-        metrics: dict[str, float] = {}
+        begun = [sample for one in samples.values() for sample in one]
         for name, prompts in asked.items():
+            while watch is not None and not all(sample.done() for sample in samples[name]):
+                await engines.advance()
+                watch(sum(sample.done() for sample in begun), len(begun))
             batch = prompts.union(await engines.answers(samples[name]))
-            batch = batch.union(await self.scorer.score(batch))
-            dump_batch(self.folder / f"validation{tag(name)}", step, batch, self.scorer.tokenizer)
-            metrics |= self._metrics(f"val{tag(name)}", batch, self.sets[name].samples)
-            metrics |= _core(f"val-core{tag(name)}", batch, self.sets[name].samples)
-        return metrics
+            yield name, batch.union(await self.scorer.score(batch))
+
+    def dump(self, name: str, batch: DataProto, step: int) -> None:
+        """Write the answers of a set to its folder, as the file of this step."""
+        dump_batch(self.folder / f"validation{tag(name)}", step, batch, self.scorer.tokenizer)
+
+    def metrics(self, name: str, batch: DataProto) -> dict[str, float]:
+        """Return the metrics of a set, with its prefix, and verl's `val-core`."""
+        samples = self.sets[name].samples
+        found = self._metrics(f"val{tag(name)}", batch, samples)
+        return found | _core(f"val-core{tag(name)}", batch, samples)
 
     def _prompts(self, name: str) -> DataProto:
         """Return the prompts of a set, each repeated as many times as the set has samples per

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged, objects
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig, SamplingConfig
 from hybridflow.config.val_sets import VAL_SET, sampling_of
@@ -32,6 +32,8 @@ from hybridflow.workers.requests import CUT_SHORT
 _POLL_S = 0.25  # maximum time for which an engine has a free slot before it gets the next request
 # an engine is sent this multiple of the number of requests that it runs concurrently
 _RUNNING_SETS = 2
+# column [B] of requests with their own sampling settings
+_SAMPLING = "sampling"
 
 
 @dataclass(eq=False)
@@ -48,6 +50,7 @@ class Request:
         begun: tokens sampled by engines that were lost; they become part of the prompt.
         answer: the batch and the row that contain the answer; None until it is complete.
         is_over: resolved with the answer, if a task of this process awaits it.
+        sampling: the request's own sampling settings; None: those of the run.
     """
 
     number: int
@@ -63,6 +66,7 @@ class Request:
     engine: int = -1
     answer: tuple[DataProto, int] | None = None
     is_over: asyncio.Future[None] | None = None
+    sampling: SamplingConfig | None = None
 
     def done(self) -> bool:
         """Return True if the answer is complete."""
@@ -139,17 +143,19 @@ class Requests(ABC):
         order: int = 0,
         group: Hashable = None,
         begun: DataProto | None = None,
+        sampling: SamplingConfig | None = None,
     ) -> Request:
         """Request up to `most` tokens that continue `tokens`, for a task that awaits `answer`.
 
         Args:
-            order, group: see `Request`.
-            begun: an interrupted answer to continue.
+            order, group, sampling: as in `Request`.
+            begun: an interrupted answer, which is continued.
         """
         one = self._request(training, val_set, most, group)
         # converted here, because a round that converts thousands would block all other tasks
         one.tokens = np.asarray(tokens, np.int64)
         one.order = order
+        one.sampling = sampling
         if begun is None or self._goes_on(one, begun, begun):
             one.is_over = asyncio.get_running_loop().create_future()
             self._new.append(one)
@@ -335,12 +341,13 @@ class Requests(ABC):
                 one.engine = engine
                 self._under_way[one.number] = one
         # grouped by sampling parameters
-        alike: dict[tuple[bool, str], dict[int, list[Request]]] = {}
+        alike: dict[tuple[bool, str, str], dict[int, list[Request]]] = {}
         for group in groups:
             for one in group:
-                parts = alike.setdefault((not one.training, one.val_set), {})
+                own = "" if one.sampling is None else repr(one.sampling)
+                parts = alike.setdefault((not one.training, one.val_set, own), {})
                 parts.setdefault(one.engine, []).append(one)
-        for (validating, _), parts in sorted(alike.items()):
+        for (validating, _, _), parts in sorted(alike.items()):
             # scheduling thousands of requests takes time: let other tasks run in between
             await asyncio.sleep(0)
             # skip those aborted in the meantime
@@ -481,7 +488,10 @@ async def _give_up(error: HybridFlowError) -> None:
 
 
 def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> SamplingConfig:
-    """Return the sampling settings for rows that are sent to an engine together."""
+    """Return the sampling settings of rows that are sent to an engine together."""
+    if _SAMPLING in asked:
+        own: SamplingConfig = asked[_SAMPLING][0]
+        return own
     return (
         config.rollout.sampling
         if training
@@ -532,6 +542,8 @@ def _rows(requests: Sequence[Request]) -> DataProto:
         if requests[0].val_set
         else {}
     )
+    if requests[0].sampling is not None:
+        named[_SAMPLING] = objects([one.sampling for one in requests])
     return concat(parts).with_columns(
         ticket=np.array([one.number for one in requests], np.int64),
         max_new_tokens=np.array([one.most for one in requests], np.int64),

@@ -15,7 +15,7 @@ from hybridflow.engines.supervisor import UP, EngineState
 from hybridflow.errors import EnginesLostError, WorkerError
 from hybridflow.rollout.protocols import SyncReport, WeightSync
 from hybridflow.rollout.requests import Requests, extras_for, sampling_for
-from hybridflow.single_controller import Future, WorkerGroup
+from hybridflow.single_controller import Pending, ThreadGroup, WorkerGroup
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
@@ -48,7 +48,7 @@ class EngineGroup(Requests):
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: WorkerGroup | ThreadGroup,
         config: RunConfig,
         stop_ids: Sequence[int],
         others: WorkerGroup | None = None,
@@ -59,7 +59,7 @@ class EngineGroup(Requests):
         self.others = others
         self.weights: WeightSync | None = None  # set once the policy's ranks are available
         self.stale = dict.fromkeys(range(group.world_size), "no weights yet")
-        self._ready: Future | None = group.call(
+        self._ready: Pending | None = group.call(
             RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30
         )
 

@@ -263,7 +263,7 @@ class CheckpointStore:
             before = said
             try:
                 said = latest_name(self.folder)
-                return _read(self.folder / said) if said else None
+                return read_checkpoint(self.folder / said) if said else None
             except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
                 # retry if another process has committed a newer one meanwhile and deleted the one
                 # being read
@@ -319,7 +319,7 @@ class CheckpointStore:
 
     def _whole(self) -> list[Checkpoint]:
         """Return all checkpoints in the folder, oldest first."""
-        return list(map(_read, _whole(self.folder)))
+        return list(map(read_checkpoint, _whole(self.folder)))
 
     @contextmanager
     def _nothing_left(
@@ -441,7 +441,7 @@ def problems_of_parts(folder: Path) -> list[str]:
     if not file.exists():
         return [f"{file} is missing: this checkpoint can only be exported, not resumed from"]
     try:
-        _read(folder)
+        read_checkpoint(folder)
         driver = read_sealed(file)
         found = []
         for role in map(plain_name, driver.get("roles", ["policy"])):
@@ -461,7 +461,9 @@ def problems_of_parts(folder: Path) -> list[str]:
         return [f"{file} does not list its parts ({type(error).__name__}: {error})"]
 
 
-def _read(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder. Raises CheckpointError if its driver.json is missing or
+    damaged."""
     driver = read_sealed(folder / DRIVER)
     try:
         phase = driver["phase"]

@@ -27,6 +27,7 @@ from hybridflow.saving.manifest import (
     sync_folder,
     write_json,
 )
+from hybridflow.saving.model_card import write_card
 from hybridflow.saving.store import (
     DRIVER,
     LATEST,
@@ -46,11 +47,13 @@ _MOST_LIST_BYTES = 16 << 20
 
 def locate(path: Path) -> Path:
     """Return the ranks' folder (with the manifest) for `path`, which is that folder, a checkpoint,
-    a run, or its `checkpoints/`. For a run, the latest checkpoint is used.
+    a run, or its `checkpoints/` or `checkpoints/latest`. For a run, the latest checkpoint is used.
 
     Raises:
         ConfigError: there is no such folder. The message lists the names that were tried.
     """
+    if path.name == "latest" and (path.parent / LATEST).is_file():
+        path = path.parent
     if not path.is_dir():
         raise ConfigError(
             f"{path}: no such folder; pass a run, a checkpoint "
@@ -271,6 +274,14 @@ def export(
     hf_config = source.manifest.hf_config
     precision = dtype or source.manifest.dtype
     return _write(source, hf_config, out, precision, max_shard_bytes, tokenizer, published)
+
+
+def add_card(folder: Path, out: Path) -> None:
+    """Add a model card to the export `out` of the checkpoint in `folder`, if its run is known."""
+    file = next(filter(Path.exists, _above(folder, "config.yaml")), None)
+    if file is not None:
+        manifest = Manifest.read(folder)
+        write_card(out, file.parent, manifest.step if manifest.phase == "rl" else -1)
 
 
 def _above(folder: Path, name: str) -> list[Path]:

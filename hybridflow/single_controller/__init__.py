@@ -16,13 +16,16 @@ from hybridflow.single_controller.future import Future
 from hybridflow.single_controller.in_process import InProcessGroup
 from hybridflow.single_controller.resource_pool import ResourcePool, reserve
 from hybridflow.single_controller.stored import keep_in_store
+from hybridflow.single_controller.thread_group import Pending, ThreadGroup
 from hybridflow.single_controller.worker_group import WorkerGroup
 
 __all__ = [
     "Cluster",
     "Future",
     "InProcessGroup",
+    "Pending",
     "ResourcePool",
+    "ThreadGroup",
     "WorkerGroup",
     "begin",
     "block_on",

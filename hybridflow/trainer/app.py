@@ -47,6 +47,7 @@ from hybridflow.rollout.evaluation import (
 )
 from hybridflow.rollout.protocols import Engines
 from hybridflow.rollout.recorded import RecordedPairs
+from hybridflow.saving.model_card import write_card
 from hybridflow.saving.store import Checkpoint, CheckpointStore
 from hybridflow.single_controller import (
     WorkerGroup,
@@ -359,6 +360,7 @@ async def _export(job: Job, trained: Role, name: str) -> str | None:
     folder = job.session.folder / name
     with job.progress.stage("export to a Hugging Face folder"):
         lines = (await trained.call(RoleWorker.export, folder))[0]
+        write_card(folder, job.session.folder)
     for line in lines or ():
         job.progress.message(line)
     return str(folder)

@@ -3,10 +3,10 @@ process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
@@ -24,6 +24,9 @@ from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.single_controller import InProcessGroup, WorkerGroup, block_on
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.rollout import engine_spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -212,8 +215,12 @@ class EngineHere:
         def copy(target: object) -> int:
             return int(policy.run(PolicyWorker.copy_weights, target, role=role))
 
-        rollouts = InProcessRollouts(self.engine, copy, self.config, self.stop_ids)
-        return conversing(rollouts, tokenizer, self.config, logs)
+        return conversing(self.filled_by(copy), tokenizer, self.config, logs)
+
+    def filled_by(self, copy: Callable[[Mapping[str, Tensor]], int]) -> InProcessRollouts:
+        """Return the engine's requests. `copy` writes weights to the given tensors at each sync,
+        and returns the bytes copied."""
+        return InProcessRollouts(self.engine, copy, self.config, self.stop_ids)
 
     async def wait_ready(self, progress: Progress) -> None:
         """Return immediately: the engine is ready, and no transfer needs to be planned."""

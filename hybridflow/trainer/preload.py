@@ -40,13 +40,16 @@ class Preload:
     "engines". They are stopped at the end of the `with` block, and always exit with this
     process."""
 
-    def __init__(self, config: RunConfig, *, with_engines: bool) -> None:
-        """Start the servers in the background. Starts none if the job has a single process, joins a
-        cluster or uses CUDA."""
+    def __init__(self, config: RunConfig, *, with_engines: bool, with_ranks: bool = True) -> None:
+        """Start the servers in the background; none if the job has one process, joins a cluster or
+        uses CUDA."""
         self._names: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         if config.cluster.address is None and not config.cluster.in_process and _is_without_cuda():
-            self._start(modules_of(config, with_engines=with_engines))
+            modules = modules_of(config, with_engines=with_engines)
+            if not with_ranks:
+                del modules["ranks"]
+            self._start(modules)
 
     def name(self, loaded: str) -> str:
         """Return the name of a server; "" if there is none."""

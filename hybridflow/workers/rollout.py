@@ -29,6 +29,7 @@ from hybridflow.engines.asking import TokenRequests
 from hybridflow.engines.base import NO_EXTRAS, Completion, Engine, Extras
 from hybridflow.engines.load import Load, LoadWatch, ReportsLoad
 from hybridflow.engines.nodes import FirstNode
+from hybridflow.engines.server import has_weights
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor
 from hybridflow.errors import ConfigError, EngineError, EngineSilent, WeightSyncError
@@ -64,11 +65,14 @@ def engine_spec(
     threads: int = 1,
     fork_server: str = "",
     tokenizes: bool = False,
+    devices: Sequence[str] = (),
 ) -> EngineSpec:
     """Return the spec of engine `number` of a run.
 
-    For a multi-node engine, it describes the first node and has no address yet.
+    For a multi-node engine it is the first node's, with no address yet. `devices` are those of all
+    engines, if one process starts them.
     """
+    ranks = config.tensor * config.pipeline
     return EngineSpec(
         name=f"engine-{number}",
         model_path=str(model_folder),
@@ -97,6 +101,7 @@ def engine_spec(
         memory_saver=config.sleep_while_training,
         threads=threads,
         fork_server=fork_server,
+        devices=tuple(devices[number * ranks : (number + 1) * ranks]),
     )
 
 
@@ -154,7 +159,10 @@ class RolloutWorker:
         self._sync_store = ("", 0)
         self._plan = ""
         self._described: EngineLayout | None = None
-        self._served_start = -1  # start number of the engine that holds complete weights; -1: none
+        # start number of the engine that has received complete weights; -1: none
+        self._served_start = -1
+        # every start of the engine loads complete weights from its folder
+        self._has_own_weights = has_weights(spec.model_path)
         log_path = context.log_path.with_name(f"{spec.name}.log")
         self.supervisor = EngineSupervisor(
             config.engine, spec, log_path, self._check_layout, config.max_restarts, nodes
@@ -206,7 +214,7 @@ class RolloutWorker:
             extras,
         )
         tickets = batch["ticket"].tolist()
-        start = self._served_start
+        start = self._serving_start()
         if self._lost(start):
             self.requests.refuse(tickets, requests)
         else:
@@ -296,7 +304,11 @@ class RolloutWorker:
     def _lost(self, start: int) -> bool:
         """Return True if this start of the engine has exited or lacks complete weights."""
         state = self.supervisor.state()
-        return state.state != UP or state.restarts != start or start != self._served_start
+        return state.state != UP or state.restarts != start or start != self._serving_start()
+
+    def _serving_start(self) -> int:
+        """Return the start number of the engine that has complete weights, or -1."""
+        return self.supervisor.restarts if self._has_own_weights else self._served_start
 
     def _settle(self, error: EngineError, start: int) -> bool:
         """Decide whether this start of the engine is lost after `error`.
@@ -373,6 +385,7 @@ class RolloutWorker:
         """Run one attempt of a weight sync. If the engine is lost during it, it is restarted in the
         background."""
         state = self.supervisor.state()
+        self._has_own_weights = False
         self._served_start = -1
         if state.state != UP:
             return refuse(order, f"{state.name} is not up: {state.reason}")
@@ -395,7 +408,7 @@ class RolloutWorker:
         self.supervisor.state()
         state = self.supervisor.wait_restarted(wait_s)
         return replace(
-            state, has_weights=state.state == UP and state.restarts == self._served_start
+            state, has_weights=state.state == UP and state.restarts == self._serving_start()
         )
 
     @register(Dispatch.ONE_TO_ALL)

@@ -19,7 +19,7 @@ SAYS_CUDA = ("device/", "mcore/cpu_compat.py")
 # Everything else waits and measures by the monotonic clock, which no administrator and no time
 # server moves.
 READS_THE_DATE = {
-    "agents/completions.py": "the door's `created`",
+    "agents/completion_answer.py": "the door's `created`",
     "bench/measurements/steps.py": "compared with `wall_time` of another process",
     "bench/run.py": "when a suite began",
     "launch/node.py": "when a node failed",

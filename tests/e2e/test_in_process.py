@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
+from tests.e2e.evaluated import evaluates_as_it_validated, is_served
 from tests.e2e.in_process import MAIN, numbers, train
 from tests.e2e.runs import Run
 
@@ -25,6 +27,7 @@ STEPS = 3
 def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[str]) -> None:
     """A run that goes on after step 2 ends as the uninterrupted one does, bit for bit, in weights
     and metrics."""
+    data = next(word for word in settings if word.startswith("data.prepare.out=")).partition("=")[2]
     words = [
         *settings,
         "cluster=in-process",
@@ -32,6 +35,10 @@ def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[
         "trainer.save_every_steps=1",
         "trainer.max_checkpoints_to_keep=0",
         "actor.kl_loss_coef=1e-3",
+        "rollout.val_samples=2",
+        "rollout.val_sampling.temperature=1",
+        f"data.val_sets.short.files=[{data}/test.parquet]",
+        "data.val_sets.short.sampling.max_new_tokens=3",
     ]
     out, folder = train(tmp_path, words, "whole")
     summary = json.loads((folder / "summary.json").read_text())
@@ -65,6 +72,10 @@ def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[
     assert one.read_bytes() == two.read_bytes()
     assert " when the checkpoint was saved" not in out and not (half / "changes.jsonl").exists()
     goes_on_with_other_rows(half, words)
+    results = evaluates_as_it_validated(folder, "--k", "1", "2")
+    assert results["sets"].keys() == {"val", "val-short"}
+    assert {"mean@2", "best@1", "best@2"} <= results["sets"]["val"]["statistics"].keys()
+    is_served(folder, "12+34", signal.SIGTERM)
 
 
 def goes_on_with_other_rows(folder: Path, words: Sequence[str]) -> None:

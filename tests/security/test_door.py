@@ -18,7 +18,8 @@ import pytest
 
 from hybridflow.agents.completions import CompletionServer
 from hybridflow.agents.conversation import Conversation, Endpoint, Sampled
-from hybridflow.config.schema import AgentConfig
+from hybridflow.agents.model_server import ModelServer
+from hybridflow.config.schema import AgentConfig, SamplingConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.process.secret import without_credentials
 from tests.security.door import QUESTION
@@ -167,4 +168,61 @@ def test_no_client_of_the_endpoint_harms_a_conversation(
     assert len(strange) >= 70
     assert [line.getMessage() for line in caplog.records if line.levelname == "ERROR"] == []
     assert most_open <= PLACES + 4 * talks + 16  # two ends of each honest connection
+    assert memory() - before < 400
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_no_stranger_harms_a_models_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stranger tries everything at once, while others hold the key and talk."""
+    tokenizer = byte_tokenizer(tmp_path, *FAMILIES["chatml"])
+    before = memory()
+
+    async def echo(tokens: Any, most: int, sampling: SamplingConfig) -> Sampled:
+        await asyncio.sleep(0.05)
+        asked = tokenizer.decode(list(tokens)).split("What is ")[1].split()[0]
+        ids = np.array([*tokenizer.encode(asked), tokenizer.eos_id])
+        return Sampled(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int64), "stop")
+
+    async def talk(at: Endpoint, over: asyncio.Event) -> int:
+        count = 0
+        async with openai.AsyncOpenAI(
+            base_url=at.base_url, api_key=at.api_key, timeout=120.0, max_retries=0
+        ) as client:
+            while count == 0 or not over.is_set():
+                word = secrets.token_hex(4)
+                messages: list[Any] = [{"role": "user", "content": f"What is {word} ?"}]
+                done = await client.chat.completions.create(model="m", messages=messages)
+                assert done.choices[0].message.content == word
+                count += 1
+        return count
+
+    async def run() -> tuple[list[int], list[tuple[str, str]]]:
+        key = secrets.token_urlsafe(32)
+        server = ModelServer(
+            tokenizer,
+            echo,
+            model="m",
+            key=key,
+            context=1000,
+            defaults=SamplingConfig(),
+            call_format="hermes",
+        )
+        await server.open()
+        over = asyncio.Event()
+        at = Endpoint(server.base_url, key)
+        talking = [asyncio.create_task(talk(at, over)) for _ in range(8)]
+        strange = await intruder(at, "", 400, {"key": key[:-4], "messages": QUESTION})
+        over.set()
+        counts = await asyncio.gather(*talking)
+        await server.close()
+        return counts, strange
+
+    counts, strange = asyncio.run(run())
+    print(f"{len(strange)} attempts beside {sum(counts)} answers: {memory() - before} MiB")
+    assert {name: what for name, what in strange if what} == {}
+    assert len(strange) >= 70
+    assert [line.getMessage() for line in caplog.records if line.levelname == "ERROR"] == []
     assert memory() - before < 400

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.agents import callers, completions
+from hybridflow.agents import callers, http_door
 from hybridflow.agents.completions import CompletionServer
 from hybridflow.agents.conversation import Conversation, Endpoint
 from hybridflow.data.plain_text import PlainText
@@ -128,7 +128,7 @@ def test_a_key_that_is_no_longer_valid_holds_no_connection(
 def test_a_body_that_does_not_come_is_given_up(
     chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completions, "_BODY_S", 0.2)
+    monkeypatch.setattr(http_door, "_BODY_S", 0.2)
 
     async def run() -> None:
         async with endpoint(conversation(chatml, Engine(chatml, "It is 408."))) as (at, port):
@@ -167,7 +167,7 @@ def test_lists_beyond_number_are_not_made_and_brackets_in_a_text_are_none(
     chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To make millions of lists takes seconds, in which no other conversation goes on."""
-    monkeypatch.setattr(completions, "_MOST_CONTAINERS", 1000)
+    monkeypatch.setattr(http_door, "_MOST_CONTAINERS", 1000)
 
     async def run() -> None:
         async with endpoint(conversation(chatml, Engine(chatml, "It is 408."))) as (at, port):

@@ -1,10 +1,10 @@
-"""Conversations behind OpenAI's interface, asked by the unmodified `openai` client."""
+"""Conversations, and models, behind OpenAI's interface, asked by the unmodified `openai` client."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import openai
 import pytest
 
 from hybridflow.agents.completions import CompletionServer
-from hybridflow.agents.conversation import Conversation, ConversationOver, Endpoint
+from hybridflow.agents.conversation import Conversation, ConversationOver, Endpoint, Sampled
+from hybridflow.agents.model_server import ModelServer
+from hybridflow.config.schema import SamplingConfig
 from hybridflow.data.tokenizer import Tokenizer
 from tests.unit.agents.talks import FAMILIES, Engine, byte_tokenizer, conversation
 
@@ -49,7 +51,7 @@ def client_of(endpoint: Endpoint) -> openai.AsyncOpenAI:
     )
 
 
-def served(held: Conversation, program: Program) -> Any:
+def through_conversation(held: Conversation, program: Program) -> Any:
     """What a program returns that talks to the conversation over HTTP."""
 
     async def run() -> Any:
@@ -62,6 +64,43 @@ def served(held: Conversation, program: Program) -> Any:
             await server.close()
 
     return asyncio.run(run())
+
+
+def through_model(held: Conversation, program: Program) -> Any:
+    """What a program returns that talks to a model with the conversation's engine."""
+
+    async def sample(tokens: Sequence[int], most: int, sampling: SamplingConfig) -> Sampled:
+        assert sampling == SamplingConfig()
+        return await held.sample(tokens, most)
+
+    async def run() -> Any:
+        server = ModelServer(
+            held.tokenizer,
+            sample,
+            model="policy",
+            key="the key",
+            context=len(held.prompt) + held.room,
+            defaults=SamplingConfig(),
+            call_format="hermes",
+        )
+        await server.open()
+        try:
+            async with client_of(Endpoint(server.base_url, "the key")) as client:
+                return await program(client)
+        finally:
+            await server.close()
+
+    return asyncio.run(run())
+
+
+Served = Callable[[Conversation, Program], Any]
+
+
+@pytest.fixture(params=[through_conversation, through_model])
+def served(request: pytest.FixtureRequest) -> Served:
+    """Both servers, for what they have in common."""
+    found: Served = request.param
+    return found
 
 
 async def asked(client: openai.AsyncOpenAI, messages: list[Any], **more: Any) -> Any:
@@ -83,10 +122,16 @@ async def with_a_tool(client: openai.AsyncOpenAI) -> str:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
+def test_a_program_with_a_tool_is_answered(served: Served, tokenizer: Tokenizer) -> None:
+    engine = Engine(tokenizer, CALL, "It is 408.")
+    assert served(conversation(tokenizer, engine), with_a_tool) == "It is 408."
+    assert "408" in tokenizer.decode(engine.asked[1][0])
+
+
 def test_a_program_with_a_tool_leaves_the_tokens_that_the_engine_saw(tokenizer: Tokenizer) -> None:
     engine = Engine(tokenizer, CALL, "It is 408.")
     held = conversation(tokenizer, engine)
-    assert served(held, with_a_tool) == "It is 408."
+    assert through_conversation(held, with_a_tool) == "It is 408."
     by_hand = conversation(tokenizer, Engine(tokenizer, CALL, "It is 408."))
 
     async def the_same() -> None:
@@ -105,7 +150,7 @@ def test_a_program_with_a_tool_leaves_the_tokens_that_the_engine_saw(tokenizer: 
     assert engine.asked[1][0] == [*held.prompt, *held.tokens][: len(engine.asked[1][0])]
 
 
-def test_a_streamed_answer_is_the_same_in_pieces(chatml: Tokenizer) -> None:
+def test_a_streamed_answer_is_the_same_in_pieces(served: Served, chatml: Tokenizer) -> None:
     async def program(client: openai.AsyncOpenAI) -> tuple[str, list[Any], str, int]:
         text = ""
         calls = []
@@ -124,11 +169,13 @@ def test_a_streamed_answer_is_the_same_in_pieces(chatml: Tokenizer) -> None:
 
     held = conversation(chatml, Engine(chatml, CALL))
     text, [call], reason, tokens = served(held, program)
-    assert (text, reason, tokens) == (CALL, "tool_calls", len(held.tokens))
+    assert (text, reason, tokens) == (CALL, "tool_calls", len(chatml.encode(CALL)) + 1)
     assert json.loads(call.function.arguments) == {"a": 12, "b": 34}
 
 
-def test_an_answer_is_as_long_as_the_program_asks_and_its_end_is_told(chatml: Tokenizer) -> None:
+def test_an_answer_is_as_long_as_the_program_asks_and_its_end_is_told(
+    served: Served, chatml: Tokenizer
+) -> None:
     async def program(client: openai.AsyncOpenAI) -> Any:
         return await asked(client, QUESTION, max_tokens=4)
 
@@ -144,7 +191,7 @@ def test_who_asks_the_same_again_is_given_the_same_answer(chatml: Tokenizer) -> 
         return [one.choices[0].message.content for one in (*both, await asked(client, QUESTION))]
 
     held = conversation(chatml, Engine(chatml, "only once"))
-    assert served(held, program) == ["only once"] * 3
+    assert through_conversation(held, program) == ["only once"] * 3
     assert held.answered == 1
 
 
@@ -172,7 +219,7 @@ def test_what_changes_no_answer_is_taken(
             client, QUESTION, temperature=0.2, top_p=0.9, metadata={"a": "b"}, **sent
         )
 
-    found = served(conversation(chatml, Engine(chatml, "fine")), program)
+    found = through_conversation(conversation(chatml, Engine(chatml, "fine")), program)
     assert found.choices[0].message.content == "fine" and found.ignored == [
         "temperature",
         "top_p",
@@ -190,7 +237,7 @@ def test_an_answer_ends_before_a_text_of_stop(tokenizer: Tokenizer) -> None:
 
     engine = Engine(tokenizer, "I call.\nObservation: END 9", "It is 408.")
     held = conversation(tokenizer, engine)
-    first = served(held, program)
+    first = through_conversation(held, program)
     assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("I call.", "stop")
     kept = tokenizer.encode("I call.\nObservation:")
     assert held.tokens[: len(kept)] == kept and held.mask[: len(kept) + 1] == [True] * len(kept) + [
@@ -218,7 +265,7 @@ def test_results_and_questions_follow_an_answer_together(chatml: Tokenizer) -> N
         await asked(client, [*QUESTION, *more], tools=TOOLS)
 
     held = conversation(chatml, Engine(chatml, CALL, "Yes."))
-    served(held, program)
+    through_conversation(held, program)
     shown = chatml.render_chat([*QUESTION, *held.messages[:-1]])
     assert shown.endswith(
         "<tool_response>\n408 "
@@ -229,7 +276,7 @@ def test_results_and_questions_follow_an_answer_together(chatml: Tokenizer) -> N
     assert whole == [*chatml.encode(shown), *chatml.encode("Yes."), chatml.eos_id]
 
 
-def test_calls_are_told_as_the_request_wants_them(chatml: Tokenizer) -> None:
+def test_calls_are_told_as_the_request_wants_them(served: Served, chatml: Tokenizer) -> None:
     async def calls_of(**more: Any) -> Any:
         async def program(client: openai.AsyncOpenAI) -> Any:
             return (await asked(client, QUESTION, tools=TOOLS, **more)).choices[0]
@@ -242,7 +289,9 @@ def test_calls_are_told_as_the_request_wants_them(chatml: Tokenizer) -> None:
         asyncio.run(calls_of(**more))
         for more in ({}, {"parallel_tool_calls": False}, {"tool_choice": "none"})
     )
-    assert [one.id for one in both.message.tool_calls] == ["c00010000", "c00010001"]
+    ids = [one.id for one in both.message.tool_calls]
+    assert len(set(ids)) == 2 and all(len(one) == 9 for one in ids)
+    assert served is through_model or ids == ["c00010000", "c00010001"]
     assert len(first.message.tool_calls) == 1 and first.finish_reason == "tool_calls"
     assert (
         none.message.tool_calls is None
@@ -259,10 +308,10 @@ def test_tools_stay_those_of_the_prompt(chatml: Tokenizer) -> None:
         ):
             await asked(client, [*ANSWERED, MORE])
 
-    served(conversation(chatml, Engine(chatml, "It is 408.")), program)
+    through_conversation(conversation(chatml, Engine(chatml, "It is 408.")), program)
 
 
-def test_a_developer_speaks_as_the_system(tmp_path: Path) -> None:
+def test_a_developer_speaks_as_the_system(served: Served, tmp_path: Path) -> None:
     known, end, template = FAMILIES["chatml"]
     refusing = (
         "{% for m in messages if m.role == 'developer' %}{{ raise_exception('no developer') }}{% "
@@ -279,7 +328,7 @@ def test_a_developer_speaks_as_the_system(tmp_path: Path) -> None:
     assert served(held, program).choices[0].message.content == "fine"
 
 
-def test_other_paths_are_refused_in_openais_form(chatml: Tokenizer) -> None:
+def test_other_paths_are_refused_in_openais_form(served: Served, chatml: Tokenizer) -> None:
     async def program(client: openai.AsyncOpenAI) -> None:
         assert (await client.models.retrieve("policy")).id == "policy"
         with pytest.raises(openai.NotFoundError, match=r"/v1/embeddings is not served"):
@@ -295,11 +344,6 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
 @pytest.mark.parametrize(
     ("messages", "more", "said"),
     [
-        (
-            [{"role": "user", "content": "another"}],
-            {},
-            r"must render to the row's prompt: expected '.*What is 12",
-        ),
         (QUESTION, {"n": 2}, "n must be 1"),
         (QUESTION, {"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
         ([], {}, "messages is required"),
@@ -348,7 +392,6 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
             {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
             "chat_template_kwargs must be",
         ),
-        (QUESTION, {"presence_penalty": 0.5}, "presence_penalty must be 0"),
         (QUESTION, {"logit_bias": {"5": 1}}, "logit_bias must be empty"),
         (QUESTION, {"reasoning_effort": "high"}, "reasoning_effort is not supported; remove it"),
         (QUESTION, {"extra_body": {"ignore_eos": True}}, "ignore_eos is not supported"),
@@ -365,7 +408,7 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
     ],
 )
 def test_a_first_request_that_cannot_be_answered_is_refused(
-    chatml: Tokenizer, messages: list[Any], more: dict[str, Any], said: str
+    served: Served, chatml: Tokenizer, messages: list[Any], more: dict[str, Any], said: str
 ) -> None:
     async def program(client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=said) as refused:
@@ -376,6 +419,27 @@ def test_a_first_request_that_cannot_be_answered_is_refused(
         assert (await asked(client, QUESTION)).choices[0].message.content == "fine"
 
     served(conversation(chatml, Engine(chatml, "fine")), program)
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "said"),
+    [
+        (
+            [{"role": "user", "content": "another"}],
+            {},
+            r"must render to the row's prompt: expected '.*What is 12",
+        ),
+        (QUESTION, {"presence_penalty": 0.5}, "presence_penalty must be 0"),
+    ],
+)
+def test_a_first_request_that_would_change_the_run_is_refused(
+    chatml: Tokenizer, messages: list[Any], more: dict[str, Any], said: str
+) -> None:
+    async def program(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match=said):
+            await asked(client, messages, **more)
+
+    through_conversation(conversation(chatml, Engine(chatml)), program)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +473,7 @@ def test_a_program_that_rewrites_what_was_said_is_refused(
         assert (await asked(client, [*ANSWERED, MORE])).choices[0].message.content == "then"
 
     held = conversation(chatml, Engine(chatml, "It is 408.", "then"))
-    served(held, program)
+    through_conversation(held, program)
     assert [message["content"] for message in held.messages] == ["It is 408.", "no", "then"]
 
 
@@ -427,7 +491,7 @@ def test_a_conversation_that_is_over_ends_the_loop_whatever_the_program_does(
 
     held = conversation(chatml, Engine(chatml, "It is 408."), max_answers=1)
     with pytest.raises(ConversationOver, match="1 answers"):
-        served(held, program)
+        through_conversation(held, program)
 
 
 def test_a_key_opens_its_own_conversation_and_only_while_it_is_served(chatml: Tokenizer) -> None:

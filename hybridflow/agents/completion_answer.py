@@ -1,0 +1,89 @@
+"""A policy's answer in the form of OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hybridflow.agents.call_reading import read_calls, while_others_go_on
+from hybridflow.agents.completion_request import ChatRequest
+from hybridflow.agents.conversation import Conversation
+
+
+async def next_answer(
+    conversation: Conversation, asked: ChatRequest, model: str, call_id: Callable[[int], str]
+) -> dict[str, Any]:
+    """Sample the next answer of a conversation and return it as a completion.
+
+    Args:
+        call_id: returns the id of the answer's n-th tool call, if the answer has none.
+
+    Raises:
+        ConversationOver: there is no room for an answer.
+    """
+    before = len(conversation.prompt) + len(conversation.tokens)
+    text = await conversation.answer(asked.most, asked.stop)
+    calls = await while_others_go_on(
+        lambda said: _tool_calls(conversation, said, asked, call_id), text
+    )
+    conversation.calls += len(calls)
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    reason = conversation.finish_reason
+    if calls:
+        message = {**message, "tool_calls": calls}
+        reason = "tool_calls"
+    after = len(conversation.prompt) + len(conversation.tokens)
+    sampled = after - before
+    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    if asked.logprobs:
+        choice["logprobs"] = {"content": _log_probs(conversation, sampled), "refusal": None}
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": after},
+        **({"ignored": list(asked.ignored)} if asked.ignored else {}),
+    }
+
+
+def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]:
+    """Return the last `sampled` tokens with their log-probabilities, without the stop token."""
+    ids = conversation.tokens[-sampled:]
+    log_probs = conversation.log_probs[-sampled:]
+    if ids and ids[-1] in conversation.tokenizer.stop_ids:
+        ids = ids[:-1]
+        log_probs = log_probs[:-1]
+    texts = [conversation.tokenizer.decode([token]) for token in ids]
+    return [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in zip(texts, log_probs, strict=True)
+    ]
+
+
+def _tool_calls(
+    conversation: Conversation, text: str, asked: ChatRequest, call_id: Callable[[int], str]
+) -> list[dict[str, Any]]:
+    """Return the calls in the text in OpenAI's format. Returns none if any of them cannot be
+    parsed."""
+    tools = {
+        str(one["function"]["name"]): one["function"].get("parameters", {}) for one in asked.tools
+    }
+    if not tools or not asked.reads_calls:
+        return []
+    opened = conversation.tokenizer.template.opens_thinking
+    found = read_calls(conversation.config.call_format, text, tools, thinking_open=opened)
+    if any(call.problem for call in found):
+        return []
+    return [
+        {
+            "id": call.id or call_id(number),
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+        }
+        for number, call in enumerate(found[: asked.most_calls])
+    ]

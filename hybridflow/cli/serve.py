@@ -1,0 +1,76 @@
+"""`hybridflow serve`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hybridflow.cli.command import add_command, say, starting_engines
+
+SERVE = """\
+MODEL is a run (its latest checkpoint), a checkpoint, an export, any Hugging Face folder, or a hub
+id in this machine's cache. It is served at /v1/chat/completions and /v1/models, to clients with the
+API key: the one in HYBRIDFLOW_API_KEY, or a new one that is printed. Nothing is recorded.
+
+examples:
+  hybridflow serve runs/tiny-moe-grpo
+  hybridflow serve models/Qwen3-0.6B --port 8080 rollout.max_total_tokens=65536
+  hybridflow serve runs/mine rollout.engine=hf                 in this process
+  curl http://127.0.0.1:8000/v1/chat/completions -H "Authorization: Bearer $HYBRIDFLOW_API_KEY" \\
+    -d '{"messages": [{"role": "user", "content": "12+34="}]}'
+
+A request's temperature, top_p, top_k, min_p and penalties are honoured; the others' defaults are
+rollout.val_sampling. SIGINT (Ctrl-C) and SIGTERM end the server with all its processes.
+"""
+_PORTS = 65536
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    about = "serve a checkpoint, an export or a model to OpenAI's clients"
+    parser = add_command(commands, "serve", about, SERVE, run_serve)
+    parser.add_argument("model", metavar="MODEL", help="a run, a checkpoint or a model folder")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: 127.0.0.1, this machine only); requests and the key "
+        "are not encrypted",
+    )
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=8000,
+        help="port to listen on; 0: any free one (default: 8000)",
+    )
+    about = "run the code that the run's config.yaml refers to: engines and model families"
+    parser.add_argument("--run-code", action="store_true", help=about)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that override the run's"
+    )
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Run `hybridflow serve`. An interrupt is its normal end."""
+    from hybridflow.inference.settings import Job, expected_engines, settings
+    from hybridflow.inference.source import find
+
+    source = find(args.model)
+    try:
+        with starting_engines(expected_engines(source, args.overrides)) as preload:
+            config = settings(source, args.overrides, Job("serve", args.run_code))
+            from hybridflow.inference.serving import Address, serve
+            from hybridflow.observe.progress import Progress
+
+            with Progress(0, "") as progress:
+                serve(source, config, Address(args.host, args.port), preload, progress)
+    except KeyboardInterrupt:
+        say("stopped")
+    return 0
+
+
+def _port(text: str) -> int:
+    """Parse a port number."""
+    if not text.isascii() or not text.isdigit() or not int(text[:9]) < _PORTS:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 65535, got {text!r}")
+    return int(text[:9])

@@ -1,0 +1,109 @@
+"""The configuration in a run folder (`config.yaml`), with settings that override it. The folder may
+come from another user: only plain values are read, and code that they refer to runs only if it is
+allowed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.outside_yaml import read_outside_yaml
+from hybridflow.config.own_entries import code_of
+from hybridflow.config.registry import is_user_entry
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ConfigError
+
+RECORDED = "config.yaml"
+_WITH_FILES = ("data", "model", "reward", "rollout")
+
+
+def read_recorded(file: Path) -> dict[str, Any]:
+    """Return the values of a run's configuration.
+
+    Raises:
+        ConfigError: the file is missing, or has a defaults list or interpolations, which no run
+            writes and which could read environment variables.
+    """
+    try:
+        text, values = read_outside_yaml(file)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file.parent} is not a run folder: {file.name} not found") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not a run's configuration: {error}") from error
+    if "defaults" in values or "${" in text:
+        what = "a defaults list" if "defaults" in values else "an interpolation ${...}"
+        raise ConfigError(f"{file} is not a run's configuration: it contains {what}")
+    return values
+
+
+def load_values(values: Mapping[str, Any], words: Sequence[str]) -> RunConfig:
+    """Return the configuration of plain values and settings that override them. No other file is
+    used as a recipe or a group, apart from the shipped ones."""
+    import yaml
+
+    from hybridflow.config.load import load_config
+
+    with tempfile.TemporaryDirectory() as alone:
+        text = yaml.safe_dump(dict(values), sort_keys=False)
+        (Path(alone) / RECORDED).write_text(text, encoding="utf-8")
+        return load_config(Path(RECORDED).stem, words, Path(alone))
+
+
+def located_from_elsewhere(values: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+    """Return a run's values with the paths of its data, model, reward and rollout made absolute, so
+    that they are found from any working directory.
+
+    The run's own working directory follows from its folder, which is `output_dir/name` below it. A
+    run folder that has moved keeps its values.
+    """
+    below = Path(str(values.get("output_dir", ""))) / str(values.get("name", ""))
+    parts = run_dir.resolve().parts
+    if below.is_absolute() or parts[-len(below.parts) :] != below.parts:
+        return dict(values)
+    base = Path(*parts[: -len(below.parts)])
+    found = dict(values)
+    for section in _WITH_FILES:
+        if section in found:
+            found[section] = _absolute(found[section], base)
+    return found
+
+
+def _absolute(value: Any, base: Path) -> Any:
+    if isinstance(value, Mapping):
+        return {_absolute(name, base): _absolute(one, base) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_absolute(one, base) for one in value]
+    if not isinstance(value, str) or len(value) > 4096 or "\0" in value:
+        return value
+    path, _, name = value.rpartition(":") if is_user_entry(value) else (value, "", "")
+    # a single word is a name, even if a file has the same
+    is_path = ("/" in path or "." in path) and not Path(path).is_absolute()
+    if not is_path or not (base / path).exists():
+        return value
+    return f"{base / path}:{name}" if name else str(base / path)
+
+
+def refuse_code(
+    config: RunConfig, file: Path, words: Sequence[str], what: str, unused: Collection[str] = ()
+) -> None:
+    """Raise ConfigError if a command would execute code that a run's configuration refers to,
+    unless the command line does too.
+
+    Args:
+        file: the run's configuration, for the message.
+        words: the settings of the command line.
+        what: the command: "the replay".
+        unused: keys, or the beginnings of keys, that the command does not use.
+    """
+    given = {word.lstrip("+").partition("=")[0] for word in words}
+    found = []
+    for key, value in code_of(config):
+        if key not in given and not key.startswith(tuple(unused)):
+            found.append(f"{key}={value}")
+    if found:
+        raise ConfigError(
+            f"{what} would run code that {file} refers to: {', '.join(found)}. Review it, and pass "
+            "--run-code to allow it"
+        )

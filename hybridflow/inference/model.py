@@ -1,0 +1,138 @@
+"""The folder that engines start from: a model's config, tokenizer and weights. Weights of a
+checkpoint are exported to a temporary folder, those of a Hugging Face folder are linked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.config.schema import RunConfig
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import ResourceError
+from hybridflow.inference.source import Source
+from hybridflow.models import FAMILIES, family_of, use_family
+from hybridflow.models.model_folder import INDEX, SINGLE, check_weights, read_weight_map
+from hybridflow.models.weights import SafetensorsFolder
+from hybridflow.observe.progress import Progress
+from hybridflow.process.private_folder import make_private_folder
+from hybridflow.saving import tools
+from hybridflow.trainer import assets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SHARD_BYTES = 4 << 30
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_QUANTIZATION = "quantization_config"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on disk, ready for engines.
+
+    Attributes:
+        config: the configuration, with the model's folders.
+        weights: a Hugging Face folder with the weights.
+        engine_folder: the folder that engines start from.
+        temporary: the folder for everything that is removed afterwards.
+    """
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    weights: Path
+    engine_folder: Path
+    temporary: Path
+
+    def fill(self, target: Mapping[str, Tensor]) -> int:
+        """Copy the weights to these tensors. Returns the bytes copied."""
+        source = SafetensorsFolder(self.weights)
+        size = 0
+        for name, tensor in target.items():
+            shape = tuple(tensor.shape)
+            tensor.copy_(source.read(name, (0,) * len(shape), shape))
+            size += tensor.nbytes
+        return size
+
+
+@contextmanager
+def opened(source: Source, config: RunConfig, progress: Progress) -> Iterator[Model]:
+    """Yield the model. Its temporary folder is in TMPDIR and removed at the end.
+
+    Raises:
+        ModelError: weights are missing or incomplete.
+        CheckpointError: a file of the checkpoint does not match its manifest.
+        DataError: there is no usable tokenizer.
+        ResourceError: TMPDIR has no room for the weights.
+    """
+    use_family(config.model.family)
+    tokenizer = assets.open_tokenizer(_with_tokenizer(config, source))
+    temporary = make_private_folder("hf-model-")
+    try:
+        weights = source.folder
+        if source.manifest is not None:
+            _check_room(source, temporary)
+            weights = temporary / "weights"
+            with progress.stage(f"export the weights of {source.folder.parent.name}"):
+                tools.export(source.folder, weights, None, _SHARD_BYTES, tokenizer.path)
+        else:
+            check_weights(weights, _tensors_of(source))
+        given = replace(config.model, path=str(weights), hf_config={})
+        config = replace(config, model=replace(given, tokenizer=str(tokenizer.path)))
+        target = temporary / "engine"
+        _write_engine_folder(target, weights, config, tokenizer)
+        yield Model(config, tokenizer, weights.resolve(), target.resolve(), temporary)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _with_tokenizer(config: RunConfig, source: Source) -> RunConfig:
+    if config.model.tokenizer is not None:
+        return config
+    return replace(config, model=replace(config.model, tokenizer=str(source.folder)))
+
+
+def _tensors_of(source: Source) -> list[str]:
+    """Return the names of the tensors that the model must have; empty if its family is unknown, so
+    that only an engine can tell."""
+    if source.hf_config.get("model_type") not in FAMILIES.names():
+        return []
+    return list(family_of(source.hf_config).tensors())
+
+
+def _check_room(source: Source, temporary: Path) -> None:
+    tensors = family_of(source.hf_config).tensors().values()
+    wanted = sum(map(prod, tensors)) * _BYTES.get(source.dtype, 4)
+    free = shutil.disk_usage(temporary).free
+    if wanted > free:
+        raise ResourceError(
+            f"the weights of {source.folder} take {wanted / 1e9:.1f} GB, but {temporary.parent} "
+            f"has {free / 1e9:.1f} GB left; set TMPDIR to another disk, or give the run's export"
+        )
+
+
+def _write_engine_folder(
+    target: Path, weights: Path, config: RunConfig, tokenizer: Tokenizer
+) -> None:
+    resolved = assets.resolve_hf_config(config, tokenizer)
+    assets.write_engine_folder(target, resolved, config.model.dtype, tokenizer)
+    if quantization := resolved.get(_QUANTIZATION):
+        # the files hold the quantized values
+        file = target / "config.json"
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps(values | {_QUANTIZATION: quantization}, indent=2))
+    for name in _weight_files(weights):
+        os.symlink((weights / name).resolve(), target / name)
+
+
+def _weight_files(weights: Path) -> list[str]:
+    """Return the names of the index and of the files in it, after `check_weights`."""
+    if not (weights / INDEX).is_file():
+        return [SINGLE]
+    return [INDEX, *sorted(set(read_weight_map(weights / INDEX).values()))]
