@@ -132,7 +132,7 @@ class _Process:
 
     Attributes:
         episodes: number of episodes that it is hosting.
-        ended: why the process no longer accepts requests; empty while it does.
+        ended: why the process no longer accepts requests; empty until then.
         waiting: futures of the pending answers, by request number.
     """
 
