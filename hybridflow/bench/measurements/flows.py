@@ -170,6 +170,10 @@ class _Workers:
 
         return SyncReport(version, 0.0, 0, {})
 
+    async def load_metrics(self) -> dict[str, float]:
+        """Return the load of no engines."""
+        return {}
+
 
 def _trainer(workers: _Workers, timeline: str) -> SimpleNamespace:
     """Return a trainer reduced to the parts that a flow uses, with a real queue and timeline.
