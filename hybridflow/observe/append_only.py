@@ -193,8 +193,12 @@ class AppendOnly:
         path = self.run_dir / "trackers" / f"{self.name}-{short}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = path.with_suffix(".lock").open("ab")
-        # the tracker of a killed driver may still be writing, until its deadline
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # a run in progress, or the tracker of a killed driver, which ends at its deadline
+            print(f"waiting for another process that sends {self.run_dir} to {self.name}")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         lines = list(read_jsonl(path))
         run_id = next((line["id"] for line in lines if "id" in line), None)
         self._known |= {(line["kind"], line["step"]) for line in lines if "kind" in line}

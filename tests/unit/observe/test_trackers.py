@@ -69,6 +69,18 @@ def test_loggers_are_checked_before_a_run(tmp_path: Path, name: str, complaint: 
     assert complaint is None or complaint in found[0]
 
 
+def test_a_library_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))  # of this folder Python would make a package
+    config = load_config("tiny-moe-grpo", ["trainer.loggers=[console,wandb]"])
+    [problem] = [problem for problem in problems(config) if "trainer.loggers" in problem]
+    assert "package wandb is not installed; run pip install 'hybridflow[wandb]'" in problem
+    # a login node may plan what it cannot run
+    assert not [one for one in problems(config, files=False) if "trainer.loggers" in one]
+
+
 def test_a_wrong_name_gets_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.loggers.*'jsnl'.*did you mean jsonl"):
         load_config("tiny-moe-grpo", ["trainer.loggers=[console,jsnl]"])
