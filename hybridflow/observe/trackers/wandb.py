@@ -51,8 +51,10 @@ class WandbTracker(AppendOnly):
             config=self.run.config,
             resume="allow",
             mode=self._mode,
-            # host, user and program are not published
-            settings=wandb.Settings(console="off", silent=True, x_disable_machine_info=True),
+            # host, user and program are not published, as in environment.json
+            settings=wandb.Settings(
+                console="off", silent=True, x_disable_machine_info=True, host="-", username="-"
+            ),
         )
         # validations and training steps are logged in any order, so W&B's own step only counts
         self._run.define_metric("*", step_metric=STEP)

@@ -52,6 +52,7 @@ def _wandb(run_dir: Path) -> dict[str, Any]:
             record = Record.FromString(data)
             if record.HasField("run"):
                 found["ids"].append(record.run.run_id)
+                found["host"] = record.run.host
                 found["name"] = record.run.display_name
                 found["group"] = record.run.run_group
                 found["project"] = record.run.project
