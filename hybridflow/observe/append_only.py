@@ -36,7 +36,6 @@ _SHOWN = (
     "finish_reason",
 )
 DISTRIBUTIONS = ("score", "advantage", "response_length", "logprob_diff_mean")
-STEP = "training/global_step"
 _MOST_GROUP_BYTES = 256 << 20
 
 
@@ -119,7 +118,7 @@ class AppendOnly:
         self._start()
         if (phase, step) not in self._known:
             found = {own_name(phase, name): value for name, value in metrics.items()}
-            self.publish(len(self._known), step, wall_time, {**found, STEP: float(step)})
+            self.publish(len(self._known), step, wall_time, found)
             self._mark(phase, step)
 
     def truncate_after(self, phase: Phase, step: int) -> None:

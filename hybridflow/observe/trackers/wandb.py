@@ -8,8 +8,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from hybridflow.observe.append_only import STEP, AppendOnly, Dump
+from hybridflow.observe.append_only import AppendOnly, Dump
 from hybridflow.observe.trackers.base import tracker
+
+_STEP = "step"  # the x-axis; also in rows that have no metrics of training
 
 
 @tracker("wandb", library="wandb")
@@ -57,12 +59,12 @@ class WandbTracker(AppendOnly):
             ),
         )
         # validations and training steps are logged in any order, so W&B's own step only counts
-        self._run.define_metric("*", step_metric=STEP)
+        self._run.define_metric("*", step_metric=_STEP)
         return run_id
 
     def publish(self, number: int, step: int, wall_time: float, metrics: dict[str, float]) -> None:
         """Log a row of the history."""
-        self._run.log(metrics, step=number)
+        self._run.log({**metrics, _STEP: step}, step=number)
 
     def publish_dump(self, number: int, dump: Dump) -> None:
         """Log a table, and histograms."""
@@ -74,7 +76,7 @@ class WandbTracker(AppendOnly):
             if len(values)
         }
         table = wandb.Table(columns=["step", *dump.columns], data=_numbered(dump))
-        self._run.log({f"{dump.kind}/samples": table, **found, STEP: dump.step}, step=number)
+        self._run.log({f"{dump.kind}/samples": table, **found, _STEP: dump.step}, step=number)
 
     def publish_report(self, path: Path) -> None:
         """Log the report as an artifact."""

@@ -102,6 +102,7 @@ def test_a_killed_and_resumed_run_is_there_once(
         assert found["status"] == "FINISHED"
 
 
+@pytest.mark.full
 def test_a_run_folder_is_sent_to_a_tracker_later(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()

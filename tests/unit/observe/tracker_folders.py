@@ -76,7 +76,7 @@ def _wandb(run_dir: Path) -> dict[str, Any]:
 
 
 def _wandb_row(folder: Path, row: dict[str, Any], found: dict[str, Any]) -> None:
-    step = row["training/global_step"]
+    step = row.pop("step")
     for key, value in row.items():
         if isinstance(value, dict) and value.get("_type") == "table-file":
             table = json.loads((folder / "files" / value["path"]).read_text())
