@@ -86,7 +86,7 @@ def test_a_data_set_that_cannot_be_scored_is_one_message(
     pq.write_table(pa.table({"a": [1]}), tmp_path / "empty.parquet")
     (tmp_path / "text.jsonl").write_text("{")
     for file, extra, said in (
-        ("strange.parquet", ["reward=builtin", "~reward.path"], "no verifier"),
+        ("strange.parquet", ["reward.path=null"], "no verifier for data_source 'nobodys'"),
         ("empty.parquet", [], "column 'prompt'"),
         ("text.jsonl", [], "text.jsonl, line 1: not valid JSON"),
         ("gone.parquet", [], "does not exist; check the path"),
