@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.cli.command import add_command, new_folder, say, starting_engines
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from hybridflow.inference.source import Source
@@ -86,7 +87,11 @@ def run_eval(args: argparse.Namespace) -> int:
         out = new_folder(out.parent, out.name)
         wanted = Wanted(out.resolve(), sorted(set(args.k)), args.dump, since)
         with Progress(0, "", enabled=not args.json) as progress:
-            results = evaluate(source, config, wanted, preload, progress)
+            try:
+                results = evaluate(source, config, wanted, preload, progress)
+            except (ConfigError, DataError):
+                shutil.rmtree(out)  # nothing was evaluated
+                raise
     if args.json:
         say((out / RESULTS).read_text(encoding="utf-8").rstrip())
     else:

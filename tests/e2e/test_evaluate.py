@@ -93,4 +93,5 @@ def test_a_data_set_that_cannot_be_scored_is_one_message(
     ):
         words = ["--run-code", "--data", str(tmp_path / file), *extra]
         out, _ = evaluation(tmp_path / "bad", str(folder), *words, exit_code=2)
-        assert said in out, out
+        assert said in out and "has changed" not in out, out
+    assert not (folder / "eval").exists()
