@@ -95,21 +95,13 @@ def join(
     if not (run_dir / "timeline.jsonl").is_file():
         raise DataError(f"{run_dir} is not the folder of a run: timeline.jsonl not found")
     missing: list[str] = []
-    skipped: list[int] = []
-    phases = []
-    for record in read_timeline(run_dir / "timeline.jsonl", skipped, most_bytes):
-        start, end = record.get("start"), record.get("end")
-        step = record.get("step")
-        if _is_time(start) and _is_time(end) and end >= start:
-            phases.append(Span(record["name"], start, end, step if isinstance(step, int) else None))
-    _note_skipped(run_dir / "timeline.jsonl", skipped, missing)
-    driver = Process(DRIVER, {"main": sorted(phases, key=lambda span: (span.start, -span.end))})
+    driver = Process(DRIVER, {"main": _phases(run_dir / "timeline.jsonl", most_bytes, missing)})
     ahead: dict[str, tuple[float, float]] = {}
     others: list[Process] = []
     files = sorted((run_dir / "logs").glob(f"*{SUFFIX}")) if (run_dir / "logs").is_dir() else []
     most_bytes = min(most_bytes, _MOST_IN_ALL // max(len(files[:most_files]), 1))
     for file in files[:most_files]:
-        skipped = []
+        skipped: list[int] = []
         try:
             records = list(read_jsonl(file, skipped, most_bytes))
         except DataError as error:
@@ -127,6 +119,19 @@ def join(
     if not others:
         missing.append("no spans of ranks: the run was in process, or older than this command")
     return JoinedTimeline([driver, *(_shifted(one, ahead) for one in others)], missing)
+
+
+def _phases(path: Path, most_bytes: int, missing: list[str]) -> list[Span]:
+    """Return the driver's phases."""
+    skipped: list[int] = []
+    phases = []
+    for record in read_timeline(path, skipped, most_bytes):
+        start, end = record.get("start"), record.get("end")
+        step = record.get("step")
+        if _is_time(start) and _is_time(end) and end >= start:
+            phases.append(Span(record["name"], start, end, step if isinstance(step, int) else None))
+    _note_skipped(path, skipped, missing)
+    return sorted(phases, key=lambda span: (span.start, -span.end))
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:

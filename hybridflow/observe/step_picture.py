@@ -43,11 +43,7 @@ def step_pictures(run_dir: Path) -> list[Drawn]:
 
 def _draw(step: int, whole: Span, timeline: JoinedTimeline) -> Drawn:
     rows = _rows(timeline, whole)
-    seconds: dict[str, float] = {}
-    for _, spans in rows:
-        for span in spans:
-            seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
-    names = sorted(seconds, key=lambda name: -seconds[name])
+    names = _by_seconds(rows)
     colors = {name: f"var(--c{slot})" for slot, name in enumerate(names[:_COLORS])}
     x = axis([whole.end - whole.start])
     body: list[Markup] = [frame([name for name, _ in rows], x)]
@@ -63,6 +59,15 @@ def _draw(step: int, whole: Span, timeline: JoinedTimeline) -> Drawn:
     about = f"seconds since the start of step {step}"
     about += f"; {left} more processes are not drawn" if left > 0 else ""
     return drawn("A step on all processes", about, body, len(rows), legend)
+
+
+def _by_seconds(rows: Sequence[tuple[str, Sequence[Span]]]) -> list[str]:
+    """Return the names of all spans, the one with the most seconds first."""
+    seconds: dict[str, float] = {}
+    for _, spans in rows:
+        for span in spans:
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
+    return sorted(seconds, key=lambda name: -seconds[name])
 
 
 def _rows(timeline: JoinedTimeline, whole: Span) -> list[tuple[str, list[Span]]]:

@@ -35,6 +35,7 @@ from hybridflow.trainer.flow_roles import CALLS, TrainedPolicy
 from hybridflow.trainer.flow_watch import FlowWatch
 from hybridflow.trainer.own_policies import Learner, OwnPolicy, PolicyPart
 from hybridflow.trainer.phases import Phases
+from hybridflow.trainer.profiling import StepProfiles
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Records, Trained
 from hybridflow.trainer.samples import Samples
@@ -102,6 +103,8 @@ class FlowRun:
         self._watch = FlowWatch()
         self.calling = self._watch.calling
         self._session = trainer.session
+        profiled = () if is_tracing else trainer.config.trainer.profile.steps
+        self._profiles = StepProfiles(trainer.policy, profiled, trainer.session, progress.message)
         self._spans = ExitStack()  # of the open step
         self._calls: list[Pending[Any]] = []  # of the open step
         self._batch: DataProto | None = None  # of the open step, with the columns computed so far
@@ -422,8 +425,7 @@ class FlowRun:
         self._spans.enter_context(self._session.timed("seconds_grpo"))
         self._spans.enter_context(self._session.timeline.phase("step", self.step))
         self._spans.enter_context(self._session.controlled())
-        if self._is_profiled:
-            await self.trainer.policy.start_profile()
+        await self._profiles.begin(self.step)
         return self.step
 
     async def end_step(self) -> None:
@@ -440,10 +442,7 @@ class FlowRun:
         trained = self._trained
         batch = self._batch
         await self._end_training()
-        if self._is_profiled:
-            folder = self._session.folder / "profile" / f"step_{self.step:06d}"
-            for reason in await self.trainer.policy.stop_profile(folder):
-                self.progress.message(f"step {self.step}: {reason}")
+        await self._profiles.end(self.step)
         if not self.config.trainer.rollout_only:
             await self._serve_engines()
         own = self._own_metrics(batch if trained is None else trained.batch)
@@ -471,10 +470,6 @@ class FlowRun:
             return
         await self._session.store.check()
         await self._save_if_due()
-
-    @property
-    def _is_profiled(self) -> bool:
-        return not self.is_tracing and self.step in self.config.trainer.profile.steps
 
     def _close_step(self) -> None:
         self._spans.close()

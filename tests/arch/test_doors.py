@@ -22,6 +22,7 @@ READS_THE_DATE = {
     "agents/completion_answer.py": "the door's `created`",
     "bench/measurements/steps.py": "compared with `wall_time` of another process",
     "bench/run.py": "when a suite began",
+    "launch/bad_nodes.py": "when a node was excluded, for jobs of other days",
     "launch/node.py": "when a node failed",
     "launch/preflight.py": "the clock that is compared with the other nodes'",
     "observe/timeline.py": "where a phase lies in the report",

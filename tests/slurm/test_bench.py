@@ -14,7 +14,7 @@ import pytest
 
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.jobs import Jobs
-from tests.unit.launch.test_gpu_health import FAULTS, Machine
+from tests.unit.launch.gpus import FAULTS, Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.full]

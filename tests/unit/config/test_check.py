@@ -677,7 +677,7 @@ def test_all_problems_come_at_once() -> None:
         ),
         (("cluster=in-process", "cluster.address=auto"), "cluster.address=auto is not supported"),
         (
-            ("cluster=in-process", "reference.placement=own"),
+            ("cluster=in-process", "reference.placement=own", "actor.kl_loss_coef=0.001"),
             "reference.placement=own requires more processes",
         ),
     ],

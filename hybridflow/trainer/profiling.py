@@ -1,0 +1,39 @@
+"""Profiles of single steps (`trainer.profile`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from hybridflow.trainer.protocols import Policy
+from hybridflow.trainer.session import Session
+
+
+class StepProfiles:
+    """Profiles the policy's ranks in some steps.
+
+    Args:
+        policy: the profiled ranks are its `trainer.profile.ranks`.
+        steps: the profiled steps.
+        session: its run folder gets the traces, in `profile/`.
+        say: called with a message for each profile that could not be written.
+    """
+
+    def __init__(
+        self, policy: Policy, steps: Collection[int], session: Session, say: Callable[[str], None]
+    ) -> None:
+        self._policy = policy
+        self._steps = steps
+        self._session = session
+        self._say = say
+
+    async def begin(self, step: int) -> None:
+        """Start profiling, if this step is to be profiled."""
+        if step in self._steps:
+            await self._policy.start_profile()
+
+    async def end(self, step: int) -> None:
+        """Write the profiles of this step, if it is profiled."""
+        if step in self._steps:
+            folder = self._session.folder / "profile" / f"step_{step:06d}"
+            for reason in await self._policy.stop_profile(folder):
+                self._say(f"step {step}: {reason}")
