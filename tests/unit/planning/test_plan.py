@@ -187,9 +187,10 @@ def test_more_devices_or_shorter_answers_take_less_time() -> None:
 
 def test_the_demo_holds_what_its_formulas_say() -> None:
     """6,000 numbers of a small model, by hand: 4 bytes of weight, 4 of gradient, 8 of moments over
-    the data ranks."""
-    sizes = {"vocab_size": 19, **load_config("tiny-moe-grpo").model.hf_config}
-    job = job_of(load_config("tiny-moe-grpo"), read_cluster(None, 1, 4, "cpu"), hf=sizes)
+    the data ranks, and with a penalty 4 of the reference."""
+    run = load_config("tiny-moe-grpo", ["actor.kl_loss_coef=0.001"])
+    sizes = {"vocab_size": 19, **run.model.hf_config}
+    job = job_of(run, read_cluster(None, 1, 4, "cpu"), hf=sizes)
     parts = resident(job)["actor"]
     numbers = job.actor.training.numbers
     heaviest = max(numbers, key=lambda one: one.total)

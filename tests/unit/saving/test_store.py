@@ -340,17 +340,17 @@ def test_who_asks_while_a_newer_one_replaces_the_last_is_told_of_the_newer(
         block_on(store.wait())
 
     save(1)
-    read = checkpoints._read
+    read = checkpoints.read_checkpoint
     behind = [2, 3]
 
     def late(folder: Path) -> Checkpoint:
         if behind:
             with monkeypatch.context() as inside:  # saving reads as well
-                inside.setattr(checkpoints, "_read", read)
+                inside.setattr(checkpoints, "read_checkpoint", read)
                 save(behind.pop(0))
         return read(folder)
 
-    monkeypatch.setattr(checkpoints, "_read", late)
+    monkeypatch.setattr(checkpoints, "read_checkpoint", late)
     latest = store_in(tmp_path).latest()
     assert latest is not None and latest.step == 3 and behind == []
     (tmp_path / "global_step_3" / "driver.json").unlink()
