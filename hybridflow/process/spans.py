@@ -40,11 +40,7 @@ class SpanFile:
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
         self._file: TextIO | None = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._open()
-        except OSError as error:
-            self._fail(error)
+        self._is_over = False
 
     def span(self, name: str, start: float, seconds: float) -> None:
         """Record a finished span of the current thread."""
@@ -67,32 +63,32 @@ class SpanFile:
         """Append a record. After an error, such as a full disk, nothing more is recorded; the error
         is printed to the process's log."""
         with self._lock:
-            if self._file is None:
+            if self._is_over:
                 return
             try:
+                self._file = self._file or self._open()
                 self._file.write(json.dumps(record) + "\n")
                 if self._file.tell() > _MOST_BYTES:
                     self._file.close()
                     self.path.replace(self.path.with_suffix(".jsonl.1"))
-                    self._open()
+                    self._file = None
             except OSError as error:
-                self._fail(error)
+                self._is_over = True
+                print(f"{self.path}: no further spans are recorded: {error}", file=sys.stderr)
 
     def close(self) -> None:
         """Close the file. Later records are dropped."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
-            self._file = None
+            self._is_over = True
 
-    def _fail(self, error: OSError) -> None:
-        self._file = None
-        print(f"{self.path}: no further spans are recorded: {error}", file=sys.stderr)
-
-    def _open(self) -> None:
-        self._file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+    def _open(self) -> TextIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         facts = {"process": self._process, "pid": os.getpid(), "boot": boot_id()}
-        self._file.write(json.dumps({**facts, "at": round(unix_time(), 6)}) + "\n")
+        file.write(json.dumps({**facts, "at": round(unix_time(), 6)}) + "\n")
+        return file
 
 
 _current: SpanFile | None = None

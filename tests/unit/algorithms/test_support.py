@@ -142,7 +142,7 @@ def test_sizes_and_ids_that_disagree_are_refused_with_their_row() -> None:
     batch = batch_of([[[3, 7]], [[5]]])
     short = batch.with_columns(support_ids=Jagged.from_rows([[3, 7], []], np.int32))
     with pytest.raises(
-        ValueError, match="row 1: support_ids has 0 tokens, but support_sizes add up to 1"
+        ValueError, match="row 1: support_ids has 0 tokens, but support_sizes sums to 1"
     ):
         supports_of(short, np.array([0, 1]), slice(None))
     with pytest.raises(ValueError, match="support_ids contains token 7"):
