@@ -21,13 +21,11 @@ class Load:
     Attributes:
         running, waiting: requests that it computes, and that it has queued.
         kv_use: share of its KV cache that is in use.
-        prefix_hits: share of the prompt tokens of its latest prefills found in the cache.
     """
 
     running: int
     waiting: int
     kv_use: float
-    prefix_hits: float
 
 
 @runtime_checkable
@@ -36,6 +34,10 @@ class ReportsLoad(Protocol):
 
     def load(self) -> Load:
         """Return the server's load now. Raises EngineError."""
+
+    def take_prefix_hits(self) -> float | None:
+        """Return the share of prompt tokens that the server found in its prefix cache, over the
+        requests that ended since the last call; None without requests."""
 
 
 class BusyClock:
@@ -107,7 +109,6 @@ class LoadWatch:
             "queue/max": float(np.max(waiting)),
             "kv_use/mean": float(np.mean(kv_use)),
             "kv_use/max": float(np.max(kv_use)),
-            "prefix_hits": float(np.mean([one.prefix_hits for one in seen])),
         }
 
     def _watch(self) -> None:

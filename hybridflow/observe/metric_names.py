@@ -199,7 +199,7 @@ engine/queue/mean | requests | queued in an engine
 engine/queue/max | requests | most that were queued in an engine
 engine/kv_use/mean | share | of an engine's KV cache in use
 engine/kv_use/max | share | highest use
-engine/prefix_hits | share | of the prompt tokens of recent prefills that were cached
+engine/prefix_hits | share | of prompt tokens in the prefix cache, over the requests that ended
 """,
     "reward": """
 reward_extra/NAME/SPREAD | the reward's | a number that the reward returns with its score: a

@@ -414,7 +414,10 @@ class RolloutWorker:
     @register(Dispatch.ONE_TO_ALL)
     def take_load(self) -> dict[str, float]:
         """Return the engine's load since the last call: `LoadWatch.take` and `BusyClock.take`."""
-        return self.watch.take() | self.requests.take_load()
+        found = self.watch.take() | self.requests.take_load()
+        engine = self.supervisor.engine
+        hits = engine.take_prefix_hits() if isinstance(engine, ReportsLoad) else None
+        return found if hits is None else {**found, "prefix_hits": hits}
 
     def _load(self) -> Load | None:
         engine = self.supervisor.engine

@@ -58,7 +58,6 @@ class EngineClient(ServerClient):
                     int(one["num_running_reqs"]),
                     int(one["num_waiting_reqs"]),
                     float(one["token_usage"]),
-                    float(one["cache_hit_rate"]),
                 )
                 for one in found["loads"]
             ]
@@ -66,7 +65,6 @@ class EngineClient(ServerClient):
                 sum(one.running for one in loads),
                 sum(one.waiting for one in loads),
                 fmean(one.kv_use for one in loads),
-                fmean(one.prefix_hits for one in loads),
             )
         except (TypeError, KeyError, ValueError) as error:  # `fmean` of nothing too
             raise EngineError(f"/v1/loads: {error!r}", engine=self.name) from error

@@ -26,6 +26,12 @@ class SglangEngine(ServedEngine):
         """Return the server's load."""
         return self.client.load()
 
+    def take_prefix_hits(self) -> float | None:
+        """Return the share of cached prompt tokens since the last call."""
+        if "client" not in self.__dict__:  # it has just been restarted
+            return None
+        return self.client.tokens.take_prefix_hits()
+
     def sleep(self) -> None:
         """Release device memory. On CPU the server reports success but frees nothing."""
         self.client.flush_cache()

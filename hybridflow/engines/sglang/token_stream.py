@@ -24,6 +24,18 @@ _OVERFLOW = "Sampling support exceeds"
 class SglangStreams(TokenStreams):
     """Token requests to one SGLang server."""
 
+    # of the requests that ended since `take_prefix_hits`. The server's own rate is only computed
+    # with --enable-metrics, which needs prometheus_client
+    _prompt_tokens = 0
+    _cached_tokens = 0
+
+    def take_prefix_hits(self) -> float | None:
+        """Return the share of prompt tokens that were cached, since the last call; None without
+        requests."""
+        read, self._prompt_tokens = self._prompt_tokens, 0
+        cached, self._cached_tokens = self._cached_tokens, 0
+        return cached / read if read else None
+
     def _body(self, asked: Asked, numbers: range) -> dict[str, Any]:
         body: dict[str, Any] = {
             "rid": [asked.names[number] for number in numbers],
@@ -48,6 +60,9 @@ class SglangStreams(TokenStreams):
             message = str(ended.get("message"))
             if not message.startswith(_OVERFLOW):
                 raise EngineError(f"{self.path} failed: {message[:500]}", engine=self.name)
+        if ended is not None:
+            self._prompt_tokens += len(asked.prompts[names[name]])
+            self._cached_tokens += int(meta.get("cached_tokens") or 0)
         answer = asked.answers[names[name]]
         tokens = np.array(event["output_ids"], dtype=np.int64)
         log_probs = _decoded(meta, LOG_PROBS, np.float32)

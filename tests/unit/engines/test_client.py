@@ -82,6 +82,20 @@ def test_answers_become_completions_in_order(stub: Stub, client: EngineClient) -
     assert authorization == f"Bearer {KEY}"
 
 
+def test_cached_prompt_tokens_are_counted_once_a_request(stub: Stub, client: EngineClient) -> None:
+    events = [
+        answer_of([5], None, cached_tokens=1, number=0),
+        answer_of([6], cached_tokens=1, number=0),
+        answer_of([7], cached_tokens=0, number=1),
+    ]
+    assert client.tokens.take_prefix_hits() is None
+    stub.answers_with("/generate", events)
+    generate(client, 2)
+    # one of the four tokens of both prompts
+    assert client.tokens.take_prefix_hits() == 0.25
+    assert client.tokens.take_prefix_hits() is None
+
+
 def test_what_tokens_were_sampled_among_comes_with_them(stub: Stub, client: EngineClient) -> None:
     """Over two events; an answer that was aborted before it ran has none."""
     first = answer_of(

@@ -39,13 +39,13 @@ def test_the_clock_counts_the_time_with_requests() -> None:
 
 
 def test_the_watch_reads_while_there_are_requests() -> None:
-    readings = iter([Load(4, 2, 0.5, 0.0), None, Load(8, 0, 0.25, 1.0)])
+    readings = iter([Load(4, 2, 0.5), None, Load(8, 0, 0.25)])
     busy = threading.Event()
     done = threading.Event()
 
     def load() -> Load | None:
         found = next(readings, None)
-        if found == Load(8, 0, 0.25, 1.0):
+        if found == Load(8, 0, 0.25):
             busy.clear()
             done.set()
         return found
@@ -62,7 +62,6 @@ def test_the_watch_reads_while_there_are_requests() -> None:
         "queue/max": 2.0,
         "kv_use/mean": 0.375,
         "kv_use/max": 0.5,
-        "prefix_hits": 0.5,
     }
 
 
@@ -76,15 +75,15 @@ def test_engines_are_averaged_and_their_maxima_compared() -> None:
     ("answer", "found"),
     [
         (
-            {"loads": [(3, 1, 0.5, 0.25), (1, 0, 0.25, 0.75)]},
-            Load(4, 1, 0.375, 0.5),
+            {"loads": [(3, 1, 0.5), (1, 0, 0.25)]},
+            Load(4, 1, 0.375),
         ),
         ({"loads": []}, None),
         ({"detail": "not found"}, None),
     ],
 )
 def test_the_answer_of_an_sglang_server(answer: dict[str, Any], found: Load | None) -> None:
-    names = ("num_running_reqs", "num_waiting_reqs", "token_usage", "cache_hit_rate")
+    names = ("num_running_reqs", "num_waiting_reqs", "token_usage")
     if "loads" in answer:
         answer = {"loads": [dict(zip(names, row, strict=True)) for row in answer["loads"]]}
     asked = []
