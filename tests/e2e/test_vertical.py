@@ -126,6 +126,7 @@ def test_every_metric_has_a_line_and_the_names_of_verl_are_there(finished: Finis
         assert record["perf/throughput"] == pytest.approx(rate)
         assert record["training/global_step"] == record["step"] and record["training/epoch"] == 0
         assert record["engine/tokens_per_s"] > 0 and 0 < record["engine/idle_share"] < 1
+        assert 0 <= record["engine/prefix_hits"] <= 1
         assert not [name for name in record if "mfu" in name]  # the peak of a CPU is not known
     validated = finished.records("val")[-1]
     core = [name for name in validated if name.startswith("val-core/arithmetic/")]
