@@ -42,14 +42,15 @@ class Preload:
 
     def __init__(self, config: RunConfig, *, with_engines: bool, with_ranks: bool = True) -> None:
         """Start the servers in the background; none if the job has one process, joins a cluster or
-        uses CUDA."""
+        uses CUDA. Without ranks there is at most the one that loads the engines' library."""
         self._names: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         if config.cluster.address is None and not config.cluster.in_process and _is_without_cuda():
             modules = modules_of(config, with_engines=with_engines)
-            if not with_ranks:
-                del modules["ranks"]
-            self._start(modules)
+            if not with_ranks:  # the engines' workers are threads of this process
+                modules = {name: modules[name] for name in ("engines",) if name in modules}
+            if modules:
+                self._start(modules)
 
     def name(self, loaded: str) -> str:
         """Return the name of a server; "" if there is none."""
