@@ -64,7 +64,7 @@ def test_a_hub_id_that_is_not_in_the_cache_comes_with_its_download(
 def test_the_latest_checkpoint_is_found_from_within_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within the run, the name of its checkpoint looks like a hub id."""
+    """The relative name `checkpoints/latest` looks like a hub id."""
     (tmp_path / "checkpoints" / "global_step_3" / "policy").mkdir(parents=True)
     (tmp_path / "checkpoints" / "latest.json").write_text('{"folder": "global_step_3"}')
     monkeypatch.chdir(tmp_path)
