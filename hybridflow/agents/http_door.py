@@ -139,7 +139,7 @@ class Door(ABC):
             await runner.cleanup()
             raise
         port = self._listener.sockets[0].getsockname()[1]
-        self.base_url = f"http://{host}:{port}/v1"
+        self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         self._runner = runner
 
     # ---- requests
