@@ -6,7 +6,7 @@ PYTEST := $(PY) -m pytest
 TESTS := $(PY) tests/run.py
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-slurm demo check test test-fast test-full gpu gpu-wheels faults kills lint type arch schema hooks bench clean \
-  distclean
+  distclean docs
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
@@ -23,7 +23,7 @@ setup-slurm: ## Debian's Slurm for tests/slurm, where root can install it; SLURM
 demo: setup ## train the tiny mixture of experts with GRPO; ARGS="key=value ..." overrides settings
 	@.venv/bin/hybridflow train --config-name tiny-moe-grpo $(ARGS)
 
-check: setup-dev setup-slurm ## lint, types, advisories and the tests of `make test`, with one summary at the end
+check: setup-dev setup-slurm ## lint, types, advisories, the site and the tests of `make test`, with one summary at the end
 	@$(TESTS) --check -m "not full" $(ARGS)
 
 test: setup-dev setup-slurm ## all tests but those marked full; ARGS="..." goes to pytest
@@ -48,6 +48,9 @@ faults: setup-dev ## disturb whole runs at seeded moments; ARGS="--campaigns 15 
 
 kills: setup-dev ## kill processes of conversations at seeded moments; ARGS="--seed 2", then ARGS="--table"
 	@$(PY) -m tests.faults.kills $(ARGS)
+
+docs: setup-dev ## write the generated pages and build the site into build/site, without a network
+	@$(PY) -m website build
 
 lint: setup-dev ## ruff: rules and format
 	@$(PY) -m ruff check .

@@ -3,8 +3,8 @@
 `python tests/run.py [--check] [pytest's arguments]`: first tests/arch and tests/unit on all cores
 (`-n auto`, see tests/conftest.py), then tests/dist, tests/e2e, tests/faults, tests/security and
 tests/walks, which start several processes themselves, two files at a time, and tests/slurm, left
-out where no Slurm is installed: the closing line says so. `--check` runs lint, types and the
-advisories on locked packages before; a check that fails counts as an error of the summary.
+out where no Slurm is installed: the closing line says so. `--check` runs lint, types, the
+advisories on locked packages and the strict build of the site before; a check that fails counts as an error of the summary.
 Arguments that name files or folders run alone, in one part.
 """
 
@@ -28,7 +28,13 @@ AT_A_TIME = 2  # files of whole runs: each waits for half of its time, and takes
 BY_FILE = ("--dist", "loadfile", "--max-worker-restart", "2")
 SLURM = "tests/slurm"
 SLURMCTLD = "slurmctld"
-CHECKS = ("ruff check .", "ruff format --check .", "mypy hybridflow", "requirements.advisories")
+CHECKS = (
+    "ruff check .",
+    "ruff format --check .",
+    "mypy hybridflow",
+    "requirements.advisories",
+    "website check",
+)
 NOTHING_SELECTED = 5  # pytest's exit status
 Outcome = tuple[int, Counter[str], list[str]]  # exit status, counts, what failed
 

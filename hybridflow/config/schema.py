@@ -71,6 +71,7 @@ class ModelConfig:
     """The policy: `path` (a Hugging Face folder with weights), or without it `hf_config` (random
     initialisation)."""
 
+    # HF folder with weights, or a hub id in the local cache; null: random weights of hf_config
     path: str | None = None
     # fields of a HF config.json; model_type selects the family. With `path`: sizes that its
     # config.json must contain
@@ -78,7 +79,7 @@ class ModelConfig:
     tokenizer: str | None = None  # HF tokenizer folder; null: `path`
     # your own parameter map, path/to/file.py:MODEL_TYPE; null: a built-in one
     family: str | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # precision of weights and computation
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     ppo_mini_batch_size: PositiveInt = 64  # prompts per optimizer update (x rollout.n samples)
-    ppo_epochs: PositiveInt = 1
+    ppo_epochs: PositiveInt = 1  # passes of the updates over the samples of a step
     # packed tokens per forward pass of a data-parallel rank (all its context ranks together)
     max_tokens_per_micro_batch: PositiveInt = 4096
     # response tokens whose logits are materialised at a time, forward and backward
@@ -140,8 +141,8 @@ class ActorConfig:
     # (that update uses its own values for its rows; a separate pass computes the others); engine:
     # from the sampling engine (verl's bypass_mode)
     old_log_probs: Literal["trainer", "engine"] = "trainer"
-    clip_ratio_low: NonNegative = 0.2
-    clip_ratio_high: NonNegative = 0.2
+    clip_ratio_low: NonNegative = 0.2  # ppo: the ratio is clipped below 1 - clip_ratio_low
+    clip_ratio_high: NonNegative = 0.2  # ppo: the ratio is clipped above 1 + clip_ratio_high
     clip_ratio_c: Annotated[float, Above(1)] | None = 3.0  # dual clip; null disables it
     # aggregation of a mini-batch's token losses; docs/algorithms.md compares the modes
     loss_agg_mode: Aggregation = "token-mean"
@@ -154,13 +155,14 @@ class ActorConfig:
     # its coefficient starts at entropy_coef, and each step raises it by entropy_coef_step below the
     # target and lowers it above; null: fixed coefficient
     entropy_target: Positive | None = None
-    entropy_coef_step: Positive = 0.005
+    entropy_coef_step: Positive = 0.005  # with entropy_target: change of the coefficient per step
     # step size of DeepSeek's loss-free balancing per update (published: 0.001); 0: biases are fixed
     expert_bias_update_rate: NonNegative = 0.0
     # coefficients of losses added for every layer with a router: load balancing over the real
     # tokens of a micro-batch (Switch, pre-training: 0.001 to 0.01), and the squared logsumexp of
     # the router's logits (ST-MoE, 0.001)
     router_aux_loss_coef: NonNegative = 0.0
+    # coefficient of the z-loss on the router's logits; 0: off
     router_z_loss_coef: NonNegative = 0.0
     kl_loss_coef: NonNegative = 0.0  # 0, with algorithm.kl_coef 0: no reference pass
     kl_loss_type: KlLoss = "k3"  # per-token estimate of the KL divergence
@@ -231,8 +233,9 @@ class CriticConfig(RoleConfig):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     # prompts per optimizer update (x rollout.n samples); null: actor.ppo_mini_batch_size
     ppo_mini_batch_size: PositiveInt | None = None
-    ppo_epochs: PositiveInt = 1
+    ppo_epochs: PositiveInt = 1  # passes of the critic's updates over the samples of a step
     cliprange_value: Positive | None = 0.5  # maximum change of a value per update; null: unlimited
+    # aggregation of the value losses of tokens, as for the actor
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
 
 
@@ -272,7 +275,9 @@ class SamplingConfig:
     min_p: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
     # penalties change logits based on earlier tokens: for validation only; 0, 0 and 1 disable them
     frequency_penalty: Annotated[float, AtLeast(-2), AtMost(2)] = 0.0
+    # subtracted from the logits of tokens that have occurred
     presence_penalty: Annotated[float, AtLeast(-2), AtMost(2)] = 0.0
+    # divides positive and multiplies negative logits of tokens that have occurred
     repetition_penalty: Annotated[float, Above(0), AtMost(2)] = 1.0
     # stop strings; an answer ends with the first match, which is part of it
     stop: tuple[str, ...] = ()
@@ -349,7 +354,7 @@ class RolloutConfig:
 
     # kind of engine: a package of hybridflow.engines, or your own
     engine: Annotated[str, ENGINE] = "sglang"
-    num_engines: PositiveInt = 1
+    num_engines: PositiveInt = 1  # engines that share the prompts of a step
     tensor: PositiveInt = 1  # tensor parallel size of one engine
     pipeline: PositiveInt = 1  # pipeline stages of one engine; it has tensor x pipeline ranks
     # expert-parallel size within an engine's tensor ranks; must divide tensor
@@ -371,8 +376,9 @@ class RolloutConfig:
     val_sampling: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     # answers per held-out prompt, for mean@k, best@k, pass@k and maj@k
     val_samples: PositiveInt = 1
-    max_running_requests: PositiveInt = 64
+    max_running_requests: PositiveInt = 64  # responses that an engine generates at a time
     max_total_tokens: PositiveInt = 16384  # KV cache of one engine
+    # cuda: share of the device's memory for the engine's weights and KV cache
     mem_fraction_static: Annotated[float, Above(0), Below(1)] = 0.1
     # deadline for starting a single-rank engine; more ranks and weights extend it (`--explain`
     # shows by how much)
@@ -422,7 +428,7 @@ class ClusterConfig:
     in_process: bool = False
     # null: start a local cluster on loopback; else join (host:port or "auto")
     address: str | None = None
-    nodes: PositiveInt = 1
+    nodes: PositiveInt = 1  # nodes with training ranks
     procs_per_node: PositiveInt = 1  # Megatron ranks per node (GPUs per node with cuda)
     # GPUs that each node must have; null: use GPUs if the cluster has any, whatever their number
     devices_per_node: PositiveInt | None = None
@@ -461,6 +467,7 @@ class TrainerConfig:
     # except those dropped as too long; a run of epochs ends after its last full batch. At most one
     # of the two may be set
     total_steps: PositiveInt | None = None
+    # length of the run in passes over the data; see total_steps
     total_epochs: PositiveInt | None = None
     # maximum weight versions that the oldest token of a step may be behind; 0: a step waits for all
     # its prompts; 1: it trains while engines generate the next step's; more: fully asynchronous
@@ -474,7 +481,7 @@ class TrainerConfig:
     # (docs/asynchronous.md)
     tail_batching: NonNegative = 0.0
     critic_warmup: NonNegativeInt = 0  # first steps in which only the critic is trained
-    val_before_train: bool = True
+    val_before_train: bool = True  # answer the held-out prompts before the first step
     test_every_steps: NonNegativeInt = 0  # 0: only before and after training
     save_every_steps: NonNegativeInt = 0  # 0: only at the end
     max_checkpoints_to_keep: NonNegativeInt = 2  # keep the newest N checkpoints; 0 keeps all
@@ -483,6 +490,7 @@ class TrainerConfig:
     # training stops only while the state is copied; it is written in the background
     async_checkpoints: bool = True
     checkpoint_timeout_s: Positive = 1800.0  # deadline of a background save
+    # auto: go on from the last checkpoint of the run folder; disable: start anew
     resume: Literal["auto", "disable"] = "auto"
     # allow resuming from a checkpoint that was trained on other rows, starting with the first of
     # the new rows; rejected otherwise
@@ -509,7 +517,7 @@ class TrainerConfig:
     # train on these dumps instead of generating, without engines: a run's rollouts folder, or the
     # file of one step; the run ends after the last one
     rollouts_from: str | None = None
-    report: bool = True
+    report: bool = True  # write report.html at the end
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
@@ -517,7 +525,7 @@ class TrainerConfig:
 class RunConfig:
     """One run: `hybridflow train` and `hybridflow sft` read the same file."""
 
-    name: str = "run"
+    name: str = "run"  # name of the run and of its folder
     # each engine adds its number; limited to 32 bits
     seed: Annotated[int, AtLeast(0), AtMost(4_000_000_000)] = 1
     output_dir: str = "runs"  # the run folder is output_dir/name

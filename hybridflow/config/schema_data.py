@@ -29,7 +29,7 @@ class DatasetClassConfig:
     its interface."""
 
     path: str | None = None  # Python file; null: the built-in class
-    name: str = "Dataset"
+    name: str = "Dataset"  # name of the class in the file
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,11 @@ class DataConfig:
     # answers that a step trains on; sampled: the policy's own; pairs: recorded ones, for dpo, ipo
     # and kto: train_files then has rows {prompt, chosen, rejected}
     answers: Literal["sampled", "pairs"] = "sampled"
-    chosen_key: str = "chosen"
-    rejected_key: str = "rejected"
+    chosen_key: str = "chosen"  # answers=pairs: column of the better answer
+    rejected_key: str = "rejected"  # answers=pairs: column of the worse answer
+    # parquet, jsonl, json, csv or arrow files, or the hub id of a dataset (docs/data.md)
     train_files: tuple[str, ...] = ()
+    # held-out prompts; empty: no validation, unless val_sets has files
     val_files: tuple[str, ...] = ()
     # additional held-out sets with separate metrics: {name: {files: [...], max_prompts: ...,
     # samples: ..., sampling: {...}, chat_template_kwargs: {...}}}; defaults are val_max_prompts,
@@ -68,7 +70,7 @@ class DataConfig:
     continue_final_message: bool = False
     # part of an overlong, unfiltered prompt to remove; error: the job does not start
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    shuffle: bool = True
+    shuffle: bool = True  # another order of the rows in every epoch; false: the order of the files
     # key of extra_info: relative frequency of a row; null: every row once per epoch
     weight_key: str | None = None
     # key of extra_info: sort each epoch by ascending values; null: no curriculum
@@ -86,12 +88,12 @@ class RewardTrainingConfig:
     """`hybridflow train-reward`: trains a reward model on preference pairs, parquet rows {prompt,
     chosen, rejected}."""
 
-    steps: NonNegativeInt = 0
-    train_files: tuple[str, ...] = ()
+    steps: NonNegativeInt = 0  # optimizer updates
+    train_files: tuple[str, ...] = ()  # files of pairs
     val_files: tuple[str, ...] = ()  # held-out pairs, for the accuracy at the end
     batch_size: PositiveInt = 64  # pairs per step
-    chosen_key: str = "chosen"
-    rejected_key: str = "rejected"
+    chosen_key: str = "chosen"  # column of the better answer
+    rejected_key: str = "rejected"  # column of the worse answer
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-4))
 
 
@@ -100,10 +102,10 @@ class SftConfig:
     """Supervised warm start on rows {prompt, response}, or on whole conversations. `steps: 0` skips
     it."""
 
-    steps: NonNegativeInt = 0
-    train_files: tuple[str, ...] = ()
+    steps: NonNegativeInt = 0  # optimizer updates; 0: no supervised training
+    train_files: tuple[str, ...] = ()  # files of demonstrations or conversations (docs/data.md)
     batch_size: PositiveInt = 64  # sequences per step
-    response_key: str = "response"
+    response_key: str = "response"  # column of the answer to learn
     # column of whole conversations, in which all assistant turns are learned (docs/data.md); null:
     # rows {prompt, response}
     messages_key: str | None = None

@@ -60,6 +60,7 @@ class RewardConfig:
     # or, called once for the samples of a prompt, (data_sources, solution_strs, ground_truths,
     # extra_infos, **kwargs) -> list. May be async
     name: str = "compute_score"
+    # further keyword arguments of the function or of the verifiers
     kwargs: dict[str, Any] = field(default_factory=dict)
     # verifiers that score every row regardless of its data source, with weights, e.g. {gsm8k: 0.9,
     # format: 0.1}; empty: the verifier of its data source
@@ -76,6 +77,7 @@ class RewardConfig:
     # DAPO's soft overlong penalty: the reward decreases linearly over the last N tokens before
     # data.max_response_length, by at most overlong_penalty; 0: off
     overlong_tokens: NonNegativeInt = 0
+    # reward that is taken off at the limit; see overlong_tokens
     overlong_penalty: NonNegative = 1.0
 
 

@@ -14,10 +14,12 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "AGENTS.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 ]
 DOCUMENTS += sorted((ROOT / "examples").glob("*/README.md"))
-DECISIONS = sorted((ROOT / "docs" / "adr").glob("*.md"))
+DECISIONS = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
 COLUMNS = 120
 
 

@@ -41,7 +41,7 @@ def test_numbers_and_what_is_left_out_may_differ_and_nothing_else(tmp_path: Path
 
 
 def test_every_transcript_of_the_documents_is_walked() -> None:
-    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     shown = {
         str(path.relative_to(ROOT))
         for path in documents
@@ -50,4 +50,4 @@ def test_every_transcript_of_the_documents_is_walked() -> None:
     tests = "".join(
         path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py")
     )
-    assert shown == set(re.findall(r'walk\(\s*"([\w/]+\.md)"', tests))
+    assert shown == set(re.findall(r'(?:walk|follow)\(\s*"([\w/-]+\.md)"', tests))

@@ -1,7 +1,7 @@
 """Transcripts in the documents, walked: each command of a ```console block runs as the reader would
 type it, and its output is compared with what the reader is shown.
 
-A command begins with `$ ` and goes on after a backslash. In the output `[...]` stands for anything,
+`Walk.follow` also writes the files of a document, which are its blocks with a title. A command begins with `$ ` and goes on after a backslash. In the output `[...]` stands for anything,
 on a line of its own for any lines; a number stands for any number, one of five digits or more (a
 job's) for the same one from there on. A command fails where its output begins with `hybridflow: `,
 and only there.
@@ -73,6 +73,23 @@ class Walk:
         assert todo, f"{document} has no console block in {section or 'it'}"
         for command in todo:
             self.run(command)
+
+    def follow(self, document: str) -> None:
+        """Write the files of a document (blocks with a title) and run its commands, in the order of
+        the document."""
+        text = (ROOT / document).read_text(encoding="utf-8")
+        found = re.findall(
+            r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
+        )
+        assert any(language == "console" for language, _, _ in found), document
+        for language, title, body in found:
+            if title:
+                path = self.folder / title
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(body, encoding="utf-8")
+            elif language == "console":
+                for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
+                    self.run(Command(*_split(part)))
 
     def run(self, command: Command) -> str:
         """Run a command and compare; returns what it printed."""
