@@ -170,6 +170,15 @@ def test_safe_rlhf_keeps_the_cost_near_its_limit_and_learns(tmp_path: Path) -> N
     assert reached[-1] >= max(reached[0], COSTLY), reached
 
 
+def test_a_policy_learns_beside_its_reward_model(tmp_path: Path) -> None:
+    finish(tmp_path, "sft", "tiny-learned-reward-start")
+    start = tmp_path / "tiny-learned-reward-start" / "export"
+    words = (f"model.path={start}", f"reward_model.path={start}")
+    finish(tmp_path, "train", "tiny-learned-reward", *words)
+    reached = accuracies(tmp_path / "tiny-learned-reward")
+    assert 1 - reached[-1] <= 0.5 * (1 - reached[0]), reached
+
+
 def test_replay_of_the_engines_experts_does_not_raise_the_difference_of_log_probs(
     tmp_path: Path,
 ) -> None:
