@@ -132,7 +132,7 @@ class CompletionServer(Door):
             raise served.over
         if asked.tools != served.tools:
             raise RequestError(
-                "tools must be the same as in the first request: the prompt contains them",
+                "tools cannot change after the first request, because the prompt contains them",
                 param="tools",
             )
         differs = next(

@@ -13,7 +13,7 @@ from hybridflow.mcore.parallel import device
 
 
 class Watch(nonfinite.Watch):
-    """Checks one mini-batch on this rank at three points of each stage."""
+    """Checks one mini-batch on this rank at three points in each stage."""
 
     def __init__(self, num_micro_batches: int) -> None:
         super().__init__(num_micro_batches, device())

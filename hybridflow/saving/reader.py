@@ -209,7 +209,7 @@ class CheckpointFolder:
             if prod(part):
                 if any(prod(_overlap(low, part, *other)[1]) for other in parts):
                     raise CheckpointError(
-                        f"{self.folder}: the index covers parts of {key} twice, around {low}"
+                        f"{self.folder}: the index has overlapping entries for {key} near {low}"
                     )
                 parts.append((low, part))
                 stored = self._stored(chunk, low, part)

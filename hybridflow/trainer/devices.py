@@ -35,7 +35,7 @@ class Devices:
     def call(
         self, role: str, phase: str, step: int, work: Coroutine[Any, Any, T]
     ) -> asyncio.Task[T]:
-        """Run `work`, recorded as `phase` of the step, once the role's devices are free."""
+        """Wait for the role's devices, then run `work` and record it as the step's `phase`."""
         pool = self._pool_of(role)
         call = asyncio.ensure_future(self._in_turn(pool, phase, step, work))
         self._calls[call] = pool

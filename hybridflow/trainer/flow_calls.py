@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Noting(Protocol):
-    """The part of the run that is used by its calls."""
+    """The attributes of the run that calls of roles use."""
 
     def line(self) -> int | None:
         """Return the line of the flow's file that is being executed, or None if execution is

@@ -168,7 +168,8 @@ class RewardModel(_Role):
 
 
 class Critic(_Role):
-    """`flows.base.Critic`. The ranks know the columns of all critics as values and returns."""
+    """`flows.base.Critic`. On the ranks, the columns of every critic are named values and
+    returns."""
 
     def values(self, batch: DataProto) -> Call:
         """Add values."""

@@ -82,7 +82,7 @@ class Learner:
 
 
 class WholeRun(Noting, Protocol):
-    """The part of the run that is used by its further policies (`trainer.run.FlowRun`)."""
+    """The attributes of the run (`trainer.run.FlowRun`) that further policies use."""
 
     devices: Devices
     is_tracing: bool

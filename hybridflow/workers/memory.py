@@ -82,7 +82,7 @@ class RoleMemory:
             self._reserved = max(self._reserved, self.platform.reserved_memory_bytes())
 
     def sleep(self, parts: tuple[Part, ...]) -> int:
-        """Offload those of `parts` that the configuration allows to be offloaded. Returns the bytes
+        """Offload each of `parts` that the configuration allows to offload. Returns the bytes
         freed."""
         freed = self.residency.sleep(*(part for part in parts if self._offloads[part]))
         self._offloaded = max(self._offloaded, self.residency.asleep_bytes())

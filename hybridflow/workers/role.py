@@ -103,7 +103,7 @@ class RoleWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
-        """Offload those of `parts` that are enabled in the role's `offload`.
+        """Offload each of `parts` that the role's `offload` setting enables.
 
         They stay off the device until a method needs them or `wake` is called. Returns the bytes
         freed.

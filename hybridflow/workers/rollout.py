@@ -139,8 +139,8 @@ class RolloutWorker:
 
     def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
         """Start the server process without waiting until it is ready (see `wait_ready`), so that
-        engines start up in parallel with other work. `engine`: the arguments of `engine_spec` from
-        `model_folder` on.
+        engines start up in parallel with other work. `engine` is passed on to `engine_spec`,
+        starting with its `model_folder`.
         """
         self.rank = context.rank
         self.world_size = context.world_size
