@@ -304,7 +304,7 @@ def test_tools_stay_those_of_the_prompt(chatml: Tokenizer) -> None:
     async def program(client: openai.AsyncOpenAI) -> None:
         await asked(client, QUESTION, tools=TOOLS)
         with pytest.raises(
-            openai.BadRequestError, match="tools must be the same as in the first request"
+            openai.BadRequestError, match="tools cannot change after the first request"
         ):
             await asked(client, [*ANSWERED, MORE])
 
