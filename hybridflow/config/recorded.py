@@ -31,10 +31,10 @@ def read_recorded(file: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"{file.parent} is not a run folder: {file.name} not found") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a run's configuration: {error}") from error
+        raise ConfigError(f"{file} is not a valid run configuration: {error}") from error
     if "defaults" in values or "${" in text:
         what = "a defaults list" if "defaults" in values else "an interpolation ${...}"
-        raise ConfigError(f"{file} is not a run's configuration: it contains {what}")
+        raise ConfigError(f"{file} is not a valid run configuration: it contains {what}")
     return values
 
 
