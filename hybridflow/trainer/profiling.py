@@ -35,5 +35,7 @@ class StepProfiles:
         """Write the profiles of this step, if it is profiled."""
         if step in self._steps:
             folder = self._session.folder / "profile" / f"step_{step:06d}"
-            for reason in await self._policy.stop_profile(folder):
+            with self._session.timeline.phase("profile"):
+                reasons = await self._policy.stop_profile(folder)
+            for reason in reasons:
                 self._say(f"step {step}: {reason}")

@@ -157,9 +157,14 @@ def test_all_processes_are_on_one_timeline(finished: Finished) -> None:
     ]
     for step, whole in steps.items():
         parts = [s for s in phases if s.step == step and s.name != "step"]
-        assert all(whole.start <= s.start and s.end <= whole.end + 1e-3 for s in parts)
-        # a step is its phases, up to what the driver does between them
-        assert busy_seconds(parts, whole.start, whole.end) > 0.98 * (whole.end - whole.start)
+        # a checkpoint is saved after its step
+        later = {s.name for s in parts if s.start >= whole.end}
+        assert later <= {"save_checkpoint"}
+        inside = [s for s in parts if s.start < whole.end]
+        assert all(whole.start <= s.start and s.end <= whole.end + 1e-3 for s in inside)
+        # a step is its phases, up to what the driver does between them: 2%, but this one is short
+        length = whole.end - whole.start
+        assert length - busy_seconds(parts, whole.start, whole.end) < 0.02 * length + 0.03
     for one in found.processes:
         assert all(len(lanes(spans)) == 1 for spans in one.threads.values() if one.name != "driver")
     for one in found.processes[1:5]:
