@@ -25,7 +25,10 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_the_next_run
     trainer = trainer_of(config_of(tmp_path), World())
     before = signal.getsignal(signal.SIGUSR1)
     add = trainer.advantages.add
-    trainer.advantages.add = lambda batch: (os.kill(os.getpid(), signal.SIGUSR1), add(batch))[1]  # type: ignore[method-assign]
+    trainer.advantages.add = lambda batch, of: (
+        os.kill(os.getpid(), signal.SIGUSR1),
+        add(batch, of),
+    )[1]  # type: ignore[method-assign]
     with (
         pytest.raises(RunStopped, match=r"resumes from .*global_step_1") as stopped,
         _stop_when_asked(trainer.session),
