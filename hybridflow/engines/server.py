@@ -48,15 +48,6 @@ INHERITED_BY_RANKS = (
 )
 
 
-def has_weights(model_path: str) -> bool:
-    """Return True if the folder contains weight files. A name that is not a folder is a hub id,
-    which is assumed to provide them."""
-    folder = Path(model_path)
-    return not folder.is_dir() or any(
-        next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin", "*.pt")
-    )
-
-
 def command_line(arguments: dict[str, Any]) -> list[str]:
     """Format `{"tp-size": 2, "flag": True}` as `--tp-size 2 --flag`. False and None are omitted."""
     words: list[str] = []

@@ -131,3 +131,12 @@ def log_of_start(log_path: Path, number: int) -> Path:
     """Return the log path of an engine's `number`-th restart: `NAME.log` for 0, then `NAME.1.log`
     and so on."""
     return log_path.with_stem(f"{log_path.stem}.{number}") if number else log_path
+
+
+def has_weights(model_path: str) -> bool:
+    """Return True if the folder contains weight files. A name that is not a folder is a hub id,
+    which is assumed to provide them."""
+    folder = Path(model_path)
+    return not folder.is_dir() or any(
+        next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin", "*.pt")
+    )

@@ -29,8 +29,7 @@ from hybridflow.engines.asking import TokenRequests
 from hybridflow.engines.base import NO_EXTRAS, Completion, Engine, Extras
 from hybridflow.engines.load import Load, LoadWatch, ReportsLoad
 from hybridflow.engines.nodes import FirstNode
-from hybridflow.engines.server import has_weights
-from hybridflow.engines.spec import EngineSpec
+from hybridflow.engines.spec import EngineSpec, has_weights
 from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor
 from hybridflow.errors import ConfigError, EngineError, EngineSilent, WeightSyncError
 from hybridflow.sync.schedule import EngineLayout

@@ -116,7 +116,7 @@ REPORT = """
 import importlib, importlib.abc, json, sys
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"ray", "sglang", "hydra", "omegaconf", "sgl_kernel", "transformer_engine"}:
+        if name.partition(".")[0] in {"ray", "sglang", "hydra", "omegaconf", "sgl_kernel", "transformer_engine", "colorama"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 for name in json.loads(sys.argv[1]):

@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hybridflow.engines.server import HOST, common_environment, has_weights
+from hybridflow.engines.server import HOST, common_environment
 from hybridflow.engines.sglang.closed_sockets import SCHEME
 from hybridflow.engines.sglang.weight_control import LOADER
-from hybridflow.engines.spec import EngineSpec
+from hybridflow.engines.spec import EngineSpec, has_weights
 from hybridflow.errors import EngineError
 
 KEYS = "keys.yaml"

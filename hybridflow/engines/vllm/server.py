@@ -7,8 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
-from hybridflow.engines.server import HOST, common_environment, has_weights
-from hybridflow.engines.spec import EngineSpec, model_config
+from hybridflow.engines.server import HOST, common_environment
+from hybridflow.engines.spec import EngineSpec, has_weights, model_config
 from hybridflow.engines.vllm.door import KEY
 from hybridflow.errors import EngineError
 from hybridflow.process.surroundings import SAFE_PATH
