@@ -54,7 +54,8 @@ def excluded(site: Site) -> dict[str, Exclusion]:
     for line in records.tail(Path(site.bad_nodes), _LINES).splitlines():
         try:
             record = json.loads(line)
-            node, hours = str(record["node"]), max(now - float(record["time"]), 0.0) / 3600
+            node = str(record["node"])
+            hours = max(now - float(record["time"]), 0.0) / 3600
             exclusion = Exclusion(str(record["why"])[:_MOST_WHY], str(record["job"]), hours)
         except (ValueError, TypeError, KeyError, RecursionError):
             continue  # cut off, or edited

@@ -39,7 +39,8 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """Requirements for a node. If `gpus` is 0, GPUs are not checked."""
+    """Requirements for a node. If `gpus` is 0, their number is not checked, only the health of
+    those that it has."""
 
     gpus: int = 0
     min_free_gib: float = 5.0

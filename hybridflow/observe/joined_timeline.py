@@ -1,6 +1,6 @@
 """The timeline of all processes of a run on the driver's clock.
 
-The driver's phases are in `timeline.jsonl`; what each rank and engine worker did is in
+The driver's phases are in `timeline.jsonl`; the calls of each rank and engine worker are in
 `logs/*.spans.jsonl` (`hybridflow.process.spans`).
 """
 
@@ -38,7 +38,7 @@ class Span:
 
 @dataclass
 class Process:
-    """What one process did.
+    """The spans, counters and events of one process.
 
     Attributes:
         threads: {thread: spans in order of their start}.
@@ -70,7 +70,7 @@ class JoinedTimeline:
         return found
 
     def between(self, start: float, end: float) -> JoinedTimeline:
-        """Return only what overlaps this interval."""
+        """Return the part of the timeline that overlaps this interval."""
         chosen = []
         for one in self.processes:
             part = Process(one.name, clock_error=one.clock_error)
@@ -126,7 +126,8 @@ def _phases(path: Path, most_bytes: int, missing: list[str]) -> list[Span]:
     skipped: list[int] = []
     phases = []
     for record in read_timeline(path, skipped, most_bytes):
-        start, end = record.get("start"), record.get("end")
+        start = record.get("start")
+        end = record.get("end")
         step = record.get("step")
         if _is_time(start) and _is_time(end) and end >= start:
             phases.append(Span(record["name"], start, end, step if isinstance(step, int) else None))
@@ -136,7 +137,7 @@ def _phases(path: Path, most_bytes: int, missing: list[str]) -> list[Span]:
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
     """Distribute spans over lanes so that in each lane, any two spans are disjoint or nested.
-    Spans that a new lane would not need stay together in the first ones."""
+    Each span goes into the first lane that has room for it."""
     found: list[list[Span]] = []
     open_of: list[list[Span]] = []
     for span in sorted(spans, key=lambda one: (one.start, -one.end)):
@@ -170,7 +171,8 @@ def _fill(process: Process, records: Sequence[Mapping[str, Any]]) -> None:
     """Add the records of a file of spans."""
     for record in records:
         at = record.get("at")
-        start, seconds = record.get("start"), record.get("seconds")
+        start = record.get("start")
+        seconds = record.get("seconds")
         if isinstance(record.get("name"), str) and _is_time(start) and _is_number(seconds):
             thread = str(record.get("thread", "main"))
             span = Span(record["name"], start, start + max(seconds, 0.0))
@@ -188,7 +190,8 @@ def _clocks(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, floa
     """Return {process: (seconds ahead of the driver's clock, error)}, of the last measurement."""
     found = {}
     for record in records:
-        ahead, within = record.get("ahead"), record.get("within")
+        ahead = record.get("ahead")
+        within = record.get("within")
         if isinstance(record.get("clock"), str) and _is_number(ahead) and _is_number(within):
             found[record["clock"].replace(" rank ", "-rank")] = (float(ahead), float(within))
     return found

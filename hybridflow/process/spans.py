@@ -1,4 +1,4 @@
-"""What a process does and when: the file of spans from which `hybridflow timeline` joins a run.
+"""Recording of a process's calls and their times, for `hybridflow timeline`.
 
 Each process appends JSON lines to a file next to its log, `actor-rank0.spans.jsonl`. The first line
 of each start names the process and its machine; the others are
