@@ -28,6 +28,8 @@ def install(site: Path, wheels: Path = WHEELS) -> list[dict[str, Any]]:
     begun = time.monotonic()
     brought = sorted([*wheels.glob("*/*.whl"), *_joined(wheels, site.parent / "joined")])
     missing = [wheel for wheel in brought if not _is_there(wheel)]
+    if not _is_there(ROOT / "hybridflow"):
+        missing.append(ROOT)  # SGLang finds our plugins by the entry points of a distribution
     if not missing:
         return []
     refused = []
@@ -81,6 +83,7 @@ def _pip(wheels: Sequence[Path], site: Path) -> str:
         "--no-deps",
         "--no-compile",
         "--no-cache-dir",
+        "--no-build-isolation",
         "--upgrade",
         "--target",
         str(site),
