@@ -22,8 +22,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 58 << 20
-FIRST = ("a", "b", "c")
-CUT = ("te1", "te2", "te3")
+FIRST = ("a", "b", "c", "e")
+CUT = {"te": ("te1", "te2", "te3"), "e": ("e1", "e2")}  # whose largest wheel fills more than one
 # a platform tag is matched exactly: wheels name the oldest C library that they run on
 PLATFORMS = [
     *(f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)),
@@ -45,7 +45,7 @@ CUDA_HEADERS = (
 
 
 def pins(lock: Path = HERE / "device.txt") -> dict[str, list[str]]:
-    """`name==version` lines by piece; the three cuts of one library are the piece `te`."""
+    """`name==version` lines by piece; e1 and e2 are the piece `e`, te1 to te3 `te`."""
     found: dict[str, list[str]] = {}
     piece = ""
     for line in lock.read_text(encoding="utf-8").splitlines():
@@ -115,17 +115,16 @@ def make(piece: str, out: Path) -> list[Path]:
             name = wheel.name.partition("-")[0].replace("_", "-").lower()
             if name in LEFT_OUT:
                 slim(wheel, LEFT_OUT[name])
-        folders = [out / part for part in CUT] if piece == "te" else [out / piece]
+        folders = [out / part for part in CUT.get(piece, (piece,))]
         for folder in folders:
             if piece != "d":  # which keeps what was compiled
                 shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
-        if piece == "te":
-            (wheel,) = raw.glob("*.whl")
-            cut(wheel, folders)
-        else:
-            for wheel in raw.glob("*.whl"):
-                shutil.move(wheel, folders[0] / wheel.name)
+        wheels = sorted(raw.glob("*.whl"), key=lambda wheel: wheel.stat().st_size)
+        if piece in CUT:
+            cut(wheels.pop(), folders)
+        for wheel in wheels:
+            shutil.move(wheel, folders[0] / wheel.name)
     return folders
 
 
@@ -211,7 +210,10 @@ def main(words: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "pieces", nargs="*", default=list(FIRST), help=f"of {', '.join(pins())}; a b c unless named"
+        "pieces",
+        nargs="*",
+        default=list(FIRST),
+        help=f"of {', '.join(pins())}; a b c e unless named",
     )
     parser.add_argument(
         "--python", default="", help="for te: a Python 3.12 with torch 2.11.0+cu130"

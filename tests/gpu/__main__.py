@@ -93,8 +93,10 @@ class Session:
     def __post_init__(self) -> None:
         self.site = self.folder / "site"
         self.found: list[dict[str, Any]] = []
+        # the third folder is what a .pth file of cutlass would name; none is read from PYTHONPATH
+        cutlass = self.site / "nvidia_cutlass_dsl/dsl_packages"
         path = os.pathsep.join(
-            filter(None, (str(ROOT), str(self.site), os.environ.get("PYTHONPATH")))
+            filter(None, (str(ROOT), str(self.site), str(cutlass), os.environ.get("PYTHONPATH")))
         )
         self.env = {
             **os.environ,

@@ -22,8 +22,16 @@ CLOSE = 500
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
-    engine = {"tensor": 1, "mem_fraction_static": 0.2, "sleep_while_training": True}
-    built = SyncWorld(SYNC_MOE, {"ranks": 1}, [engine], tmp_path_factory.mktemp("weights"))
+    # as in the checks beside this one: what wheels without an index have kernels for
+    kernels = {"attention_backend": "triton", "sampling_backend": "pytorch"}
+    engine = {
+        "tensor": 1,
+        "mem_fraction_static": 0.2,
+        "sleep_while_training": True,
+        "extra_args": kernels,
+    }
+    model = {**SYNC_MOE, "head_dim": 64}
+    built = SyncWorld(model, {"ranks": 1}, [engine], tmp_path_factory.mktemp("weights"))
     built.configure(transport="cuda_ipc")
     try:
         yield built
