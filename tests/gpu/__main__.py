@@ -174,6 +174,9 @@ class Session:
                 f"not within {outside}" if status == 0 else f"{found['why']}: {text[-1500:]}"
             )
         self._write("logs.txt", "a", f"\n===== {check.name}\n{text}")
+        for engine in sorted(self.folder.glob(f"runs/{check.run or None}/logs/engine-*.log")):
+            said = engine.read_text(errors="replace")[-TAIL:]
+            self._write("logs.txt", "a", f"\n===== {check.name}: {engine.name}\n{said}")
         missed = {} if self.rehearse else _outside(figures, check.predicted, 0.2)
         return found | {
             "figures": figures,

@@ -42,6 +42,8 @@ SMALL_SHAPE = (
     *("model.hf_config.num_hidden_layers=2", "data.max_response_length=8", "rollout.n=2"),
     *("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "data.val_max_prompts=2"),
 )
+# Of SGLang's kernels, wheels of a machine without an index have neither flashinfer's nor FlashAttention
+# 3's, and its prefix cache in Rust reads the tensors of a newer torch.
 COLOCATED = (
     *(
         "cluster.procs_per_node=1",
@@ -60,8 +62,8 @@ COLOCATED = (
         "actor.offload={weights: true, gradients: true, optimizer: true}",
     ),
     *("model.dtype=bfloat16", "rollout.logprob_diff_bound=null", "sft.steps=0"),
-    # wheels of a machine without an index have neither flashinfer nor FlashAttention 3
-    "rollout.extra_args={attention_backend: triton, sampling_backend: pytorch}",
+    "rollout.extra_args={attention_backend: triton, sampling_backend: pytorch, "
+    "disable_radix_cache: true}",
 )
 # SGLang's rotary kernel for a mixture in bfloat16 takes heads of 64, 128, 256 or 512
 TINY_COLOCATED = (*TRAIN, *COLOCATED, "model.hf_config.head_dim=64", "name=gpu-colocated")

@@ -23,7 +23,11 @@ CLOSE = 500
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
     # as in the checks beside this one: what wheels without an index have kernels for
-    kernels = {"attention_backend": "triton", "sampling_backend": "pytorch"}
+    kernels = {
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "disable_radix_cache": True,
+    }
     engine = {
         "tensor": 1,
         "mem_fraction_static": 0.2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,20 @@ def test_each_fault_is_found_on_its_gpu_and_alone(machine: Machine, name: str) -
     # under the older names too
     machine.gpus[1] = machine.gpus[1].replace("clocks_event_reason", "clocks_throttle_reason")
     assert machine.problems() == [line]
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if name != "no fabric"])  # it has none
+def test_each_fault_is_found_in_what_an_h100_prints(machine: Machine, name: str) -> None:
+    real = (Path(__file__).parent / "h100.xml").read_text(encoding="utf-8")
+    (gpu,) = re.findall("<gpu .*</gpu>", real, re.DOTALL)
+    machine.gpus = [gpu]
+    machine.links = ""
+    assert machine.problems() == []
+    before, after, what = FAULTS[name]
+    assert before in gpu
+    machine.gpus = [gpu.replace(before, after, 1)]
+    [line] = machine.problems()
+    assert line.startswith("GPU 0 (00000000:00:06.0): ") and what in line
 
 
 def test_links_of_a_gpu_that_are_down(machine: Machine) -> None:

@@ -3,6 +3,7 @@ upstream only runs on accelerators."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from hybridflow.engines.sglang.packed_answers import pack_answers
 
 def register() -> None:
     """Register all hooks. Entry point, called once in every SGLang process by `load_plugins()`."""
+    leave_out_megatron()
     close_sockets()
     close_paths()
     pack_answers()
@@ -44,6 +46,17 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER
     )
+
+
+def leave_out_megatron() -> None:
+    """Make Megatron-Core unavailable in this process, unless it is loaded already.
+
+    SGLang imports it, where installed, for a debugging tool (sglang/srt/debug_utils/dumper.py),
+    which takes seconds. Megatron's inference code then switches torch_memory_saver to a mode that
+    cannot release CUDA graphs (megatron/core/inference/contexts/dynamic_context.py:64), so an
+    engine that sleeps would crash at start-up.
+    """
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
 
 def fork_children(_: Any, server_args: Any) -> None:
