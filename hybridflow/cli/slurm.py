@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.command import add_actions, add_command, add_recipe, warn
+from hybridflow.cli.command import add_actions, add_command, add_recipe, say_error, warn
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -205,6 +206,11 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     checked = located(in_a_job(run, overrides))
     check(checked, args.job)
     warn(checked)
+    # a login node may lack torch; the job checks the flow again
+    if args.job == "train" and importlib.util.find_spec("torch"):
+        from hybridflow.trainer.flow_check import check_flow
+
+        check_flow(checked, say_error)
     options = _options(args)
     site = options.read_site()
     words = [args.job, "--config-name", args.config_name]

@@ -175,6 +175,21 @@ def test_a_wrong_slurm_command_is_one_message(
     assert message in capsys.readouterr().err
 
 
+def test_a_flow_is_checked_before_its_job_waits_in_the_queue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flow = tmp_path / "own.py"
+    flow.write_text(
+        "from hybridflow.flows.base import flow\n\n\n"
+        "@flow('own', roles=('policy',))\nasync def own(run):\n    async for step in run.steps():\n"
+        "        batch = await run.samples()\n        batch = run.advantages(batch)\n"
+        "        await run.policy.update(batch)\n"
+    )
+    words = ["slurm", "render", "--config-name", "e2e", f"algorithm.flow={flow}:own"]
+    assert main(words) == 2
+    assert "does not call run.reference" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("elsewhere")
 def test_each_task_of_an_array_has_its_own_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
