@@ -7,13 +7,21 @@ location (key, file, rank) and the remedy. The command line prints only the mess
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` with the known name closest to `name`, or an empty string if none
+    is close."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class HybridFlowError(Exception):

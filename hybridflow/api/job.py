@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridflow.config.schema import RunConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, did_you_mean
 from hybridflow.launch.driver import ADDRESS, PROGRAM
 from hybridflow.launch.submission import Options, in_a_job, job_of
 
@@ -35,8 +34,7 @@ def options_of(given: Mapping[str, Any]) -> Options:
                 "another name for each run"
             )
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, names)
             raise ConfigError(f"slurm: unknown option {name}{hint} (known: {', '.join(names)})")
     site = given.get("site")
     return Options(**{**given, "site": None if site is None else Path(site)})

@@ -35,7 +35,7 @@ from hybridflow.cli import (
 from hybridflow.cli.command import Handler, add_command, add_recipe, run_job, say, say_error, warn
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
-from hybridflow.errors import ConfigError, HybridFlowError, StorageError
+from hybridflow.errors import ConfigError, HybridFlowError, StorageError, did_you_mean
 from hybridflow.process.extras import missing_package
 from hybridflow.process.memory_limit import memory_limit
 from hybridflow.process.stopping import terminate_as_interrupt
@@ -226,8 +226,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     """Run `hybridflow prepare`."""
     names = PREPARE_TASK.names()
     if args.task not in names and not is_user_entry(args.task):
-        near = difflib.get_close_matches(args.task, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(args.task, names)
         raise ConfigError(
             f"unknown task {args.task}{hint} (choose one of {', '.join(names)}, or "
             "path/to/file.py:name)"

@@ -8,13 +8,12 @@ errors do not suggest the nearest key (ADR 0004).
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any, cast
 
 from hybridflow.config.keys import Kind, description, hints_of, kind_of, unknown_key
 from hybridflow.config.schema import ModelConfig, PolicyConfig, RunConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, did_you_mean
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
@@ -92,8 +91,7 @@ def _convert(value: Any, kind: Kind, key: str) -> Any:
         raise ConfigError(f"{key}: got {value!r}, expected {kind}{_hint(value, kind, key)}")
     value = dict(kind.aliases).get(value, value) if kind.aliases else value
     if not kind.accepts(value):
-        near = difflib.get_close_matches(value, kind.choices, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(value, kind.choices)
         own = ", or path/to/file.py:name" if kind.entry else ""
         meaning = description(RunConfig, key.partition("[")[0])
         raise ConfigError(

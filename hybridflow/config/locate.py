@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ def require_recipe(name: str, dirs: list[Path]) -> str:
     names = [recipe.name for recipe in list_recipes(dirs)]
     if stem in names:
         return stem
-    near = difflib.get_close_matches(stem, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(stem, names)
     searched = ", ".join(map(str, dirs))
     raise ConfigError(
         f"recipe {name} not found{hint} Available: {', '.join(names) or 'none'} (searched "

@@ -8,7 +8,6 @@ because importing Megatron would import torch.
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.verl_keys import ABSENT, RENAMED, counterpart
+from hybridflow.errors import did_you_mean
 
 # {our key: Megatron's fields that it sets}
 _OUR_KEYS = {
@@ -131,8 +131,7 @@ def _unknown(name: str) -> str:
     if f"ROLE.megatron.{name}" in {**RENAMED, **ABSENT}:
         key, note = counterpart(verl)
         return f"set {key} instead" if key else note
-    near = difflib.get_close_matches(name, field_types(), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(name, field_types())
     return f"Megatron's TransformerConfig has no such field{hint}"
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Generic, TypeVar
 
-from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.errors import ConfigError, HybridFlowError, did_you_mean
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -264,8 +264,7 @@ def attribute_of(
         if getattr(value, "__module__", "") == module.__name__
     }
     own = sorted(key for key, value in defined.items() if wanted(value) and not key.startswith("_"))
-    near = difflib.get_close_matches(name, own, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, own)
     raise ConfigError(
         f"{module.__file__} ({key}): {name!r} is not {what}{hint} (it has: "
         f"{', '.join(own) or 'none'})"

@@ -8,13 +8,12 @@ half of the printed figure). `memory_gb` is the total that torch reports, in 10^
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,7 @@ def known_device(name: str, own: Mapping[str, Device] | None = None) -> Device:
     by_name = {key.lower(): device for key, device in known.items()}
     if name.lower() in by_name:
         return by_name[name.lower()]
-    near = difflib.get_close_matches(name.lower(), by_name, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "."
+    hint = did_you_mean(name.lower(), by_name) or "."
     raise ConfigError(
         f"device {name!r} not found{hint} Known: {', '.join(known)}; define others under devices "
         "in a cluster file"
@@ -189,8 +187,7 @@ def _refuse_unknown(
 ) -> None:
     for key in values:
         if key not in allowed:
-            near = difflib.get_close_matches(str(key), allowed, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "."
+            hint = did_you_mean(str(key), allowed) or "."
             raise ConfigError(f"{file}: unknown key {prefix}{key}{hint} Keys: {', '.join(allowed)}")
 
 

@@ -9,7 +9,6 @@ value.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import fnmatch
 import inspect
 import signal
@@ -21,7 +20,7 @@ from typing import Any
 
 from hybridflow.config.registry import attribute_of, describe_error, import_file
 from hybridflow.config.schema import RewardConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, did_you_mean
 from hybridflow.rewards.combination import Combination
 from hybridflow.rewards.scores import shown
 from hybridflow.rewards.verifiers.base import (
@@ -219,8 +218,7 @@ def matching(source: str, known: Mapping[str, Any] | Sequence[str]) -> str | Non
 
 def unknown_source(source: str, known: Sequence[str]) -> str:
     """Return the error message for a data source without a verifier."""
-    near = difflib.get_close_matches(str(source), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(str(source), known)
     return (
         f"no verifier for data_source {source!r}{hint} (known: {', '.join(known)}); add your own "
         "to reward.verifiers, or set reward.path to a function for all rows"

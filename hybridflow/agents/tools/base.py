@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from hybridflow.config.build import build_options
 from hybridflow.config.keys import TOOL
 from hybridflow.config.registry import Registry
 from hybridflow.config.schema import AgentConfig
-from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.errors import ConfigError, HybridFlowError, did_you_mean
 
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _MOST_CHARACTERS = 1 << 16  # of a result, before it is truncated to tokens
@@ -192,8 +191,7 @@ class Toolbox:
 
     def _problem(self, call: Call) -> str:
         if call.name not in self.tools:
-            near = difflib.get_close_matches(call.name, self.tools, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(call.name, self.tools)
             return f"there is no tool {call.name!r}{hint} (the tools are {', '.join(self.tools)})"
         problem = self.tools[call.name].problem(call.arguments)
         return f"{call.name}: {problem}" if problem else ""

@@ -170,7 +170,7 @@ def test_an_unknown_source_lists_the_known_ones():
         ),
     ):
         manager.score(["arithmetic", "gsm8k"], ["1", "1"], ["1", "1"])
-    with pytest.raises(DataError, match=r"did you mean 'arithmetic'\?"):
+    with pytest.raises(DataError, match=r"did you mean arithmetic\?"):
         manager.check_data_sources(["arithmetic", "arithmetics"])
     known = by_data_source()
     manager.check_data_sources(source for source in known if known[source].requires is None)
@@ -293,7 +293,7 @@ def test_a_function_cannot_spoil_the_dataset_through_extra_info(tmp_path):
     [
         (
             "def compute_scores(): pass",
-            r"\(reward\.name\): 'compute_score' is not a function; did you mean 'compute_scores'",
+            r"\(reward\.name\): 'compute_score' is not a function; did you mean compute_scores",
         ),
         ("compute_score = 3", "'compute_score' is not a function"),
         (
