@@ -83,7 +83,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
         found.extend(one(config))
     sizes, unreadable = _read_sizes(config)
     found += [*roles.problems(config, job, files), *roles.pool_problems(config, job)]
-    for section in ("actor", "sft", *CRITICS.values(), "reward_training"):
+    for section in ("actor", "sft", *CRITICS.values(), "reward_model", "reward_training"):
         found += _optim(f"{section}.optim", getattr(config, section).optim, config.model.dtype)
     found += check_entries.library_problems(config) if files else []
     found += [*check_files.problems(config, job), *_model_folder(config)] if files else []

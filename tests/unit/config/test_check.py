@@ -391,6 +391,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("lr_decay_steps=5", "lr_warmup_steps=5"),
         ),
         (("actor.optim.min_lr=1",), ("actor.optim.min_lr=1", "actor.optim.lr=")),
+        (("reward_model.optim.min_lr=1",), ("reward_model.optim.min_lr=1", "must be at most")),
         (("sft.optim.adam_beta2=1.0",), ("sft.optim.adam_beta2=1.0",)),
         (
             ("rollout.val_sampling.temperature=-1",),
