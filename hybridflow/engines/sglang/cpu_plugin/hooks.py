@@ -51,10 +51,10 @@ def register() -> None:
 def leave_out_megatron() -> None:
     """Make Megatron-Core unavailable in this process, unless it is loaded already.
 
-    SGLang imports it, where installed, for a debugging tool (sglang/srt/debug_utils/dumper.py),
-    which takes seconds. Megatron's inference code then switches torch_memory_saver to a mode that
-    cannot release CUDA graphs (megatron/core/inference/contexts/dynamic_context.py:64), so an
-    engine that sleeps would crash at start-up.
+    SGLang imports it, where installed, for a debugging tool (sglang/srt/debug_utils/dumper.py).
+    Megatron's inference code then switches torch_memory_saver to a mode that cannot release CUDA
+    graphs (megatron/core/inference/contexts/dynamic_context.py:64), so an engine that sleeps would
+    crash at start-up.
     """
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
