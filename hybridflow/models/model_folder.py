@@ -110,8 +110,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
                 "file in this folder"
             )
         files.add(file)
-    if len(files) > _MOST_FILES:
-        raise ModelError(f"{index} lists {len(files)} files; the limit is {_MOST_FILES}")
+        if len(files) > _MOST_FILES:
+            raise ModelError(f"{index} lists more than {_MOST_FILES} files")
     return found
 
 
