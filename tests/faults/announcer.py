@@ -20,7 +20,7 @@ from hybridflow.observe.trackers.base import Phase, tracker
 from hybridflow.trainer.supervised import SftTrainer
 
 
-@tracker("announcer")
+@tracker("announcer", in_driver=True)
 class Announcer:
     """The tracker: nothing to record."""
 
