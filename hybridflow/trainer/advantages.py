@@ -74,7 +74,8 @@ class Advantages:
         also entropy_coefs (the entropy coefficient at each token).
 
         Args:
-            of: another column [B] in place of the scores; `_add_of` describes what is added.
+            of: the column [B] to use. For a column other than scores, see `_add_of` for the added
+                columns.
         """
         if of != "scores":
             return self._add_of(batch, of)
@@ -92,13 +93,14 @@ class Advantages:
         return batch.with_torch(rewards=scores - sums_of_rows(penalties, lengths), **columns)
 
     def _add_of(self, batch: DataProto, of: str) -> DataProto:
-        """Return the batch with the advantages of a column of costs and, with a critic, returns.
+        """Return the batch with advantages computed from a column of costs and, with a critic,
+        returns.
 
         The KL penalties that are subtracted from rewards are added to costs (Safe RLHF, arXiv
         2310.12773, appendix B.3).
 
         Raises:
-            FlowError: the column has another shape, or the estimator reads more than a number per
+            FlowError: the column is not [B], or the estimator needs more than one number per
                 sample.
         """
         name = self.algorithm.adv_estimator
@@ -115,7 +117,7 @@ class Advantages:
                 f"advantages(batch, of={of!r}): the column {of} must have one number per sample"
             )
         costs = torch.from_numpy(values.astype(np.float32))
-        # that of the step's rewards, from which the control may have moved on
+        # the coefficient used for this step's rewards; the control may have updated it since
         coefficient = self.metrics.get(_COEFFICIENT, self.control.value)
         penalties = -coefficient * self._divergence(batch)
         prefix = ROLES[CRITICS[of]].prefix
@@ -128,8 +130,9 @@ class Advantages:
         penalties: torch.Tensor,
         prefix: str = "",
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return the estimator's jagged columns for numbers [B] and penalties [T] on their tokens,
-        with the prefix of their critic."""
+        """Run the estimator on per-sample scores [B] and per-token penalties [T]. Returns its
+        jagged columns, whose names start with `prefix`.
+        """
         lengths = torch.tensor(batch.lengths("response_ids"))
         counts = samples_that_count(batch, compares=self.estimator.compares_samples)
         tokens = counts.repeat_interleave(lengths)
@@ -192,8 +195,9 @@ class Advantages:
     def _samples(
         self, batch: DataProto, scores: torch.Tensor, penalties: torch.Tensor, prefix: str
     ) -> Samples:
-        """Return the estimator's input from the rows' scores [B] and their tokens' penalties
-        [T]. `prefix` is that of the critic's columns."""
+        """Build the estimator's input from per-sample scores [B] and per-token penalties [T].
+        `prefix` is the name prefix of the critic's columns.
+        """
         own = {"values": f"{prefix}values"}
         lengths = torch.tensor(batch.lengths("response_ids"))
         mask = batch.torch(RESPONSE_MASK)[0]
@@ -211,8 +215,9 @@ class Advantages:
         )
 
     def _forks(self, batch: DataProto) -> torch.Tensor:
-        """Return a mask [T] bool that is True for the tokens with the highest entropy, which keep
-        their advantage."""
+        """Return a mask [T] bool that is True for the highest-entropy tokens. All other tokens lose
+        their advantage (`algorithm.top_entropy_share`).
+        """
         entropies, mask = (batch.torch(name)[0] for name in ("entropys", RESPONSE_MASK))
         kept = most_uncertain(entropies, mask, self.algorithm.top_entropy_share)
         self.metrics["actor/top_entropy_share"] = float(kept.sum() / mask.sum().clamp(min=1))
@@ -252,7 +257,9 @@ class Advantages:
 
 def samples_that_count(batch: DataProto, *, compares: bool) -> torch.Tensor:
     """Return a mask [B] bool that is True for samples with at least one unmasked token. If samples
-    of the same prompt are compared, it is False for the only remaining sample of a group."""
+    of the same prompt are compared, a sample that is the only one left in its group is also masked
+    out.
+    """
     counts = torch.from_numpy(sampled_tokens(batch) > 0)
     if counts.all() or not compares:
         return counts
@@ -269,9 +276,10 @@ def _values(batch: DataProto, name: str) -> torch.Tensor:
 
 
 def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
-    """Return, for each row [B], the reason why it counts as failed even though it has a score, or
-    None. A row fails if the reward did not return an extra number that the estimator requires, or
-    returned more turn or token rewards than the row has turns or tokens."""
+    """Return, for each row [B], why it counts as failed even though it has a score, or None if it
+    does not. A row fails if the reward did not return an extra number that the estimator requires,
+    or returned more turn or token rewards than the row has turns or tokens.
+    """
     algorithm = config.algorithm
     flow = derived.flow_name(config)
     needed = dict.fromkeys(FLOWS.get(flow).rewards, f"algorithm.flow={flow}")

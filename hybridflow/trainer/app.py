@@ -344,8 +344,9 @@ def _train_reward(job: Job) -> dict[str, Any]:
 
 
 async def _finish(job: Job, trained: ModelGroup, learners: Sequence[Learner] = ()) -> str | None:
-    """Wait for the last checkpoint, then export the trained model and the further policies. Returns
-    the trained model's export folder."""
+    """Wait for the last checkpoint, then export the trained model and any further policies. Returns
+    the trained model's export folder.
+    """
     with job.progress.stage("wait for the last checkpoint"):
         await job.session.store.wait()
     for learner in learners:
@@ -416,7 +417,9 @@ def _run_job(
 
 
 def _storage_error(error: OSError | StorageError, folder: Path) -> StorageError | None:
-    """Return the error with the file that it is about; None if it is not about storage."""
+    """Return the error as a StorageError that names the affected file; None if it is not a storage
+    error.
+    """
     if not isinstance(error, OSError):
         return error
     where = "" if getattr(error, "filename", None) else f"a file of {folder}"

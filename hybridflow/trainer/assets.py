@@ -41,7 +41,7 @@ def prepare_data(config: RunConfig) -> str | None:
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:
-    """Load `model.tokenizer`, or else the tokenizer in `model.path`, including the tools'
+    """Load `model.tokenizer`, or else the tokenizer in `model.path`, together with the tool
     declarations.
 
     Raises:

@@ -57,7 +57,7 @@ class Devices:
         return call.result()
 
     async def finish(self, *wanted: asyncio.Task[Any]) -> None:
-        """Wait until these calls have finished. Others continue.
+        """Wait until these calls have finished. Other calls keep running.
 
         Raises:
             HybridFlowError: the error of the first call that failed, even if it is not one of
@@ -80,9 +80,10 @@ class Devices:
         return self._locks[self._pool_of(role)].locked()
 
     async def forget(self) -> None:
-        """Cancel all calls. None of them is running when this returns, but ranks may still be busy:
-        ranks of restarted groups are killed, and other ranks finish their current work before they
-        start later calls."""
+        """Cancel all calls, and return once none is pending on the driver. Ranks may still be busy.
+        Ranks of restarted groups are killed, and other ranks finish their current work before
+        starting later calls.
+        """
         calls = list(self._calls)
         for call in calls:
             call.cancel()

@@ -26,7 +26,7 @@ _METRIC = re.compile(r"[A-Za-z0-9_]+(?:[./-][A-Za-z0-9_]+)*")
 
 
 class FollowedRun(Noting, Protocol):
-    """The run behind the API object (`trainer.run.FlowRun`)."""
+    """The run that the API object delegates to (`trainer.run.FlowRun`)."""
 
     is_tracing: bool
     options: Any
@@ -34,7 +34,7 @@ class FollowedRun(Noting, Protocol):
 
     @property
     def parts(self) -> Mapping[str, object]:
-        """The further policies' parts of the run, keyed by name."""
+        """The run's per-policy state for each further policy, keyed by policy name."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class FlowApi:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Return a role (`flows.base.ROLES`) or a further policy of the run."""
+        """Look up a role (`flows.base.ROLES`) or a further policy by name."""
         if name not in ROLES and name not in self._run.parts:
             raise AttributeError(f"the run has no {name!r}", name=name, obj=self)
         return self._run.role(name)
@@ -105,7 +105,7 @@ class FlowApi:
         return Steps(self._run)
 
     def samples(self, *, greedy: bool = False) -> Awaitable[DataProto]:
-        """Return the step's samples. From then on, the policy owns the devices' memory."""
+        """Return the step's samples. From this call on, the policy owns the devices' memory."""
         run = self._run
         step = run.open_step("samples()")
         return Pending(run, "samples()", lambda: run.take_samples(step, greedy))
@@ -145,7 +145,7 @@ class FlowApi:
         return without_rows(given, chosen)
 
     def later(self, update: Awaitable[None]) -> None:
-        """Let an update of a critic continue beyond the step."""
+        """Let a critic's update continue after the step has ended."""
         critics = [f"{name}.update(batch)" for name in CRITICS.values()]
         if not isinstance(update, Updating) or update.name not in critics:
             raise FlowError(

@@ -17,11 +17,12 @@ T = TypeVar("T")
 
 
 class Noting(Protocol):
-    """The attributes of the run that calls of roles use."""
+    """The subset of the run's interface that role calls need."""
 
     def line(self) -> int | None:
-        """Return the line of the flow's file that is being executed, or None if execution is
-        outside the file."""
+        """Return the line number in the flow's file that is being executed, or None if execution is
+        outside that file.
+        """
 
     def note(self, call: Pending[Any]) -> None:
         """Register a call, which must be awaited before its step ends."""
@@ -38,7 +39,7 @@ class Pending(Generic[T]):
 
     Attributes:
         name: the call as written in the flow after `run.`, for messages.
-        line: line of the call in the flow's file.
+        line: line number of the call in the flow's file.
     """
 
     def __init__(self, run: Noting, name: str, work: Callable[[], Coroutine[Any, Any, T]]) -> None:

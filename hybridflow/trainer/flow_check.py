@@ -42,9 +42,9 @@ _NEVER_AWAITED = re.compile(r"coroutine '([\w.<>]+)' was never awaited")
 
 
 def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
-    """Run two steps of the flow named by `algorithm.flow`, if it is set. Flows that are selected by
-    other settings need no check. The values are synthetic, so flow code that merely fails on these
-    values causes a warning.
+    """Run two steps of the flow named by `algorithm.flow`, if it is set. Flows selected by other
+    settings need no check. Because the values are synthetic, an error that may be caused by the
+    values is only a warning.
 
     Raises:
         ConfigError: the flow breaks a rule of flows, reads a column that is never written, contains
@@ -129,9 +129,10 @@ def _forgotten(warned: Sequence[warnings.WarningMessage], file: str) -> FlowErro
 
 
 def _not_called(run: FlowRun, config: RunConfig, text: str) -> FlowError | None:
-    """Return the error for a flow that omits calls required by the run's settings: updates, and
-    calls of the roles that the settings start. A call that appears in the file but is not reached
-    in the two steps causes only a warning."""
+    """Return the error for a flow that never makes a call required by the run's settings: an
+    update, or a call to a role that the settings start. If the call appears in the file but is not
+    reached in the two steps, only a warning is issued.
+    """
     for call, (pattern, why) in _wanted(config).items():
         if any(name.startswith(call) for name in run.called):
             continue
@@ -142,8 +143,9 @@ def _not_called(run: FlowRun, config: RunConfig, text: str) -> FlowError | None:
 
 
 def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return {call: (pattern that matches a file with this call, remedy)} for the calls that the
-    run needs."""
+    """Return {call: (regular expression that finds the call in a flow's file, suggested fix)} for
+    each required call.
+    """
     if config.trainer.rollout_only:
         return {}
     none = "it would train nothing; to generate answers only, set trainer.rollout_only=true"
@@ -170,14 +172,14 @@ def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 class _Invented:
-    """Stand-ins for the components of a run, using synthetic rows."""
+    """Stand-ins for a run's components. They produce synthetic rows."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.calls = 0
 
     def trainer(self) -> SimpleNamespace:
-        """Return a stand-in for the trainer, with everything that `FlowRun` uses."""
+        """Return a stand-in for the trainer with every attribute that `FlowRun` uses."""
         config = self.config
         roles = [name for name in derived.roles_in_use(config) if name != "actor"]
         session = SimpleNamespace(
@@ -231,7 +233,9 @@ class _Invented:
             raise FlowError(f"more than {_MOST_CALLS} role calls in {STEPS} steps")
 
     async def samples(self, step: int, greedy: bool = False) -> DataProto:
-        """Return answers of alternately 1 and 3 tokens, with scores 0 and 1."""
+        """Return synthetic answers whose length alternates between 1 and 3 tokens, with scores of 0
+        and 1.
+        """
         n = 2 if self.config.data.answers == "pairs" else max(self.config.rollout.n, 1)
         batch = self.answers(PROMPTS, n)
         rows = len(batch)
@@ -252,7 +256,9 @@ class _Invented:
         return batch.union(invented(batch, ["greedy_scores"], by_sample=True)) if greedy else batch
 
     def answers(self, prompts: int, n: int) -> DataProto:
-        """Return `n` answers, of alternately 1 and 3 tokens, to each of `prompts` prompts."""
+        """Return `n` synthetic answers per prompt, for `prompts` prompts. Their length alternates
+        between 1 and 3 tokens.
+        """
         rows = prompts * n
         ids = [np.arange(1 + 2 * (row % 2)) for row in range(rows)]
 
@@ -271,16 +277,16 @@ class _Invented:
         )
 
     async def of_prompts(self, prompts: Sequence[Any], n: int) -> DataProto:
-        """Return samples for prompts that the flow generates."""
+        """Return synthetic samples for prompts that the flow generates."""
         self.count()
         return self.answers(len(prompts), n)
 
     async def no_metrics(self) -> dict[str, float]:
-        """Return the load of no engines."""
+        """Return no engine metrics."""
         return {}
 
     def learner(self, name: str) -> SimpleNamespace:
-        """Return a stand-in for a further policy, with everything that a flow uses."""
+        """Return a stand-in for a further policy with every attribute that a flow uses."""
         config = derived.policy_view(self.config, name)
         own = _Invented(config)
 
@@ -304,7 +310,7 @@ class _Invented:
         )
 
     async def sync(self, version: int) -> SyncReport:
-        """Return a report without transferring any weights."""
+        """Return an empty sync report without transferring any weights."""
         return SyncReport(version, 0.0, 0, {})
 
 

@@ -1,5 +1,6 @@
-"""Errors in a user's flow: distinguishes mistakes from errors that may depend on values, and builds
-the messages."""
+"""Error messages for user flows. Distinguishes mistakes in the code from errors that may depend on
+the values.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _IMMUTABLE = "a batch is immutable; write batch = batch.with_columns(scores=...)
 
 
 def _of_critics() -> dict[str, str]:
-    """{column of a critic: what writes it}."""
+    """Return {critic's column: the call that writes it}."""
     found = {}
     for of, name in CRITICS.items():
         entry = ROLES[name]
@@ -50,7 +51,7 @@ def _of_critics() -> dict[str, str]:
     return found
 
 
-# columns that a flow reads too early, and what writes them
+# columns that a flow may read too early, and the calls that write them
 _WRITERS = {
     "old_log_probs": "run.policy.log_probs(batch), unless the first update computes it",
     "entropys": "run.policy.log_probs(batch), unless the first update computes it",
@@ -112,14 +113,16 @@ def mistake(error: BaseException) -> str | None:
 
 
 def _of_column(text: str) -> str:
-    """Return the message about a column, including the call that writes it."""
+    """Add to the message about a missing column the call that writes the column."""
     found = _COLUMN.search(text)
     writer = None if found is None else _WRITERS.get(found[1] or found[2])
     return text if writer is None else f"{text}. It is written by {writer}"
 
 
 def _of_attribute(error: AttributeError) -> str | None:
-    """Return the message for a missing attribute of one of our objects; None for other objects."""
+    """Return the message for an attribute that one of HybridFlow's objects lacks; None for other
+    objects.
+    """
     kind = type(error.obj)
     name = error.name
     if str(error).startswith("DataProto is immutable"):
@@ -138,8 +141,9 @@ def _of_attribute(error: AttributeError) -> str | None:
 
 
 def _of_type(text: str) -> str | None:
-    """Return the message for an operation that our objects do not support, or for a call with wrong
-    arguments; None if the error may have been caused by values."""
+    """Return the message for a TypeError: an operation that HybridFlow's objects do not support, or
+    a call with wrong arguments. None if the error may have been caused by the values.
+    """
     if awaited := _AWAITED.search(text):
         what = _BY_TEXT.get(awaited[1], f"a value of type {awaited[1]}")
         return (

@@ -27,7 +27,7 @@ _OF_CRITICS = ("values", "returns")
 
 
 class OpenStep(Noting, Protocol):
-    """The part of the run's current step that is used by its roles."""
+    """The subset of the open step's interface that role calls need."""
 
     @property
     def config(self) -> RunConfig:
@@ -53,7 +53,7 @@ class OpenStep(Noting, Protocol):
         """Run a role's work (`actor` for the policy) once its devices are free."""
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """Return the step's record, to which this update on the batch is added."""
+        """Return the record of the step's updates, which the step's first update creates."""
 
     def check_log_probs(self, batch: DataProto) -> None:
         """Record the log-prob difference between engines and trainer."""
@@ -93,18 +93,18 @@ class _Role:
         return Call(self.run, f"{call}(batch)", batch, tasks)
 
     async def _results(self, computing: Awaitable[DataProto]) -> DataProto:
-        """Return the columns of a forward pass, as the flow names them."""
+        """Return the columns of a forward pass, under the names used in flows."""
         return await computing
 
 
 class RecordingStep(OpenStep, Protocol):
-    """The run's current step, including the metrics recorded with it."""
+    """The open step's interface, extended by the step's metrics."""
 
     metrics: dict[str, float]
 
 
 class _Frozen(_Role):
-    """A role that only computes, without training."""
+    """A role that runs forward passes but is never trained."""
 
     def update(self, batch: DataProto) -> NoReturn:
         """Raise FlowError: this role cannot be trained."""
@@ -126,7 +126,7 @@ class Teacher(_Frozen):
     """`flows.base.Teacher`."""
 
     def log_probs(self, batch: DataProto) -> Call:
-        """Add the columns of the teacher that the loss reads."""
+        """Add the teacher columns that the loss reads."""
         return self._compute("log_probs", batch)
 
 
@@ -140,7 +140,7 @@ class RewardModel(_Role):
         return self._compute("scores", batch)
 
     def update(self, pairs: DataProto) -> Updating:
-        """Run one update on pairs of answers."""
+        """Run one update on preference pairs of answers."""
         run = self.run
         name = "reward_model.update(pairs)"
         if self.role is None or not run.config.reward_model.trains:
@@ -168,8 +168,9 @@ class RewardModel(_Role):
 
 
 class Critic(_Role):
-    """`flows.base.Critic`. On the ranks, the columns of every critic are named values and
-    returns."""
+    """Implementation of `flows.base.Critic`. On the ranks, every critic's columns are named
+    `values` and `returns`.
+    """
 
     def values(self, batch: DataProto) -> Call:
         """Add values."""
@@ -242,8 +243,8 @@ class TrainedPolicy:
 
     def log_probs(self, batch: DataProto) -> Call:
         """Add old_log_probs and entropys, and sum_pi_squared if the estimator reads it. If the
-        first update reports these values for its own rows, compute them only for the rows of later
-        updates, and do not add columns.
+        first update reports these values for its own rows, only the rows of later updates are
+        computed, and no columns are added.
         """
         run = self.run
         name = f"{self.name}.log_probs(batch)"
@@ -262,7 +263,7 @@ class TrainedPolicy:
         return Call(run, name, batch, self._of_reference(batch), [later])
 
     def _of_reference(self, batch: DataProto) -> list[asyncio.Task[DataProto]]:
-        """Return the reference passes that the flow does not call explicitly."""
+        """Return the tasks of reference passes that the flow does not request explicitly."""
         return []
 
     def update(self, batch: DataProto) -> Updating:

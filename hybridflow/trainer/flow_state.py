@@ -10,7 +10,7 @@ from hybridflow.errors import FlowError
 
 
 def kept_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the state as a resumed run would read it.
+    """Return a copy of the state, exactly as a resumed run would load it.
 
     Raises:
         FlowError: a value cannot be saved, or would be restored as a different value; the message

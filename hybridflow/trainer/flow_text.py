@@ -24,7 +24,7 @@ _OF_RUN = "leave_out"
 
 
 def file_of(body: Body) -> str:
-    """Return the path of a flow's source file as recorded by Python."""
+    """Return the path of a flow's source file, as recorded in its code object."""
     code = getattr(inspect.unwrap(body), "__code__", None)
     return "" if code is None else str(code.co_filename)
 

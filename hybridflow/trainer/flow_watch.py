@@ -1,5 +1,4 @@
-"""Messages about a flow whose own code runs for a long time without calling the run, because it
-waits for an event or computes."""
+"""Warnings about a flow whose own code waits or computes for a long time without calling the run."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from contextlib import contextmanager
 
 from hybridflow.observe.progress import duration
 
-_FIRST_S = 60.0  # each further message comes after twice the time
+_FIRST_S = 60.0  # the interval doubles with each message
 
 
 class FlowWatch:
-    """Measures how long the flow's own code has been running since its last call of the run."""
+    """Measures how long the flow's own code has been running since its last call to the run."""
 
     def __init__(self) -> None:
         self._calls = 0  # calls in progress

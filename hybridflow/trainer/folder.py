@@ -43,9 +43,10 @@ def make_output_dir(config: RunConfig) -> Path:
 
 
 def make_room(config: RunConfig, folder: Path, total_steps: int | None, progress: Progress) -> None:
-    """Move a finished run with this name aside or, with resume=disable, any run. Nothing is deleted
-    or changed. A finished run is continued instead if it has fewer steps than `total_steps`, or
-    fewer epochs if `total_steps` is None."""
+    """Move a finished run of this name aside; with resume=disable, also an unfinished one. Nothing
+    is deleted or changed. A finished run is not moved but continued if it has fewer steps than
+    `total_steps`, or fewer epochs if `total_steps` is None.
+    """
     if not folder.exists():
         return
     finished = (folder / "summary.json").exists()

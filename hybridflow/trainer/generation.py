@@ -60,8 +60,9 @@ class Generation(Protocol):
 
 
 class NoEngines:
-    """Stand-in for engines in a run that trains on dumps. It generates nothing, waits for nothing,
-    and discards weights."""
+    """Stand-in for engines in a run that trains on dumps. It generates nothing, is always ready,
+    and ignores weight syncs.
+    """
 
     def connect(
         self,
@@ -82,7 +83,7 @@ class NoEngines:
         return {}
 
     async def nothing(self, *_: object, **__: object) -> None:
-        """Do nothing: there are no engines, no requests and no device memory."""
+        """Do nothing, because there are no engines to act on."""
 
     check_starting = wait_ready = stop = advance = begun = abort = forget = sleep = wake = close = (
         nothing
@@ -130,8 +131,9 @@ class EngineProcesses:
         self._weights: SliceSync | None = None
 
     def give_way(self, progress: Progress) -> EngineProcesses:
-        """If the trainer's ranks will share the engines' devices, wait until the engines have
-        started and released them."""
+        """If the trainer's ranks share devices with the engines, wait until the engines have
+        started and released these devices.
+        """
         if derived.alternates(self.config):
             with progress.stage("wait for the engines to start and to release the GPUs"):
                 block_on(self.engines.wait_ready())
@@ -149,8 +151,9 @@ class EngineProcesses:
         logs: Path,
         role: str = "actor",
     ) -> Engines:
-        """Return the engines. They receive weight slices from the policy's ranks, and are restarted
-        when none is left."""
+        """Return the engines, connected to the policy's ranks, which send them weight slices. If
+        all engines are lost, they are restarted.
+        """
         assert isinstance(policy, WorkerGroup)
         self._weights = weights = SliceSync(policy, self.engines, self.config)
         policy.on_restart(weights.reconnect)
@@ -176,7 +179,7 @@ class EngineProcesses:
 
 
 class EngineHere:
-    """One engine in this process, which copies the policy's weights directly."""
+    """One engine in the trainer's process. It copies the policy's weights directly."""
 
     def __init__(
         self, config: RunConfig, folder: Path, log_dir: Path, stop_ids: Sequence[int]
@@ -218,8 +221,9 @@ class EngineHere:
         return conversing(self.filled_by(copy), tokenizer, self.config, logs)
 
     def filled_by(self, copy: Callable[[Mapping[str, Tensor]], int]) -> InProcessRollouts:
-        """Return the engine's requests. `copy` writes weights to the given tensors at each sync,
-        and returns the bytes copied."""
+        """Return the request interface of the engine. At each sync, `copy` writes the weights into
+        the given tensors and returns the number of bytes copied.
+        """
         return InProcessRollouts(self.engine, copy, self.config, self.stop_ids)
 
     async def wait_ready(self, progress: Progress) -> None:

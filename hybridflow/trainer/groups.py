@@ -59,12 +59,12 @@ def tell_backend(
 
 
 class ModelGroup:
-    """Implementation of `Role` on Megatron ranks, in separate processes or in the policy's
+    """Implementation of `Role` on training ranks, in separate processes or in the policy's
     processes.
 
     Args:
-        role: its section in `config`. address: its name among the roles in its processes, if
-            different.
+        role: name of the role's section in `config`. address: name of the role within its
+            processes, if different.
     """
 
     def __init__(
@@ -127,8 +127,9 @@ class ModelGroup:
     def _epochs(
         self, method: Callable[..., Any], batch: DataProto, seed: int, first: int = 0
     ) -> list[Awaitable[Any]]:
-        """Send the calls for all epochs starting with `first`, and return awaitables for their
-        results."""
+        """Send the calls for epoch `first` and all later epochs, and return awaitables for their
+        results.
+        """
         return [
             self._train(method, batch.rows(self._order(batch, (seed, epoch)).reshape(-1)))
             for epoch in range(first, getattr(self.config, self.role).ppo_epochs)
@@ -168,7 +169,7 @@ class FrozenGroup(ModelGroup):
     `workers` sends them.
 
     Args:
-        told: called with one line whenever ranks are restarted.
+        told: called with a one-line message whenever ranks are restarted.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class FrozenGroup(ModelGroup):
 
 
 class PolicyGroup(ModelGroup):
-    """The policy. Adds its ranks' observations during the step to the update metrics."""
+    """The policy's ranks. Their observations during a step are added to its update metrics."""
 
     def __init__(
         self, workers: WorkerGroup | InProcessGroup, config: RunConfig, address: str | None = None
@@ -211,8 +212,9 @@ class PolicyGroup(ModelGroup):
         await self.call(PolicyWorker.start_profile)
 
     async def stop_profile(self, folder: Path) -> list[str]:
-        """Write the profiles to `folder`. Returns the reasons of those that could not be
-        written."""
+        """Write the profiles to `folder`. Returns one error message for each profile that could not
+        be written.
+        """
         return [reason for reason in await self.call(PolicyWorker.stop_profile, folder) if reason]
 
     async def log_probs(self, batch: DataProto) -> DataProto:
@@ -232,9 +234,10 @@ class PolicyGroup(ModelGroup):
     async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[list[Update], DataProto]:
-        """Run all updates of a step whose first mini-batch has not been scored. Returns the
+        """Run all updates of a step whose first mini-batch has no old log-probs yet. Returns the
         updates, and the rows of that mini-batch (or all rows if `later` is given) in the order of
-        `batch`, with old_log_probs and entropys."""
+        `batch`, with old_log_probs and entropys.
+        """
         method = PolicyWorker.update_policy
         rows, others = self._first_and_later(batch, seed)
         offload = self.config.actor.offload
@@ -260,8 +263,9 @@ class PolicyGroup(ModelGroup):
         return await self._observed(updates, batch), scored
 
     def _first_and_later(self, batch: DataProto, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row indices of the first epoch's first mini-batch, and of all other rows, each
-        ordered by rank."""
+        """Return two index arrays, each ordered by rank: the rows of the first epoch's first
+        mini-batch, and all other rows.
+        """
         share = derived.samples_per_mini_batch(self.config) // self._data_parallel
         order = self._order(batch, (seed, 0))
         return order[:, :share].reshape(-1), order[:, share:].reshape(-1)
@@ -339,7 +343,7 @@ def check_steps(config: RunConfig) -> None:
 
 
 def role_pass(role: str, config: RunConfig) -> Callable[..., Any]:
-    """Return the worker method for the forward pass of a role other than the policy."""
+    """Return the worker method that runs the forward pass of a role other than the policy."""
     if role == "teacher":
         return teacher_method(config.actor.distillation)
     if role == "reference" and not derived.has_own_reference(config):

@@ -62,8 +62,9 @@ class Job:
         progress: Progress,
         goes_on: bool = False,
     ) -> None:
-        """`goes_on`: True if this session has already trained, and returns to its last
-        checkpoint."""
+        """`goes_on`: True if this session has already trained and now resumes from its last
+        checkpoint.
+        """
         self.config = self._given = config
         self.name = ""  # of a further policy
         self.frozen = False

@@ -50,8 +50,8 @@ from hybridflow.workers.policy import PolicyWorker
 
 
 def check_trained_roles(config: RunConfig, checkpoint: Checkpoint | None) -> None:
-    """Check, before anything starts, that a checkpoint of this phase contains all models trained by
-    this run.
+    """Check, before anything starts, that a checkpoint of this phase contains every model that this
+    run trains.
 
     Raises:
         CheckpointError: it comes from a run that did not train all of them.
@@ -73,7 +73,7 @@ def check_trained_roles(config: RunConfig, checkpoint: Checkpoint | None) -> Non
 
 
 class RLTrainer:
-    """Reinforcement learning, driven by the run's flow (`config.derived.flow_name`).
+    """The reinforcement-learning loop, driven by the run's flow (`config.derived.flow_name`).
 
     Args:
         roles: `actor` and, if the run has them, critic, reward_model, teacher and a reference in
@@ -124,7 +124,7 @@ class RLTrainer:
         return {name: role for name, role in self.others.items() if name in CRITICS.values()}
 
     async def fit(self) -> None:
-        """Run all remaining steps, with validation before, during and after."""
+        """Run all remaining steps, with validation before, during and after them."""
         trainer = self.config.trainer
         name = self.config.algorithm.flow or ("PPO" if self.critics else "GRPO")
         title = name.rpartition(":")[2]
@@ -238,8 +238,9 @@ class RLTrainer:
         await self.start_from_present_weights()
 
     async def start_from_present_weights(self) -> None:
-        """Start the phase with fresh optimizers. The current weights become those of the reference,
-        and of the critics that have no model of their own."""
+        """Start the phase with fresh optimizers. The reference, and critics without a separate
+        model, are initialized from the current weights.
+        """
         if derived.needs_reference(self.config) and not self.reference:
             await self.policy.call(PolicyWorker.freeze_reference)
         await self.policy.call(PolicyWorker.set_optimizer, self.config.actor.optim)
@@ -272,6 +273,7 @@ class RLTrainer:
 
     @property
     def start_folder(self) -> Path:
-        """Hugging Face folder of the policy at the start of the phase, for roles in other processes
-        that start from these weights."""
+        """Hugging Face folder with the policy's weights from the start of the phase. Roles in other
+        processes that start from these weights load it.
+        """
         return self.session.folder / "model" / "start"

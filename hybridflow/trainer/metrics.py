@@ -48,7 +48,8 @@ def kl_sums(batch: DataProto) -> np.ndarray:
 
 
 def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str, float]:
-    """Return scores, advantages, lengths, entropy and log-prob differences of a finished batch.
+    """Return metrics of a finished batch: scores, advantages, lengths, entropy and log-prob
+    differences.
 
     Scores and rewards include only samples with a response (as in verl). Lengths and the total
     number of tokens include every token that the model reads; all other metrics include only
@@ -78,7 +79,9 @@ def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str
 
 
 def _values_metrics(critic: str, batch: DataProto) -> dict[str, float]:
-    """Return a critic's values and the returns that it learns; empty if the batch has none."""
+    """Return metrics of a critic's values and of the returns that it is trained on; empty if the
+    batch has none.
+    """
     prefix = ROLES[critic].prefix
     values = f"{prefix}values"
     returns = f"{prefix}returns"
@@ -92,7 +95,7 @@ def _values_metrics(critic: str, batch: DataProto) -> dict[str, float]:
 
 
 def answer_metrics(batch: DataProto) -> dict[str, float]:
-    """Return scores and lengths of a batch before training on it."""
+    """Return score and length metrics of a batch before training on it."""
     responses = batch.lengths("response_ids")
     prompts = batch.lengths("prompt_ids")
     metrics = {
@@ -114,8 +117,9 @@ def answer_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _pass_at_k(batch: DataProto) -> dict[str, float]:
-    """Return critic/pass@k, the share of prompts that at least one of k samples solves, if every
-    score is 0 or 1 and every prompt has the same number of samples."""
+    """Return critic/pass@k, the estimated fraction of prompts that at least one of k samples
+    solves. Empty unless every score is 0 or 1 and every prompt has the same number of samples.
+    """
     scores = np.asarray(batch["scores"], np.float64)
     _, sizes = np.unique(batch["uid"], return_counts=True)
     if not len(scores) or len(set(sizes.tolist())) > 1 or not np.isin(scores, (0.0, 1.0)).all():
@@ -150,10 +154,12 @@ def _engine_metrics(scored: DataProto) -> dict[str, float]:
 
 
 def preference_metrics(batch: DataProto) -> dict[str, float]:
-    """Return the policy's preferences before the step's updates, measured by the answers'
-    log-ratios to the reference. preference/accuracy is the fraction of pairs of answers to the same
-    prompt that the policy orders as their scores do (ties count half). preference/margin is the
-    mean difference between the log-ratios of the best and the worst answer."""
+    """Return metrics of the policy's preferences before the step's updates, based on the log-ratio
+    of policy to reference for each answer. preference/accuracy is the fraction of pairs of answers
+    to the same prompt that the policy ranks in the same order as the scores (ties count half).
+    preference/margin is the mean difference between the log-ratios of the best and the worst
+    answer.
+    """
     ratios = kl_sums(batch)
     scores = np.asarray(batch["scores"])
     uid = np.asarray(batch["uid"])
@@ -200,7 +206,7 @@ def _explained_variance(batch: DataProto, values: str, returns: str) -> float:
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return means over the policy's updates in a step; empty if there are none
+    """Return metrics averaged over the policy's updates in a step; empty if there are none
     (`trainer.critic_warmup`). `actor/first_ppo_kl` is the first update's `actor/ppo_kl`, if the
     loss reports it. Old and new weights are equal in that update, so the value is 0 if the update
     is compared with its own log-probs.
@@ -216,8 +222,9 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def critic_metrics(name: str, updates: Sequence[Update]) -> dict[str, float]:
-    """Return means over a critic's updates of a step. The loss names its metrics `critic/...` for
-    every critic."""
+    """Return metrics averaged over a critic's updates in a step. The loss reports them as
+    `critic/...`, and they are renamed to `NAME/...`.
+    """
     metrics = _update_means(updates, name, f"{name}/vf_loss")
     return {re.sub("^critic/", f"{name}/", key): value for key, value in metrics.items()}
 
@@ -247,7 +254,7 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _token_spread(name: str, batch: DataProto, column: str) -> dict[str, float]:
-    """Return `spread` over the sampled tokens of a jagged column."""
+    """Return mean, maximum and minimum (see `spread`) over the sampled tokens of a jagged column."""
     parts = (sampled(piece, column) for piece in batch.pieces([RESPONSE_MASK, column]))
     spreads = [
         (float(values.sum(dtype=np.float64)), len(values), values.max(), values.min())

@@ -1,5 +1,6 @@
-"""Differences between the engines' and the trainer's log-probs of sampled tokens: as divergences,
-along the responses, and by the age of the sampling weights."""
+"""Metrics of the log-prob differences between engines and trainer for sampled tokens: as
+divergences, by position in the response, and by the age of the weights that sampled the token.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +44,9 @@ def divergences(sums: np.ndarray) -> dict[str, float]:
 def mismatch_metrics(batch: DataProto) -> dict[str, float]:
     """Return rollout/mismatch/*: kl, k3, chi2 and ess; the mean |difference| in each quarter of a
     row's sampled tokens; and, if tokens were sampled with several weight versions, the mean
-    |difference| for each number of weight syncs behind the newest version. Fetches one piece of the
-    columns at a time."""
+    |difference| for each version, labelled by its number of weight syncs behind the newest one.
+    Fetches one piece of the columns at a time.
+    """
     sums = np.zeros(5)
     quarters = np.zeros((2, 4))
     by_version = dict[int, np.ndarray]()
@@ -84,5 +86,5 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _totals(places_T: np.ndarray, values_T: np.ndarray, size: int) -> np.ndarray:
-    """Return the sum and the number of values for each index: [2, size]."""
+    """Return [2, size]: for each index, the sum of its values and their count."""
     return np.stack([np.bincount(places_T, values_T, size), np.bincount(places_T, minlength=size)])

@@ -1,5 +1,6 @@
-"""Transformations of a reward model's scores for the reward: unchanged, between 0 and 1, or
-standardized over the run so far."""
+"""Transformations of a reward model's scores before they enter the reward: unchanged, squashed to
+0..1, or standardized over the run so far.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ class ModelScores:
     The scores of a model trained on pairs have neither a zero point nor a unit: only differences
     between answers are meaningful, and a sigmoid (the probability of beating an answer with score
     0) saturates at 0 or
-    1. Standardized over the run, they keep their order and relative distances, but have the scale
-    of a verifier's score. The mean and the deviation change less and less, so the scores of an
-    improving policy rise, which statistics of only the current batch would hide.
+    1. Standardized over the run, they keep their order and relative distances, on a scale
+        comparable to a verifier's score. Because the mean and the deviation change less and less,
+        the scores of an improving policy rise. Statistics of the current batch alone would hide
+        this.
     """
 
     def __init__(self, config: RewardModelConfig) -> None:
@@ -54,8 +56,9 @@ class ModelScores:
         self.count, self.mean, self.squares = (float(state.get(name, 0.0)) for name in self.state())
 
     def _join(self, scores_B: np.ndarray) -> None:
-        """Merge a batch into the mean and the squares (Chan et al. 1979). Numerically stable for
-        any number of batches."""
+        """Merge a batch into the running mean and sum of squares (Chan et al. 1979). Numerically
+        stable for any number of batches.
+        """
         if not len(scores_B):
             return
         total = self.count + len(scores_B)
@@ -80,10 +83,10 @@ def share_of_variance(part_B: np.ndarray, whole_B: np.ndarray) -> float:
 
 
 def agreement(model_B: np.ndarray, verifier_B: np.ndarray, group_B: np.ndarray) -> float | None:
-    """Among pairs of answers to the same prompt with different verifier scores, return the fraction
-    that the model orders the same way (ties count half). None if there are no such pairs. 0.5 is
-    chance: the model then only adds noise to the reward, regardless of its accuracy on its training
-    pairs.
+    """Return how often the reward model agrees with the verifier: among pairs of answers to the
+    same prompt with different verifier scores, the fraction that the model ranks in the same order
+    (ties count half). None if there are no such pairs. At 0.5 (chance), the model only adds noise
+    to the reward, however accurate it was on its training pairs.
     """
     alike = 0.0
     pairs = 0

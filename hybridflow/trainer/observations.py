@@ -1,5 +1,6 @@
-"""Metrics from the policy ranks' observations of a step, and the check that router replay was
-active on all ranks."""
+"""Metrics computed from the observations that ranks collect during a step, and a check that router
+replay was active on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _GIB = 2**30  # verl's unit of metrics called gb
 
 
 def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict[str, float]:
-    """Return the largest memory peak of any rank in GiB, over the step and per worker method, and
-    the role's offloaded GB (10^9 bytes).
+    """Return the highest memory peak of any rank in GiB, for the whole step and per worker method,
+    and the amount that the role has offloaded in GB (10^9 bytes).
 
     Args:
         observations: results of `RoleMemory.take` from all ranks.
@@ -39,8 +40,8 @@ def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict
 
 
 def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the number of trainable parameters (all weights, or the adapters) and, if a sync sends
-    merged copies of weights, the size in GB of these copies on the rank with the most.
+    """Return the number of trainable parameters (all weights, or only the adapters) and, if a sync
+    sends merged copies of weights, the largest size in GB of these copies on any rank.
     """
     metrics = (
         {"actor/trainable_parameters": float(observations[0]["trainable"])} if observations else {}
@@ -51,8 +52,9 @@ def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]
 
 
 def over_roles(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the `memory_metrics` of all roles. For metrics reported by several roles (the step's
-    peaks), use the maximum."""
+    """Merge the `memory_metrics` of all roles. If several roles report the same metric (the step's
+    peaks), the maximum is used.
+    """
     merged: dict[str, float] = {}
     for one in metrics:
         merged |= {name: max(value, merged.get(name, value)) for name, value in one.items()}
@@ -60,8 +62,9 @@ def over_roles(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def replayed_passes(kind: str, ppo_epochs: int) -> tuple[int, int]:
-    """Return (passes without gradient, update passes) that use recorded experts, for a value of
-    `actor.router_replay`."""
+    """Return two bools for a value of `actor.router_replay`: whether passes without gradients use
+    recorded experts, and whether update passes do.
+    """
     return {"none": (0, 0), "compare": (1, 0), "r2": (0, ppo_epochs), "r3": (1, ppo_epochs)}[kind]
 
 
@@ -77,8 +80,8 @@ def token_layers(
     Args:
         prompts, responses: [B] number of tokens in each sample.
         routers: number of layers with experts.
-        routed: [B] number of tokens routed by an engine in each sample, if the lengths do not
-            determine it: text shown after the last answer of a conversation is not routed.
+        routed: [B] number of tokens per sample that an engine has routed. Needed if the lengths do
+            not determine it, because text shown after a conversation's last answer is not routed.
         kind: `actor.router_replay`. For r3 and compare, an engine does not route a sample's last
             token, nor any token of a sample with an empty response. For r2, the trainer routes
             every token that its passes read.
@@ -98,9 +101,9 @@ def replay_metrics(
     ppo_epochs: int,
     routed: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Return the number of token-layers replayed on all ranks, and the fractions of them for which
-    the live router would have chosen other experts: `differing` compares it with the engine at
-    equal weights, `drifted` measures the change during updates.
+    """Return the number of token-layers replayed on all ranks, and the fractions for which the live
+    router would have chosen other experts: `differing` compares trainer and engine at equal
+    weights, `drifted` measures the change during updates.
 
     Args:
         observations: results of `PolicyWorker.take_observations` from all ranks.
@@ -108,8 +111,7 @@ def replay_metrics(
         ppo_epochs: number of update epochs over the batch.
 
     Raises:
-        RouterReplayError: the number of token-layers used by the ranks' routers differs from the
-            number sampled.
+        RouterReplayError: the ranks' routers used more or fewer token-layers than were sampled.
     """
     if kind == "none":
         return {}

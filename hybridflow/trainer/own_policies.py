@@ -46,8 +46,9 @@ class Learner:
     """A further policy of a run.
 
     Attributes:
-        config: the run's configuration as it applies to this policy (`derived.policy_view`).
-        keep: moves token columns that were created on the driver to the object store, for workers.
+        config: the run's configuration, adapted to this policy (`derived.policy_view`).
+        keep: moves token columns created on the driver to the object store, where workers read
+            them.
         folder: folder for weights copied from another policy.
         frozen: True if it has no optimizer.
         left_out: engines excluded from the last sync.
@@ -75,14 +76,15 @@ class Learner:
         return self.keep(await samples(self.engines, self.tokenizer, data, prompts, n))
 
     async def take(self, other: Policy) -> None:
-        """Load the weights of another policy that uses the same model. The two layouts may
-        differ."""
+        """Copy the weights of another policy that uses the same model. The two parallel layouts may
+        differ.
+        """
         await other.call(RoleWorker.export, self.folder)
         await self.policy.call(PolicyWorker.fill, self.folder)
 
 
 class WholeRun(Noting, Protocol):
-    """The attributes of the run (`trainer.run.FlowRun`) that further policies use."""
+    """The subset of the run's interface (`trainer.run.FlowRun`) that further policies need."""
 
     devices: Devices
     is_tracing: bool
@@ -142,8 +144,9 @@ class OwnPolicy(TrainedPolicy):
         return Pending(part, name, lambda: part.take(other.role))
 
     def _of_reference(self, batch: DataProto) -> list[asyncio.Task[DataProto]]:
-        """Return the pass that computes ref_log_probs with the policy's weights from the start of
-        the run, if its loss or estimator reads them."""
+        """Return the tasks that compute ref_log_probs with the policy's initial weights; empty if
+        neither its loss nor its estimator reads ref_log_probs.
+        """
         if not derived.needs_reference(self.part.config):
             return []
         computing = self.role.compute(role_pass("reference", self.part.config), batch)
@@ -157,8 +160,8 @@ class OwnPolicy(TrainedPolicy):
 
 
 class PolicyPart:
-    """The state of a further policy during a run's steps. Implements the run interface that
-    `TrainedPolicy` uses.
+    """The state of a further policy during a run's steps. Implements the part of the run's
+    interface that `TrainedPolicy` needs.
 
     Attributes:
         holds_memory: True while the policy owns its devices' memory: from its first pass in a step
@@ -217,7 +220,7 @@ class PolicyPart:
         return await joined(calls, self.devices.finish)
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """Return the record of the policy's update in the open step.
+        """Create the record of the policy's update in the open step, and return it.
 
         Raises:
             FlowError: the step already has an update, or the batch does not have the number of rows
@@ -294,7 +297,7 @@ class PolicyPart:
         await self._memory.aclose()
 
     async def sync(self) -> None:
-        """Send the policy's weights to its engines, as a phase of the step."""
+        """Send the policy's weights to its engines. The time is recorded as a phase of the step."""
         await self.end_training()
         with self.whole.phase(f"{self.name}/update_weights"):
             self.synced = await self.bring_weights()

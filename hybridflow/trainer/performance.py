@@ -1,5 +1,6 @@
-"""Speed of a step, in verl's names and units: tokens per second per device, seconds, and the share
-of the devices' peak (MFU)."""
+"""Speed metrics of a step, with verl's names and units: tokens per second per device, seconds, and
+model FLOPs utilization (MFU).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hybridflow.planning.devices import DEVICES, Machines
 from hybridflow.planning.job import job_of
 from hybridflow.planning.training import Training
 
-# phases that verl relates to all tokens; `gen` is related to response tokens
+# phases that verl divides by all tokens; `gen` is divided by response tokens
 _OVER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
 
 
@@ -24,8 +25,8 @@ class Performance:
 
     Attributes:
         devices: all devices of the run (processes on CPUs), including those of the engines.
-        training: the policy for `Training.flops`; None on CPUs and on unknown devices, whose peak
-            is not known.
+        training: the policy's FLOP model (`Training.flops`); None on CPUs and on devices whose peak
+            is unknown.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -35,7 +36,9 @@ class Performance:
         self.training: Training | None = None
 
     def use_model(self, hf_config: Mapping[str, Any], device_name: str) -> None:
-        """Report MFU for this model if the device, named as by its driver, is a known one."""
+        """Report MFU for this model if the device's peak is known. `device_name` is the name that
+        the driver reports.
+        """
         known = [name for name in DEVICES if name.upper() in device_name.upper().split()]
         if known:
             each = self.devices // self.config.cluster.nodes

@@ -1,8 +1,8 @@
 """Ownership of device memory: it belongs to the policy during training and to the engines during
 generation, and is shared during a weight sync.
 
-Engines may generate between the phases below. If nothing is offloaded and engines keep their
-memory, a phase does nothing.
+Engines may generate whenever none of the phases below is active. If nothing is offloaded and
+engines keep their memory, a phase does nothing.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Phases:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Release the engines' memory, and keep the policy's weights on the device for several
-        passes."""
+        """Release the engines' memory, and keep the policy's weights on the device until the block
+        ends, so that several passes share one load.
+        """
         if self._engines_sleep:
             await self.engines.sleep()
             self._engines_asleep = True
@@ -64,9 +65,9 @@ class Phases:
     async def make_room(self) -> None:
         """Offload everything except the policy's weights.
 
-        Other roles are normally offloaded already, because their methods load and offload what they
-        need; a role is still on the device only after a start or restart. A busy role does not
-        share devices with the policy, so it is skipped.
+        Other roles are normally offloaded already, because their methods load and offload the parts
+        that they need. Only a role that has just started or restarted is still on the device. A
+        busy role does not share devices with the policy, so it is skipped.
         """
         for name, role in self._offloaded.items():
             if not self._is_busy(name):

@@ -35,10 +35,10 @@ async def compare(
     session: Session,
     roles: Mapping[str, ModelGroup],
 ) -> dict[str, Any]:
-    """Return planned and measured values for `summary.json`: the size in bytes of each part of each
-    role on the largest rank, the size of the engines' weights per rank, and the duration of each
-    phase in seconds, averaged over all steps but the first. The plan is based on the sampled
-    lengths. If planning fails, the result contains the reason instead.
+    """Return planned and measured values for `summary.json`: bytes per part of each role on its
+    largest rank, bytes of weights per engine rank, and seconds per phase, averaged over all steps
+    but the first. The plan uses the lengths that the run has sampled. If planning fails, the result
+    contains the reason instead.
     """
     try:
         held = {
@@ -84,7 +84,7 @@ async def compare(
 
 
 def _measured_begins(plan: Plan, measured: Mapping[str, float]) -> list[float]:
-    """Return the start time of each phase in a step, using the measured durations."""
+    """Return the start time of each phase within a step, derived from the measured durations."""
     took = {PHASES[name]: seconds for name, seconds in measured.items()}
     return replace(
         plan, phases=tuple(replace(one, seconds=took.get(one.name, 0.0)) for one in plan.phases)
@@ -118,7 +118,7 @@ def _engines(plan: Plan, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _most(observations: list[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the size in bytes of each part on the rank with the largest total."""
+    """Return the bytes of each part on the rank with the largest total."""
     parts = max(
         (observed["parts"] for observed in observations), key=lambda found: sum(found.values())
     )

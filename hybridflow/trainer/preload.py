@@ -42,7 +42,9 @@ class Preload:
 
     def __init__(self, config: RunConfig, *, with_engines: bool, with_ranks: bool = True) -> None:
         """Start the servers in the background; none if the job has one process, joins a cluster or
-        uses CUDA. Without ranks there is at most the one that loads the engines' library."""
+        uses CUDA. If there are no ranks, only the server that loads the engines' library may be
+        started.
+        """
         self._names: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         if config.cluster.address is None and not config.cluster.in_process and _is_without_cuda():
@@ -53,7 +55,7 @@ class Preload:
                 self._start(modules)
 
     def name(self, loaded: str) -> str:
-        """Return the name of a server; "" if there is none."""
+        """Return the name of the server that has loaded these modules; "" if there is none."""
         return self._names.get(loaded, "")
 
     def _start(self, modules: dict[str, tuple[str, ...]]) -> None:
@@ -94,8 +96,9 @@ class Preload:
 
 
 def modules_of(config: RunConfig, *, with_engines: bool) -> dict[str, tuple[str, ...]]:
-    """Return {server: modules that it preloads}. All servers except the first start as forks of the
-    first."""
+    """Return {server: modules that it preloads}. The first server starts from scratch; all others
+    are forked from it.
+    """
     modules = {"torch": _TORCH, "ranks": _RANKS[config.actor.backend]}
     engine = f"{ENGINE.package}.{config.rollout.engine}.preload"
     if with_engines and config.rollout.engine.isidentifier() and find_spec(engine) is not None:

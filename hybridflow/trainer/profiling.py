@@ -9,12 +9,12 @@ from hybridflow.trainer.session import Session
 
 
 class StepProfiles:
-    """Profiles the policy's ranks in some steps.
+    """Profiles selected steps on the policy's ranks.
 
     Args:
-        policy: the profiled ranks are its `trainer.profile.ranks`.
+        policy: the policy whose ranks (`trainer.profile.ranks`) are profiled.
         steps: the profiled steps.
-        session: its run folder gets the traces, in `profile/`.
+        session: traces are written to `profile/` in its run folder.
         say: called with a message for each profile that could not be written.
     """
 

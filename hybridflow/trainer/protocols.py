@@ -1,5 +1,6 @@
-"""The role interfaces used by the loop. The composition root builds the real groups; tests of the
-loop's logic use small implementations that do not need Ray."""
+"""The role interfaces used by the loop. In a job they are implemented by worker groups, in tests of
+the loop's logic by small classes that do not need Ray.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from hybridflow.saving.store import Saves
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update, merged over data-parallel ranks: `means` of each metric, and grad_norm,
-    lr and applied."""
+    """One optimizer update, merged over data-parallel ranks. `means` maps each metric to its mean;
+    `applied` is False if the update was skipped.
+    """
 
     means: Mapping[str, float]
     grad_norm: float
@@ -53,8 +55,9 @@ class Policy(Role, Protocol):
         """Start the profile of a step on the ranks of `trainer.profile`."""
 
     async def stop_profile(self, folder: Path) -> Sequence[str]:
-        """Write the profiles to `folder`. Returns the reasons of those that could not be
-        written."""
+        """Write the profiles to `folder`. Returns one error message for each profile that could not
+        be written.
+        """
 
     async def log_probs(self, batch: DataProto) -> DataProto:
         """Return old_log_probs and entropys; with router replay, also each token's experts."""
@@ -66,7 +69,8 @@ class Policy(Role, Protocol):
     async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[Sequence[Update], DataProto]:
-        """Run all updates of a step whose first mini-batch has not been scored. Returns the
+        """Run all updates of a step whose first mini-batch has no old log-probs yet. Returns the
         updates, and rows with old_log_probs and entropys, in the order of `batch`. These are the
         rows of the first mini-batch, whose values are computed by its update, and, if the
-        `later_log_probs` of the same batch and seed are given, all other rows."""
+        `later_log_probs` of the same batch and seed are given, all other rows.
+        """

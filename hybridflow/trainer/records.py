@@ -39,14 +39,15 @@ _OWN_SHOWN = 4
 
 @dataclass
 class Trained:
-    """A step in which the policy or the critic was updated, and which has not been recorded yet.
+    """A step in which the policy or a critic was updated and whose metrics have not been written
+    yet.
 
     Attributes:
-        scored: the rows of `batch` with old_log_probs: all rows, or only the first mini-batch if no
-            pass computed them.
-        updates: updates by role, of finished roles. critics: the critics' updates, which may still
-            be running.
-        metrics: metrics that the next step would overwrite.
+        scored: the rows of `batch` that have old_log_probs: all rows, or only the first mini-batch
+            if no separate pass computed them.
+        updates: finished updates, keyed by role. critics: the critics' updates, which may still be
+            running.
+        metrics: metrics captured now because the next step overwrites them.
         own: metrics recorded by the flow, which are also displayed.
     """
 
@@ -61,7 +62,7 @@ class Trained:
 
 
 class Records:
-    """Writes the metrics, progress and dumps of steps.
+    """Writes metrics, progress and rollout dumps for each step.
 
     Args:
         others: the roles other than the policy.
@@ -101,7 +102,7 @@ class Records:
             self.session.totals.get("logprob_diff_sum", 0.0) + mean
         )
         self.session.note_max("logprob_diff_max", largest)
-        # `not <=` rather than `>`: NaN is beyond the bound too
+        # `not <=` instead of `>`, so that NaN also exceeds the bound
         of_policy = f" of the {name}" if name else ""
         if bound is not None and not mean <= bound:
             raise LogprobMismatchError(
@@ -133,7 +134,7 @@ class Records:
             progress.message(f"held-out {what}{whose} after step {step}: {score:.3f}")
 
     async def trained(self, trained: Trained, progress: Progress) -> None:
-        """Write metrics, progress and rollout dump of a step whose updates have finished.
+        """Write the metrics, progress and rollout dump of a step whose updates have finished.
 
         Raises:
             HybridFlowError: a gradient was not finite, and the configuration stops the run in this
@@ -205,8 +206,9 @@ class Records:
     def rollouts(
         self, step: int, batch: DataProto, progress: Progress, own: dict[str, float]
     ) -> None:
-        """Write metrics, progress and dump of a step without training. `own` are metrics recorded
-        by the flow."""
+        """Write the metrics, progress and rollout dump of a step without training. `own` contains
+        metrics recorded by the flow.
+        """
         seconds = self.session.timeline.metrics(step)
         metrics = (
             answer_metrics(batch) | dict(self.samples.metrics) | extra_metrics(batch) | seconds
@@ -218,7 +220,9 @@ class Records:
         self._dump(step, batch, batch, progress)
 
     def _progress(self, step: int) -> dict[str, float]:
-        """Return the step, and the epoch of its first prompt, counted from 0 as in verl."""
+        """Return the step number and the epoch of the step's first prompt. Epochs are counted from
+        0, as in verl.
+        """
         seen = (step - 1) * self.config.data.train_batch_size
         epoch = seen // max(self.samples.num_rows, 1)
         return {"training/global_step": float(step), "training/epoch": float(epoch)}
@@ -245,8 +249,9 @@ class Records:
 
 
 def _shown(own: Mapping[str, float]) -> dict[str, float]:
-    """Return the flow's metrics to show on the console: the sampled score, if the flow has replaced
-    the scores, and the first numbers that the flow recorded."""
+    """Return the flow's metrics to show on the console: the mean sampled score if the flow has
+    replaced the scores, and the first few numbers that the flow recorded.
+    """
     short = {}
     for key, value in own.items():
         name, _, metric = key.partition("/")

@@ -1,5 +1,6 @@
-"""In-process recovery from the loss of training ranks: the ranks are restarted, and the loop
-returns to a checkpoint."""
+"""Recovery from lost training ranks within the same process: the ranks are restarted, and the loop
+rolls back to a checkpoint.
+"""
 
 from __future__ import annotations
 

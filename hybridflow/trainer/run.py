@@ -1,8 +1,9 @@
-"""The run as seen by its flow: steps, samples, role calls, advantages and the weight sync.
+"""Implementation of the run that a flow drives: steps, samples, role calls, advantages and the
+weight sync.
 
-Passes of roles with separate devices run concurrently (`devices`). The next answers need only the
-policy's weights, so the update of a critic with separate devices may overlap the next step's
-generation; its own step is recorded afterwards.
+Passes of roles with separate devices run concurrently (`devices`). Generation needs only the
+policy's weights, so the update of a critic on separate devices may overlap the next step's
+generation. Its step is then recorded late.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class FlowRun:
 
     Attributes:
         metrics: metrics recorded by the flow in the open step.
-        called: names of all calls that the flow has made.
-        api: the object passed to the flow's body.
-        doubts: warnings of the check.
-        parts: further policies' parts in the open step.
+        called: names of all calls that the flow has made. api: the object that is passed to the
+            flow.
+        doubts: warnings collected by the check.
+        parts: further policies' state in the open step.
 
     Args:
         last: the last step of the run.
@@ -109,8 +110,8 @@ class FlowRun:
         self._calls: list[Pending[Any]] = []  # of the open step
         self._batch: DataProto | None = None  # of the open step, with the columns computed so far
         self._scores: np.ndarray | None = None  # [B] of the open step, as sampled
-        self._added: dict[str, object] = {}  # columns of the last `add_advantages`
-        self._trained: Trained | None = None  # the open step, once its first update was called
+        self._added: dict[str, object] = {}  # columns added by the last `add_advantages`
+        self._trained: Trained | None = None  # the open step, once its first update has been called
         # the previous step, whose critics may still be updating
         self._unrecorded: Trained | None = None
         self._memory = AsyncExitStack()  # exits `Phases.training`
@@ -225,8 +226,9 @@ class FlowRun:
                 self._trained.synced = await self.bring_weights()
 
     def line(self) -> int | None:
-        """Return the line of the user's file that is being executed, or None if execution is
-        outside the file."""
+        """Return the line number in the user's file that is being executed, or None if execution is
+        outside that file.
+        """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == self._file:
@@ -235,7 +237,7 @@ class FlowRun:
         return None
 
     def body_line(self) -> int | None:
-        """Return the line at which the flow's body is executing or waiting."""
+        """Return the line number at which the flow is executing or waiting."""
         frame = None if self._body is None else self._body.cr_frame
         return None if frame is None else frame.f_lineno
 
@@ -288,7 +290,7 @@ class FlowRun:
         self.called.add(call.name)
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """Return the open step's record, to which this update on the batch is added.
+        """Return the record of the open step's updates, which the step's first update creates.
 
         Raises:
             FlowError: the step already has this update, or the rows cannot be divided into
@@ -310,8 +312,9 @@ class FlowRun:
     def with_own_columns(
         self, batch: DataProto, names: Sequence[str], added: dict[str, object] | None = None
     ) -> DataProto:
-        """Check any of these columns that were created by the flow, i.e. that are not in `added`
-        (default: the columns added by the last `advantages`). Returns the batch.
+        """Check those of the columns `names` that the flow itself has created, and return the
+        batch. Columns in `added` (default: the columns added by the last `advantages`) are not the
+        flow's.
 
         Raises:
             FlowError: a column has a wrong shape, or contains a number that is not finite.
@@ -386,7 +389,7 @@ class FlowRun:
     # ---- steps
 
     async def follow(self, body: Body | None = None) -> None:
-        """Run the flow, or `body` instead of it, until the last step or until it returns."""
+        """Run the flow (or `body` in its place) until it returns or the last step has ended."""
         try:
             if body is not None:
                 self._file = ""  # lines refer to the replaced flow's file
@@ -482,16 +485,17 @@ class FlowRun:
         self.metrics = {}
 
     def _own_metrics(self, batch: DataProto | None) -> dict[str, float]:
-        """Return the metrics recorded by the flow in the open step, and the mean of the sampled
-        scores if the flow has replaced them."""
+        """Return the metrics that the flow has recorded in the open step, and the mean sampled
+        score if the flow has replaced the scores.
+        """
         before = self._scores
         if batch is None or before is None or np.array_equal(before, batch["scores"]):
             return dict(self.metrics)
         return {"critic/sampled_score/mean": float(np.mean(before)), **self.metrics}
 
     async def _end_early(self) -> None:
-        """If the flow returned before the last step, validate and save after its final step. A step
-        without any call does not count.
+        """If the flow returned early, validate and save after its final step. A step in which the
+        flow made no call is ignored.
 
         Raises:
             FlowError: the flow ran no step.
@@ -557,7 +561,9 @@ class FlowRun:
         return self._ends or step == self.trainer.last or self._session.is_due(every, step)
 
     async def _end_training(self) -> None:
-        """Wait for the updates that the next answers need, and release the policy's memory."""
+        """Wait for the updates that must finish before engines generate again, and release the
+        policy's memory.
+        """
         if self._trained is not None:
             await self.devices.finish_pool("actor")
             # engines on the critic's devices wait for it
@@ -604,8 +610,9 @@ class FlowRun:
         self._validated = self.step
 
     async def _save_if_due(self) -> None:
-        """Save a checkpoint if one is due, after the last step, or if a stop was requested. In the
-        last case, stop the run."""
+        """Save a checkpoint if one is due, if this is the last step, or if a stop was requested. In
+        the last case, also stop the run.
+        """
         is_last = self._ends or self.step == self.last
         every = self.config.trainer.save_every_steps
         if self._session.is_due(every, self.step) or is_last or self._session.stop_asked:

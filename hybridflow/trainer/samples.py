@@ -44,16 +44,16 @@ class Samples(Protocol):
         """Return the last step for which samples exist; None if unlimited."""
 
     def keep(self, batch: DataProto) -> DataProto:
-        """Move token columns that were created on the driver to the object store, for workers."""
+        """Move token columns created on the driver to the object store, where workers read them."""
 
     def dump(self, folder: Path, step: int, batch: DataProto) -> None:
-        """Write a step's samples to disk, for inspection and for runs that train on them."""
+        """Write a step's samples to disk, for inspection or for a later run that trains on them."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON-serializable state for `restore`."""
 
     async def begun(self) -> DataProto | None:
-        """Return the answers in progress, to be saved together with `state`."""
+        """Return the answers that are still being generated, to be saved together with `state`."""
 
     async def restore(
         self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0
@@ -69,8 +69,8 @@ class Sampled:
     several.
 
     Args:
-        keep: moves token columns that were created on the driver to the object store, for workers
-            and engines.
+        keep: moves token columns created on the driver to the object store, where workers and
+            engines read them.
         made_with: `rollout.dumps.identity` of this run.
     """
 
@@ -110,7 +110,7 @@ class Sampled:
         while batch is None:
             with self.timeline.phase("gen"):
                 answered = await self.groups.next_batch(step - 1)
-            # only the remainder: groups are scored as soon as they finish
+            # only the remaining time, because groups are scored as soon as they finish
             with self.timeline.phase("reward"):
                 batch = collected.add(self._counted(answered.union(await self.groups.scores())))
         self._dynamic = collected.metrics
@@ -154,10 +154,10 @@ class Sampled:
 
 
 class Dumped(Sampled):
-    """The samples in an earlier run's dumps, used instead of new answers."""
+    """Training samples from an earlier run's dumps, used instead of new answers."""
 
     def __init__(self, dumps: Dumps, *given: Any) -> None:
-        """`given`: the arguments of `Sampled`."""
+        """`given`: arguments passed to `Sampled`."""
         super().__init__(*given)
         self.dumps = dumps
 

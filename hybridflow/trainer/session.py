@@ -124,9 +124,9 @@ class Session:
     # ---- checkpoints
 
     def know(self, fingerprint: Fingerprint, checkpoint: Checkpoint | None) -> list[str]:
-        """Save the configuration, the environment and the run's fingerprint. Returns one line for
-        each difference from the checkpoint that the run resumes from. An earlier start's
-        configuration is kept next to the new one.
+        """Save the configuration, the environment and the run's fingerprint. If an earlier start
+        used another configuration, its file is kept. Returns one line for each difference from the
+        checkpoint that the run resumes from.
 
         Raises:
             ConfigError: the checkpoint was trained on other data; nothing is changed.
@@ -159,14 +159,14 @@ class Session:
         return changes
 
     def has_other_data(self, checkpoint: Checkpoint) -> bool:
-        """Return True if this run's rows differ from those to which the checkpoint's data position
-        refers."""
+        """Return True if the checkpoint's data position refers to other rows than this run's data."""
         return self.store.fingerprint.has_other_data(checkpoint.fingerprint, checkpoint.phase)
 
     def lost_records(self, checkpoint: Checkpoint | None) -> list[str]:
-        """Return one line for each record file in which steps before the checkpoint are missing;
-        these steps are not rerun. A linked checkpoint is not checked, because its records are in
-        another folder."""
+        """Return one line for each record file that lacks steps from before the checkpoint. Those
+        steps are not rerun, so their records stay missing. A linked checkpoint is not checked,
+        because its records are in another folder.
+        """
         if checkpoint is None or checkpoint.folder.is_symlink():
             return []
         phase = _TRACKER_PHASE[checkpoint.phase]
@@ -192,14 +192,14 @@ class Session:
         ]
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
-        """Call `check_folder`, and record the metrics of one step."""
+        """Record the metrics of one step, after checking that the run folder still exists."""
         self.check_folder()
         self.latest[phase] = {"step": step, **metrics}
         self.tracker.log(step, metrics, phase)
 
     def check_folder(self) -> None:
-        """Check that the run folder is still in place. Otherwise, records would be written to a
-        moved folder, or lost with a removed one.
+        """Check that the run folder still exists, because records would otherwise be written to a
+        moved folder or lost.
 
         Raises:
             HybridFlowError: the run folder has been renamed, moved or emptied since `know` was
@@ -235,9 +235,10 @@ class Session:
         return self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
 
     def go_back(self, checkpoint: Checkpoint | None) -> None:
-        """Do the same as `resume`, but within a session that continues: elapsed time is still
-        counted, and `totals["restarts"]` is increased by one. Without a checkpoint, return to the
-        state before the first step."""
+        """Like `resume`, but within the current session: elapsed time is still counted, and
+        `totals["restarts"]` is incremented. Without a checkpoint, return to the state before the
+        first step.
+        """
         seconds = self.totals_now()["seconds_total"]
         restarts = self.totals.get("restarts", 0.0)
         engine_restarts = self.totals.get("engine_restarts", 0.0)
@@ -293,7 +294,9 @@ class Session:
         self._spans.close()
 
     def end_tracking(self, say: Callable[[str], None]) -> None:
-        """Close the trackers, after the report, and say which records they have lost."""
+        """Close the trackers once the report is written, and report any records that they have
+        lost.
+        """
         with suppress(OSError):
             for line in self.tracker.close():
                 say(line)

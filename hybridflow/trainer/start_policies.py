@@ -16,7 +16,7 @@ from hybridflow.trainer.own_policies import Learner
 
 
 class FurtherPolicies:
-    """A job's further policies. The cluster must have started.
+    """A job's further policies. Create this object after the cluster has started.
 
     Attributes:
         jobs: a view of the job for each policy.

@@ -1,5 +1,6 @@
-"""Stops of a run, at which the program that started it can act: between two steps, or inside a step
-that the program runs by hand."""
+"""Stops at which a run hands control back to the program that started it: between two steps, or
+inside a step that the program runs by hand.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ Steps = Generator[None, None, T]
 
 @dataclass
 class Stops:
-    """The stops of one run, and the run's components once they exist.
+    """State of a run's stops, and the run's components once they exist.
 
     Attributes:
-        enabled: False if the run does not stop before its end, as on the command line.
+        enabled: False if the run never stops early, as when started from the command line.
         is_in_step: True if the run has stopped inside a step, for `by_hand`.
         finish: writes the summary and the report, and returns the summary.
         summary: the result, set at the last stop.
@@ -40,7 +41,7 @@ class Stops:
     _released: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def stop(self) -> None:
-        """Wait until the program continues the run."""
+        """Hand control to the program, and wait until it continues the run."""
         if not self.enabled:
             return
         self._released.clear()
@@ -77,7 +78,7 @@ class Stops:
         reached.cancel()
 
     def end(self, summary: Mapping[str, Any]) -> Steps[None]:
-        """Make the last stop, while the run's components still exist."""
+        """Stop for the last time, while the run's components still exist."""
         if self.enabled:
             self.summary = self.finish(summary)
             yield

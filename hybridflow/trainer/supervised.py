@@ -1,5 +1,6 @@
-"""Training on a dataset instead of generated answers: supervised fine-tuning, as a run's warm start
-or as a separate job, and training of a reward model on preference pairs."""
+"""Training on a dataset instead of generated answers: supervised fine-tuning (as a run's warm start
+or as a separate job) and reward-model training on preference pairs.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ _SCORED_AT_ONCE = 512  # held-out pairs
 
 
 class SupervisedTrainer:
-    """Runs `config.steps` updates on batches of a dataset. `config` is the section of the run's
-    configuration called `section`."""
+    """Runs `config.steps` updates on batches of a dataset. `config` is the configuration section
+    named `section`.
+    """
 
     phase: ClassVar[Phase]
     section: ClassVar[str]
@@ -67,8 +69,9 @@ class SupervisedTrainer:
         self.step = checkpoint.step
 
     async def fit(self, on_step: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Run all remaining steps. `on_step` is awaited between steps, for example to notice an
-        engine that failed to start."""
+        """Run all remaining steps. `on_step` is awaited between steps, for example to detect an
+        engine that failed to start.
+        """
         session = self.session
         every = self.session.config.trainer.save_every_steps
         with (
@@ -114,7 +117,7 @@ class SupervisedTrainer:
                     await session.stop_if_asked()
 
     def also(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics other than the loss to record from an update's means."""
+        """Return the metrics besides the loss that are recorded from an update's means."""
         return {}
 
     async def save(self) -> Path:
