@@ -1,2 +1,3 @@
-"""Process management: startup and shutdown, rendezvous, and exchange of text outside the training
-collectives."""
+"""Process management: startup and shutdown, rendezvous, and text exchange outside the training
+collectives.
+"""

@@ -1,5 +1,5 @@
-"""Setup of child processes: exit together with the parent, even if the parent is killed with
-SIGKILL, and apply the child's own environment.
+"""Setup of child processes: they exit together with their parent, even if it is killed with
+SIGKILL, and apply their own environment.
 
 Engines and workers start further processes. Without this, a killed run would leave them behind,
 occupying ports and memory. Linux only (`prctl(PR_SET_PDEATHSIG)`).
@@ -28,11 +28,12 @@ def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to SIGKILL this process when its parent ends.
 
     The kernel watches the *thread* that forked this process, so that thread should live as long as
-    this process. The request is not inherited: each generation has to repeat it.
+    this process. The setting is not inherited by child processes, so each process has to repeat the
+    call.
 
     Args:
-        parent: pid of the parent before the fork; None if unknown. If that parent has already
-            exited, the kernel sends no signal, so this process exits immediately.
+        parent: the parent's pid, read before the fork; None if unknown. If the parent has already
+            exited, the kernel never sends the signal, so this process exits immediately.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -41,8 +42,9 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Return the state of a local process as shown in /proc: `R` running, `S` sleeping, `T`
-    stopped, `Z` zombie; empty if it does not exist."""
+    """Return a local process's state letter from /proc (`R` running, `S` sleeping, `T` stopped, `Z`
+    zombie), or an empty string if the process does not exist.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -68,8 +70,9 @@ def end_processes(pids: Sequence[int], patience_s: float = _KILL_WAIT_S) -> None
 
 
 def use_threads_of_environment() -> None:
-    """Apply OMP_NUM_THREADS (default: the number of cores) to torch if it was imported before the
-    variable was set. If imported later, torch reads the variable itself."""
+    """Set torch's thread count to OMP_NUM_THREADS (default: the number of cores) if torch was
+    imported before the variable was set. A later import reads the variable itself.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(
             int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))

@@ -1,5 +1,6 @@
-"""Exchange of short texts between all ranks over a separate gloo group, so that a background thread
-may use it while training uses the other groups."""
+"""Text exchange between all ranks over a separate gloo group, so that a background thread can use
+it while training uses the other groups.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ class Exchange:
     order."""
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: seconds that `gather` waits for the slowest rank."""
+        """`timeout_s`: how long `gather` waits for the slowest rank, in seconds."""
         self.of = dist.group.WORLD
         self.world = dist.get_world_size()
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
@@ -56,8 +57,9 @@ _shared: Exchange | None = None
 
 
 def shared_exchange(timeout_s: float = 1800.0) -> Exchange:
-    """Return the exchange used for loads and exports on the training thread. The first call is
-    collective: it creates the exchange and sets its timeout."""
+    """Return the exchange that the training thread uses for loads and exports. The first call
+    creates it with this timeout, and is collective.
+    """
     global _shared
     if _shared is None or _shared.of is not dist.group.WORLD:  # a process may have changed worlds
         _shared = Exchange(timeout_s)

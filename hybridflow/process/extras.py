@@ -1,4 +1,4 @@
-"""Mapping from missing modules to the extras of this package that provide them."""
+"""Mapping from missing modules to the package extras that install them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hybridflow.errors import ResourceError
 
-# import name -> (distribution, extra); without an extra, the package itself requires it
+# import name -> (distribution, extra); an empty extra: a dependency of the package itself
 MODULES = {
     **{
         name: (name, "")
@@ -38,8 +38,9 @@ WITHOUT_KERNELS = (
 
 
 def require(*modules: str) -> None:
-    """Raise ModuleNotFoundError for the first of these modules that is not installed. Call it
-    before starting processes that need them."""
+    """Raise ModuleNotFoundError if one of these modules is not installed. Call it before starting
+    processes that need them.
+    """
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -61,8 +62,9 @@ def missing_package(error: ModuleNotFoundError, user: str = "this command") -> s
 
 @contextmanager
 def naming_packages(user: str) -> Iterator[None]:
-    """If an import inside the block fails because a package of an extra is missing, raise a
-    ResourceError that names the package to install."""
+    """Context manager: if an import in the block fails because a package from an extra is missing,
+    raise a ResourceError that names the package to install.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,10 +1,9 @@
-"""The client of a fork server (`fork_server`): requests a process, and acts as its proxy for the
-caller.
-
-Standard library only. Run as a script, `python -I -S fork_client.py SOCKET ARGUMENT...` acts as
-`python -P ARGUMENT...` with the modules already loaded. It passes on its environment, working
-directory and standard streams, forwards SIGTERM and SIGINT, and exits with the process's status. If
-the server does not answer, it replaces itself with a regular interpreter.
+"""The client of a fork server (`fork_server`). It requests a forked process and represents that
+process to the caller. Uses only the standard library. As a script, `python -I -S fork_client.py
+SOCKET ARGUMENT...` behaves like `python -P ARGUMENT...` with the modules already loaded. It passes
+its environment, working directory and standard streams to the fork, forwards SIGTERM and SIGINT,
+and exits with the fork's status. If the server does not respond, it replaces itself with a regular
+interpreter.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ _POLL_S = 0.02
 
 
 def address_of(name: str) -> str:
-    """Return the abstract unix socket address of the server with this name. It has no file, and
-    disappears when the server exits."""
+    """Return the abstract Unix socket address of the server with this name. An abstract address has
+    no file and disappears when the server exits.
+    """
     return f"\0hybridflow-fork-{name}"
 
 
 def peer_user(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end of a unix socket, whether that process
-    connected or listened."""
+    """Return the user id of the process at the other end of a Unix socket. Works for both the
+    connecting and the listening process.
+    """
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", peer)[1])
 
 
 class ForkedProcess:
-    """A process started by a fork server, with the methods of `subprocess.Popen` that its users
-    need.
-
-    When this end of the connection is closed, or this process exits, the forked process is sent
-    SIGTERM.
+    """Handle of a process started by a fork server, with a subset of the methods of
+    `subprocess.Popen`. The forked process gets SIGTERM when this end of the connection is closed,
+    also by the exit of this process.
     """
 
     def __init__(self, connection: socket.socket, pid: int, answers: IO[str]) -> None:
@@ -107,20 +106,20 @@ def fork(
     *,
     leader: bool = False,
 ) -> ForkedProcess:
-    """Have the server run `python -P ARGV...` (a script, or -m and a module) in a fork of itself.
+    """Request that the server run `python -P ARGV...` (a script, or -m and a module) in a fork.
 
     Args:
         name: the server's name.
         argv: the script or `-m MODULE`, and its arguments.
         env: the complete environment.
         files: descriptors for the process's standard input, output and error.
-        leader: True if the process should lead a separate session and handle its own shutdown. It
-            starts with SIGTERM blocked, and must unblock it once its handler is installed. Other
-            processes are killed when the server exits.
+        leader: True for a process that leads a separate session and handles its own shutdown. It
+            starts with SIGTERM blocked, and must unblock the signal once its handler is installed.
+            If False, the process is killed when the server exits.
 
     Raises:
-        OSError: the server does not exist, has exited, or belongs to another user. In these cases
-            nothing was sent.
+        OSError: the server does not exist, has exited, or belongs to another user; nothing was
+            sent.
     """
     order = {"argv": list(argv), "env": dict(env), "cwd": os.getcwd(), "leader": leader}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,12 +1,12 @@
-"""A server that preloads modules and forks the processes that need them. A new interpreter needs
-several core-seconds each for importing torch, Megatron and SGLang; a fork takes milliseconds.
+"""A server that preloads modules and forks the processes that need them. A new interpreter spends
+several core-seconds on importing each of torch, Megatron and SGLang; a fork takes milliseconds.
 
 `python -m hybridflow.process.fork_server SOCKET MODULE... [/ SOCKET MODULE...]...` loads the
-modules. For each connection (`fork_client.fork`) by the same user to the listening socket with that
-descriptor, it forks a process. Each `/` begins another server, which starts as a fork of the first.
-Use it only on machines without CUDA, which does not survive a fork. Requests are rejected if a
-module has started threads, which would not survive either. When the server exits, its forks are
-killed, except those that lead a separate session.
+modules. SOCKET is the descriptor of a listening socket. For each connection to it by the same user
+(`fork_client.fork`), the server forks a process. Each `/` begins another server, which is itself
+forked from the first. Use it only on machines without CUDA, because CUDA contexts do not survive a
+fork. For the same reason, requests are rejected if a module has started threads. When the server
+exits, its forks are killed, except those that lead a separate session.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _name(words: Sequence[str]) -> None:
-    """Set this process's title to `python WORDS...`. SGLang sets titles with the same library,
-    which must be used once before the environment changes."""
+    """Set this process's title to `python WORDS...`. Uses the same library as SGLang, which must be
+    called once before the environment changes.
+    """
     with suppress(ImportError):
         import setproctitle
 
@@ -172,8 +173,8 @@ def _read(connection: socket.socket, files: list[int]) -> dict[str, Any]:
         raise ValueError(f"expected 3 file descriptors, got {len(files)}")
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise ValueError(
-            f"the server has {threads} threads: a fork would keep only one of them, but also the "
-            "locks of the others"
+            f"the server has {threads} threads: a fork keeps only the calling "
+            "thread, while locks held by the others stay locked"
         )
     order: dict[str, Any] = json.loads(text)
     return order

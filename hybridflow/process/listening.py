@@ -1,5 +1,6 @@
-"""Lookup of the user that listens at a local address, before a key or token is sent there. Any user
-can occupy a port that is about to be used, and would then receive the real server's credentials.
+"""Lookup of the user that listens on a local address. Used before a key or token is sent there. Any
+user can occupy a port that is about to be used, and would then receive the real server's
+credentials.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ _LONG = 40  # temporary folders with longer names may leave no room for socket p
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A detected problem. An error prevents a run; `remedy` is empty if no action is needed."""
+    """A detected problem. If it is an error, no run can start. `remedy` is empty if no action is
+    needed.
+    """
 
     topic: str
     level: Literal["ok", "unused", "warning", "error"]
@@ -42,8 +44,9 @@ def obstacles(libraries: Sequence[str] = tuple(LIBRARIES)) -> list[Obstacle]:
 
 
 def require_none(libraries: Sequence[str]) -> None:
-    """Raise ResourceError, including the remedies, if a run that imports these libraries could not
-    start."""
+    """Raise a ResourceError with the problems and their remedies if a run that imports these
+    libraries could not start.
+    """
     found = [one for one in obstacles(libraries) if one.level == "error"]
     if found:
         raise ResourceError("\n".join(f"{one.topic}: {one.what}; {one.remedy}" for one in found))

@@ -16,8 +16,9 @@ _RANDOM = 8  # characters that mkdtemp appends
 
 
 def compiled_code() -> str:
-    """Return the folder in which torch may cache compiled code. Its default is a predictable path
-    in /tmp that another user could have created first."""
+    """Return the folder in which torch may cache compiled code. Torch's default is a predictable
+    path in /tmp, which another user could have created first.
+    """
     return f"{Path.home()}/.cache/torchinductor"
 
 
@@ -45,8 +46,8 @@ def parent_of_private(name_bytes: int, room: int = 0) -> Path:
 def make_private_folder(prefix: str, room: int = 0) -> Path:
     """Create a folder of mode 0700 whose name begins with `prefix`, in `parent_of_private`.
 
-    Ray makes its --temp-dir, but not the parent folder, accessible to all users. Its --temp-dir
-    should therefore be `RAY` inside this folder.
+    Ray makes its --temp-dir accessible to all users, but not the parent folder. Pass `RAY` inside
+    this folder as Ray's --temp-dir.
 
     Raises:
         ResourceError: the folder cannot be created, or others could replace it.

@@ -20,7 +20,8 @@ def join_world(backend: str, timeout_s: float, undo: Callable[[], None] | None =
     MASTER_PORT, unless this process is already in one.
 
     `timeout_s` bounds every collective: if a rank dies, the others get an error instead of hanging.
-    `undo` is called by `leave_world`, to drop process groups that the caller creates.
+    `undo` is called by `leave_world`, so that the caller can drop the process groups that it has
+    created.
     """
     import torch.distributed as dist
 

@@ -1,10 +1,8 @@
-"""The job's secret, and mutual authentication over a plain socket, in which two processes prove
-that they know it.
-
-The driver generates the secret. Ranks receive it in a Ray call, which requires Ray's own token;
-their engines receive it in their environment, which the kernel shows only to this user. It is never
-sent over a connection that it protects: each end sends a random challenge and answers the other
-end's challenge with an HMAC.
+"""The job's secret, and mutual authentication over a plain socket: two processes prove to each
+other that they know the secret. The driver generates the secret. Ranks receive it in a Ray call,
+which requires Ray's own token; engines receive it in their environment, which only this user can
+read. It is never sent over a connection that it protects: each end sends a random challenge and
+answers the other end's challenge with an HMAC.
 """
 
 from __future__ import annotations
@@ -45,8 +43,9 @@ def without_credentials() -> dict[str, str]:
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """Return the HMAC-SHA256 of the parts under the job's secret. Different lists of parts are
-    encoded as different messages."""
+    """Return the HMAC-SHA256 of the parts under the job's secret. The encoding is unambiguous: two
+    different lists of parts never give the same message.
+    """
     whole = [part.encode() if isinstance(part, str) else part for part in parts]
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in whole)
     return hmac.digest(job_secret().encode(), framed, "sha256")
@@ -57,7 +56,7 @@ class Greeting:
 
     Args:
         purpose: purpose of the connection; must be the same at both ends.
-        is_client: True if this end opened the connection. A client's answer is never valid as a
+        is_client: True if this end opened the connection. A client's proof is never accepted as a
             server's, or vice versa.
     """
 
@@ -68,15 +67,15 @@ class Greeting:
         self.theirs = b""  # the other end's challenge, once received
 
     def proof(self) -> bytes:
-        """Return the answer to the other end's challenge."""
+        """Return this end's proof: its answer to the other end's challenge."""
         return self._digest("client" if self._is_client else "server")
 
     def is_proven(self, proof: bytes) -> bool:
-        """Return True if `proof` answers our challenge."""
+        """Return True if `proof` is the correct answer to this end's challenge."""
         return hmac.compare_digest(self._digest("server" if self._is_client else "client"), proof)
 
     def key(self) -> bytes:
-        """Return a key that is used only for messages of this connection."""
+        """Return the key with which the messages of this connection are signed."""
         return self._digest("key")
 
     def _digest(self, use: str) -> bytes:
@@ -91,8 +90,8 @@ def greet(connection: socket.socket, purpose: str, within_s: float) -> Greeting 
     if the other end does not know the secret.
 
     Args:
-        within_s: timeout in seconds for the whole exchange, so that a peer that sends a byte now
-            and then cannot prolong it.
+        within_s: timeout in seconds for the whole exchange. A peer that sends single bytes cannot
+            extend it.
 
     Raises:
         OSError: the connection broke, or the other end is silent or slow.
@@ -109,7 +108,8 @@ async def greet_client(
     read: Callable[[int], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]], purpose: str
 ) -> Greeting | None:
     """Perform the server's half of `greet` in an event loop; the caller sets the deadline. Returns
-    None if the client does not know the secret; such a client sees nothing but a challenge."""
+    None if the client does not know the secret. Such a client is sent nothing but the challenge.
+    """
     greeting = Greeting(purpose, is_client=False)
     await write(greeting.challenge)
     greeting.theirs = await read(CHALLENGE_BYTES)
@@ -120,10 +120,11 @@ async def greet_client(
 
 
 class Lobby:
-    """A limit of `most` simultaneous connections, for example unauthenticated ones, because each
-    uses a file descriptor of this process. When the limit is reached, the oldest connection is
-    closed. Foreign connections therefore evict each other; a process of the job needs its slot for
-    milliseconds only, and reconnects if evicted."""
+    """Limits the number of simultaneous connections to `most`, for example of unauthenticated ones,
+    because each uses a file descriptor of this process. When the limit is reached, the oldest
+    connection is closed. Foreign connections therefore evict each other, whereas a process of the
+    job needs its slot only for milliseconds and reconnects if evicted.
+    """
 
     def __init__(self, most: int = 64) -> None:
         self._most = most

@@ -43,10 +43,9 @@ class _Unpickler:
 
 
 def sign_objects() -> None:
-    """Replace the pickler and unpickler that torch's object collectives use in this process.
-
-    Raises RuntimeError if this torch version uses other names for them, because object collectives
-    would be unprotected.
+    """Replace the pickler and unpickler that torch's object collectives use in this process. Raises
+    RuntimeError if this torch version names them differently, because its object collectives would
+    stay unprotected.
     """
     from torch.distributed import distributed_c10d
 

@@ -1,7 +1,7 @@
-"""Recording of a process's calls and their times, for `hybridflow timeline`.
+"""Recording of a process's calls and their durations, for `hybridflow timeline`.
 
-Each process appends JSON lines to a file next to its log, `actor-rank0.spans.jsonl`. The first line
-of each start names the process and its machine; the others are
+Each process appends JSON lines to a file next to its log, `actor-rank0.spans.jsonl`. Each start
+writes a first line with the process's name and machine. The other lines look like this:
 
     {"name": "update_policy", "start": 1764255600.1, "seconds": 0.8, "thread": "main"}
     {"counter": "requests of engine-0", "at": 1764255600.1, "value": 64}
@@ -9,8 +9,8 @@ of each start names the process and its machine; the others are
     {"clock": "actor rank 4", "ahead": 0.0012, "within": 0.0003}
 
 `start` and `at` are Unix times of the machine's own clock, and `seconds` comes from a monotonic
-clock. `clock` records how far another machine's clock is ahead of this one, and the error of that
-measurement, both in seconds.
+clock. A `clock` line records by how many seconds another machine's clock is ahead of this one, and
+the error of that measurement.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 SUFFIX = ".spans.jsonl"
-_MOST_BYTES = 32 << 20  # then the file is replaced, and the previous one is kept
+_MOST_BYTES = 32 << 20  # at this size the file is rotated; the previous one is kept
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SpanFile:
-    """The spans of one process. Thread-safe. Each line is written immediately, because processes of
-    a run are ended by SIGKILL."""
+    """The spans of one process. Thread-safe. Each line is written immediately, because a run's
+    processes may be ended by SIGKILL.
+    """
 
     def __init__(self, path: Path, process: str) -> None:
         self.path = path
@@ -60,8 +61,9 @@ class SpanFile:
         self.write({"mark": name, "at": round(unix_time(), 6)})
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record. After an error, such as a full disk, nothing more is recorded; the error
-        is printed to the process's log."""
+        """Append a record. After an error, such as a full disk, recording stops and the error is
+        printed to the process's log.
+        """
         with self._lock:
             if self._is_over:
                 return
@@ -108,8 +110,9 @@ def current() -> SpanFile | None:
 
 @contextmanager
 def span(name: str, least_s: float = 0.0) -> Iterator[None]:
-    """Record the `with` block as a span, if this process records spans and it took at least
-    `least_s` seconds."""
+    """Record the `with` block as a span if this process records spans and the block took at least
+    `least_s` seconds.
+    """
     file = _current
     if file is None:
         yield
@@ -136,7 +139,7 @@ def unix_time() -> float:
 
 
 def boot_id() -> str:
-    """Identify the running system of this machine; processes with the same one share a clock."""
+    """Return an id of this machine's current boot. Processes with the same id share a clock."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -144,10 +147,9 @@ def boot_id() -> str:
 
 
 def ahead(before: float, there: float, after: float) -> tuple[float, float]:
-    """Return (seconds by which another clock is ahead of this one, largest error).
-
-    `there` is the other clock's time, read between `before` and `after` on this one (Cristian
-    1989). The error is half of the round trip.
+    """Return (seconds by which another clock is ahead of this one, maximum error). `there` is the
+    other clock's time, read between `before` and `after` on this one (Cristian 1989). The maximum
+    error is half of the round-trip time.
     """
     half = (after - before) / 2
     return there - before - half, half

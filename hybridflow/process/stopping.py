@@ -1,4 +1,4 @@
-"""Handling of SIGTERM, which schedulers send: it is treated as a request to stop, like Ctrl-C."""
+"""Handling of SIGTERM, as sent by schedulers. It stops the process in the same way as Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the main thread on SIGTERM, so that everything that was started is
-    shut down in order."""
+    """Make SIGTERM raise KeyboardInterrupt in the main thread, so that everything that was started
+    is shut down in order.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

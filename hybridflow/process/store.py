@@ -6,8 +6,8 @@ read and forge messages between ranks. Here both ends prove that they know the j
 (`process.secret`), and every message carries an HMAC of its content and sequence number, using a
 per-connection key. Nothing is encrypted.
 
-A frame consists of its length, the HMAC, and fields, each preceded by its length. The fields of a
-request are the method and its arguments; the fields of an answer are a status and the result.
+A frame consists of its length, the HMAC, and length-prefixed fields. A request contains the method
+and its arguments, an answer contains a status and the result.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StoreLate(StoreError):
     """Raised if keys are not set by the deadline.
 
     Attributes:
-        missing: the keys that were not set at the server's last check.
+        missing: the keys that were still not set when the server last checked.
     """
 
     def __init__(self, message: str, missing: list[str]) -> None:
@@ -92,7 +92,7 @@ def _size(header: bytes) -> int:
 
 
 class StoreServer:
-    """A key-value server: the keys, and a thread that serves them for the lifetime of this object.
+    """The key-value server. Its thread serves requests for the lifetime of this object.
 
     Args:
         host, port: the only address on which it listens; port 0 selects a free port.
@@ -143,7 +143,7 @@ def _serve(loop: asyncio.AbstractEventLoop, listener: socket.socket, keys: _Keys
 
 
 class _Keys:
-    """The server's data. Used only by its thread."""
+    """The server's keys and values. Accessed only by the server's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -233,8 +233,9 @@ async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 class _Connection:
-    """A connection to a `StoreServer`. Waits for the server to start. Requests of several threads
-    are serialized."""
+    """A connection to a `StoreServer`. Waits for the server to start. Requests from several threads
+    are serialized.
+    """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self.host = host
@@ -264,8 +265,9 @@ class _Connection:
             time.sleep(_RETRY_S)
 
     def ask(self, method: str, *arguments: bytes, within_s: float = 0.0) -> list[bytes]:
-        """Send a request and return its results. Raises StoreError if there is no answer, StoreLate
-        if keys are not set in time."""
+        """Send a request and return its results. Raises StoreError if the server does not respond,
+        StoreLate if keys are not set in time.
+        """
         with self._lock:
             try:
                 self._socket.settimeout(within_s + max(_GRACE_S, self.timeout_s))
@@ -319,12 +321,13 @@ class Keys:
         self.connection.ask("append", self._key(key), _bytes(value))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, initially 0, and return its new value."""
+        """Add to a counter, which starts at 0, and return its new value."""
         return int(self.connection.ask("add", self._key(key), str(amount).encode())[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write `desired` if the current value is `expected`, or if there is none and `expected` is
-        empty. Returns the resulting value, or `expected` if there is none."""
+        """Set the key to `desired` if its current value is `expected`, or if it is not set and
+        `expected` is empty. Returns the resulting value, or `expected` if the key is still not set.
+        """
         return self.connection.ask(
             "compare_set", self._key(key), _bytes(expected), _bytes(desired)
         )[0]
@@ -365,7 +368,8 @@ class StoreClient(Keys):
         timeout_s: deadline for reaching the server, and default timeout of `get` and `wait`.
 
     Raises:
-        StoreError: no process that knows the job's secret answers there by the deadline.
+        StoreError: no process that knows the job's secret has responded at this address by the
+            deadline.
     """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
@@ -374,8 +378,9 @@ class StoreClient(Keys):
 
 
 class MasterStore(StoreClient):
-    """The server together with a first client. If `port` is 0, it listens on a free port,
-    `store.port`. Raises OSError if the port is taken."""
+    """A server and its first client. If `port` is 0, the server listens on a free port,
+    `store.port`. Raises OSError if the port is taken.
+    """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._server = StoreServer(host, port)

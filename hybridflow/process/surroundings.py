@@ -20,7 +20,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 @cache
 def own_addresses() -> tuple[str, ...]:
-    """Return the names and addresses at which programs on this machine reach each other."""
+    """Return the names and addresses under which programs on this machine reach each other."""
     import psutil
 
     interfaces = []
@@ -44,7 +44,7 @@ def is_own(url: str) -> bool:
 
 
 def proxies(env: Mapping[str, str]) -> list[str]:
-    """Return a sorted list of the variables in `env` that set a proxy."""
+    """Return the variables in `env` that set a proxy, as a sorted list."""
     names = []
     for name, value in env.items():
         if name.lower() in _PROXIES and value:
@@ -53,8 +53,9 @@ def proxies(env: Mapping[str, str]) -> list[str]:
 
 
 def without_proxy(env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that exempt this machine's addresses from proxies, in addition to those that
-    `env` already exempts; empty if `env` sets no proxy."""
+    """Return variables that exempt this machine's addresses from proxies, in addition to the
+    addresses that `env` already exempts. Empty if `env` sets no proxy.
+    """
     if not proxies(env):
         return {}
     given = []

@@ -14,8 +14,10 @@ _held: list[TorchStore] = []
 
 
 class TorchStore(Keys, Store):
-    """A `torch.distributed.Store` over the connection of `keys`, which stays open until `release`
-    or the end of this process. `prefix` separates the keys of different process groups."""
+    """A `torch.distributed.Store` that uses the connection of `keys`, which stays open until
+    `release` is called or this process ends. `prefix` separates the keys of different process
+    groups.
+    """
 
     def __init__(self, keys: Keys, prefix: str = "") -> None:
         Store.__init__(self)
@@ -35,7 +37,7 @@ class TorchStore(Keys, Store):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:
-        """Return True: `append`, `multi_get` and `multi_set` are available."""
+        """Return True, because `append`, `multi_get` and `multi_set` are available."""
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:

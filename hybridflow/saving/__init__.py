@@ -1,2 +1,3 @@
-"""Checkpoints, in the same format for every training backend: rectangles of global tensors, one
-file per rank, and a manifest that is written last."""
+"""Checkpoints. All training backends use the same format: one file per rank with rectangles of
+global tensors, and a manifest that is written last.
+"""

@@ -1,8 +1,6 @@
 """Weights of a published folder that training does not use, such as multi-token-prediction layers
-and tensors that the family does not map. An export copies them unchanged, and its config.json
-describes the result.
-
-Checkpoints do not contain them. An export rereads them from the folder.
+and tensors that the family does not map. Checkpoints do not contain them. An export copies them
+unchanged from that folder, and adjusts its config.json accordingly.
 """
 
 from __future__ import annotations
@@ -31,7 +29,9 @@ _TIED = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Carried:
-    """Tensors to copy from `source`, and a message for each kind that is copied or omitted."""
+    """The tensors to copy from `source`, and one message per kind of tensor that is copied or
+    omitted.
+    """
 
     source: SafetensorsFolder | None = None
     entries: tuple[Entry, ...] = ()
@@ -68,7 +68,7 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
         and name.removesuffix(BLOCKS).removesuffix(SCALES) not in source.packed
     ]
     lines = []
-    # a copy would have the values from before training
+    # a copy would hold the values from before training
     if _TIED in names and family.hf.get("tie_word_embeddings"):
         names.remove(_TIED)
         lines.append(
@@ -104,11 +104,10 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
 def exported_config(
     hf_config: Mapping[str, Any], dtype: torch.dtype, entries: Iterable[Entry], folder: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config.json of an export with these tensors, and a line for each changed field.
-
-    It specifies a single precision, under the key names of both transformers 4 and 5. It includes
-    quantisation only for fp8 tensors, multi-token prediction only if its layers are present, and
-    custom code only if its files are in `folder`.
+    """Return the config.json for an export of these tensors, and a line for each changed field. The
+    config sets one precision, under the key names of transformers 4 and 5. It declares quantisation
+    only if there are fp8 tensors, multi-token prediction only if its layers are present, and custom
+    code only if its files are in `folder`.
     """
     written = {entry.name: entry for entry in entries}
     lines = []
@@ -131,7 +130,7 @@ def exported_config(
 
 
 def _groups(names: Iterable[str]) -> str:
-    """Format names as `model.layers.61 (784)`, grouped by layer."""
+    """Group tensor names by layer, and format them with counts, such as `model.layers.61 (784)`."""
     found = Counter(
         ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name
         for name in names
@@ -143,8 +142,9 @@ def _groups(names: Iterable[str]) -> str:
 
 
 def _unquantised(written: Mapping[str, Entry]) -> list[str]:
-    """Return the modules and whole layers without fp8 tensors; empty if there are no fp8 tensors at
-    all."""
+    """Return the names of modules and whole layers that contain no fp8 tensors; empty if the model
+    has no fp8 tensors at all.
+    """
     quantised = set()
     for name, entry in written.items():
         if str(entry.dtype).endswith(FP8):
@@ -185,8 +185,9 @@ def _has_heads(hf_config: Mapping[str, Any], written: Iterable[str]) -> bool:
 
 
 def _is_there(code: object, folder: Path) -> bool:
-    """Return True if the source file for `module.Class` is in the folder or on a hub
-    ("org/name--module.Class")."""
+    """Return True if the source file of each `module.Class` is in the folder or on a hub
+    ("org/name--module.Class").
+    """
     names = []
     for one in code if isinstance(code, list) else [code]:
         if isinstance(one, str):

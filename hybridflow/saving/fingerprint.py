@@ -1,6 +1,7 @@
 """The fingerprint of a run: the inputs that determine its results, i.e. its settings, the contents
-of the files that they name, the tokenizer and the packages. It is stored in checkpoints, and a
-resumed run reports the differences."""
+of the files that they name, the tokenizer and the packages. It is stored in checkpoints, so that a
+resumed run can report differences.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Fingerprint:
     """A run's fingerprint, JSON-serializable for `driver.json`.
 
     Attributes:
-        settings: values by dotted key, except settings whose file contents are recorded.
+        settings: values keyed by dotted key, without the settings that name a file in `files`.
         files: (name, xxh3 of the content) for each file, keyed by the setting that names it.
         tokens: digests of the vocabulary and of the chat template.
         packages: package versions.
@@ -46,8 +47,8 @@ class Fingerprint:
     def of(
         cls, config: RunConfig, tokens: Mapping[str, str], packages: Mapping[str, str]
     ) -> Fingerprint:
-        """Compute the fingerprint. Reads every file named by the settings: data files and the files
-        of custom entries.
+        """Compute the fingerprint. Reads every file that the settings name: data files and custom
+        code.
 
         Raises:
             OSError: a file cannot be read.
@@ -67,8 +68,9 @@ class Fingerprint:
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Fingerprint:
-        """Rebuild a fingerprint from the result of `asdict`. It is empty for a checkpoint from a
-        version without fingerprints. Raises ValueError for anything else."""
+        """Rebuild a fingerprint from the result of `asdict`. For a checkpoint written before
+        fingerprints existed, it is empty. Raises ValueError for anything else.
+        """
         found = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         if not all(isinstance(one, dict) for one in found.values()):
             raise ValueError("the fingerprint's values must be objects")
@@ -105,8 +107,7 @@ class Fingerprint:
         return found
 
     def has_other_data(self, before: Fingerprint, phase: str) -> bool:
-        """Return True if the checkpoint's phase was trained on different rows than this run would
-        use."""
+        """Return True if the checkpoint's phase was trained on other rows than this run would use."""
         key = TRAINED_ON[phase]
         return key in before.files and _contents(self.files.get(key, ())) != _contents(
             before.files[key]

@@ -1,8 +1,6 @@
-"""Export of a model as a Hugging Face folder. Every rank sends the slices it owns, and several
-ranks each write a file, tensor by tensor.
-
-A rank never has more in memory than one whole tensor, plus its slices of the few tensors being
-written.
+"""Export of a model as a Hugging Face folder. Every rank sends the slices that it owns to the ranks
+that write files. These write one file each, tensor by tensor. A rank never holds more than one
+whole tensor, plus its slices of the few tensors being written.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ from hybridflow.saving.safetensors_file import (
 )
 
 MAX_SHARD_BYTES = 4 << 30
-_WRITERS = 4  # files written concurrently; limits the data in flight per rank
+_WRITERS = 4  # number of files written concurrently; limits the data in flight per rank
 
 
 @dataclass(frozen=True)
 class _File:
-    """A file and the rank that writes it."""
+    """An export file and the rank that writes it."""
 
     name: str
     writer: int
@@ -47,8 +45,9 @@ class _File:
 
 @dataclass(frozen=True)
 class Held:
-    """The distributed model: the owner of every piece of each HF tensor, and this rank's tensors,
-    keyed by name."""
+    """The distributed model to export: the owner of every piece of each HF tensor, and this rank's
+    tensors, keyed by name.
+    """
 
     family: Family
     dtype: torch.dtype
@@ -124,7 +123,9 @@ def _put_in_place(partial: Path, folder: Path) -> None:
 
 
 def _agreed(carried: Carried, exchange: Exchange) -> Carried:
-    """Return the tensors to copy from the source, or none if ranks see different files."""
+    """Return the tensors to copy from the source folder, or none if the ranks see different files
+    there.
+    """
     if len(set(exchange.gather(carried.digest()))) == 1:
         return carried
     where = carried.source.folder if carried.source else "the model's original folder"
@@ -141,8 +142,9 @@ def _agreed(carried: Carried, exchange: Exchange) -> Carried:
 def _write_files(
     held: Held, carried: Carried, folder: Path, files: Sequence[_File], exchange: Exchange
 ) -> list[str]:
-    """Write all files, `_WRITERS` at a time. Returns `name sha256` for the files that this rank
-    wrote."""
+    """Write all files, `_WRITERS` at a time. Returns a line `name sha256` for each file that this
+    rank wrote.
+    """
     rank = dist.get_rank()
     owners = held.owners
     parameters = held.parameters
@@ -199,7 +201,7 @@ def _assembled(
     rank: int,
     exchange: Exchange,
 ) -> torch.Tensor:
-    """Assemble the whole tensor on its writer."""
+    """Assemble the whole tensor on the rank that writes it."""
     whole = torch.empty(entry.shape, dtype=entry.dtype)
     for sender, group in groupby(owned, key=lambda one: one.rank):
         pieces = [one.piece for one in group]

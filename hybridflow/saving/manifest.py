@@ -2,11 +2,11 @@
 every file with its size and hash.
 
 `manifest.json` is the last file written into a checkpoint's folder, and is renamed to its final
-name only once it is on disk. A folder without one is not a checkpoint. Hashes are XXH3 (128 bits):
-they need to detect torn, truncated or corrupted files but not an adversary, and they keep pace with
-the disk, whereas SHA-256 would slow every save. `xxhsum -H2 FILE` prints the same digits. The
-manifest itself and the driver's part of a checkpoint contain a hash of their own content. This
-module does not import torch.
+name only once it is on disk. A folder without one is not a checkpoint. Hashes are XXH3 (128 bits),
+which `xxhsum -H2 FILE` also prints. They only need to detect torn, truncated or corrupted files,
+not tampering, and they keep up with the disk, whereas SHA-256 would slow every save. The manifest
+and the driver's part of a checkpoint also contain a hash of their own content. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KINDS = {
 _BLOCK = 4 << 20
 _MOST = 1 << 62  # limit of any size or offset
 _LARGE = 1 << 30
-# an index has about 150 bytes per rectangle
+# an index takes about 150 bytes per rectangle
 _MOST_SEALED_BYTES = 1 << 28
 _MOST_INDEX_BYTES = 1 << 29
 # keys of a Hugging Face config that affect neither the weights nor the computation
@@ -144,7 +144,7 @@ class Manifest:
 
 
 def structure(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a Hugging Face config that determines weights and computation."""
+    """Return the fields of a Hugging Face config that determine the weights and the computation."""
     kept: dict[str, Any] = {}
     for key, value in sorted(hf_config.items()):
         if key not in _INCIDENTAL:
@@ -160,8 +160,9 @@ def config_digest(hf_config: Mapping[str, Any]) -> str:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key in which two Hugging Face configs describe different models,
-    formatted as `KEY is X in the checkpoint, Y here`."""
+    """Compare two Hugging Face configs. Returns a line `KEY is X in the checkpoint, Y here` for
+    each difference that makes them describe different models.
+    """
     one = structure(theirs)
     two = structure(ours)
     found: list[str] = []
@@ -186,14 +187,17 @@ def digest_of(file: Path) -> FileRecord:
 
 
 def problems_of(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
-    """Return a line for each file (of all files, or of `names`) that is missing or has the wrong
-    size or content."""
+    """Check all files, or only `names`. Returns a line for each one that is missing or has the
+    wrong size or content.
+    """
     wanted = manifest.files if names is None else names
     return problems_in(folder, {name: manifest.files[name] for name in wanted})
 
 
 def problems_in(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """Return a line for each of `files` that is missing or has the wrong size or content."""
+    """Check these files. Returns a line for each one that is missing or has the wrong size or
+    content.
+    """
     problems = [_problem_of(folder / name, record) for name, record in files.items()]
     return list(filter(None, problems))
 
@@ -201,7 +205,9 @@ def problems_in(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
 def _problem_of(file: Path, expected: FileRecord) -> str:
     try:
         status = file.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would block and a device would never end
+        if not stat.S_ISREG(
+            status.st_mode
+        ):  # reading a pipe would block, and reading a device would never end
             return f"{file} is not a regular file"
         if status.st_size != expected.size:
             return f"{file} has {status.st_size} bytes, but the manifest lists {expected.size}"
@@ -227,8 +233,8 @@ def _is_hollow(file: Path, status: os.stat_result) -> bool:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's index {chunks: location of each rectangle, hf: location of each HF
-    tensor}.
+    """Return a checkpoint's index. `chunks` contains the location of each rectangle, `hf` that of
+    each HF slice.
 
     Raises:
         CheckpointError: the index is damaged, or an entry is malformed.
@@ -333,17 +339,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def say_saved(folder: Path) -> None:
-    """Create a file next to `folder`, which signals to the driver that every rank has written and
-    synced its part.
-
-    The manifest's existence does not imply this: rank 0 syncs after the rename that makes the
-    manifest visible, and the sync may fail.
+    """Create a marker file next to `folder`. It tells the driver that every rank has written and
+    synced its part. The manifest's existence does not imply this, because rank 0 syncs only after
+    the rename that makes the manifest visible, and the sync may fail.
     """
     _said_by(folder).touch()
 
 
 def is_said_saved(folder: Path) -> bool:
-    """Return True if `say_saved` was called for the folder."""
+    """Return True if `say_saved` has been called for the folder."""
     return _said_by(folder).exists()
 
 

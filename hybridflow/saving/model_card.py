@@ -1,7 +1,6 @@
-"""The model card of an export: README.md, with the facts that the run has recorded. A fact that is
-not recorded has no line, and the licence is left to the user.
-
-The run folder may come from another user, so sizes are limited and texts are escaped.
+"""The model card (README.md) of an export, generated from the run's records. Facts that were not
+recorded are omitted, and the user chooses the licence. The run folder may come from another user,
+so sizes are limited and texts are escaped.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MOST_EVALUATIONS = 16
 _ROWS = 12  # of the curve
 _CACHED = re.compile(r"models--([\w.-]+)--([\w.-]+)/snapshots/(\w+)")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
-# settings of places and of this machine, which say nothing about the model
+# paths and machine settings, which do not describe the model
 _NOT_SHOWN = (
     "name",
     "output_dir",
@@ -56,12 +55,12 @@ _PACKAGES = ("torch", "megatron-core", "transformers")
 
 
 def write_card(export: Path, run: Path, step: int | None = None) -> Path:
-    """Write the card of an export, replacing an earlier one. Returns its path.
+    """Write the model card of an export, replacing an earlier one. Returns its path.
 
     Args:
         run: the folder of the run that trained the model.
-        step: the step of the weights; None for the run's last one, -1 for weights from before the
-            training loop.
+        step: the step at which the weights were saved; None for the run's last step, -1 for weights
+            from before the training loop.
 
     Raises:
         StorageError: the file cannot be written.
@@ -75,7 +74,7 @@ def write_card(export: Path, run: Path, step: int | None = None) -> Path:
 
 
 def card(export: Path, run: Path, step: int | None = None) -> str:
-    """Return the text of the card (`write_card`)."""
+    """Return the text of the model card (see `write_card`)."""
     config = _config(run)
     environment = _json(run / "environment.json", _MOST_RESULTS_BYTES)
     metrics = _metrics(run, math.inf if step is None else step)
@@ -199,7 +198,7 @@ def _curve(metrics: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shown_steps(steps: Sequence[int], validated: Sequence[int]) -> list[int]:
-    """Return some of the steps, evenly spaced, and every validation if there is room for it."""
+    """Select steps to show: evenly spaced ones and, if there is room, every validation."""
     if len(steps) <= _ROWS:
         return list(steps)
     spaced = [steps[round(n * (len(steps) - 1) / (_ROWS - 1))] for n in range(_ROWS)]
@@ -207,7 +206,7 @@ def _shown_steps(steps: Sequence[int], validated: Sequence[int]) -> list[int]:
 
 
 def _evaluation(metrics: Sequence[Mapping[str, Any]], run: Path, step: int | None) -> str:
-    """Return the last validation, and the evaluations of these weights."""
+    """Return the section with the last validation and the evaluations of these weights."""
     rows = [["set", "statistic", "value", "95% interval"]]
     last = max(
         (one for one in metrics if one.get("phase") == "val"),
@@ -226,7 +225,7 @@ def _evaluation(metrics: Sequence[Mapping[str, Any]], run: Path, step: int | Non
 
 
 def _results(run: Path, step: int | None) -> Iterator[Mapping[str, Any]]:
-    """Yield the sets of each evaluation of these weights."""
+    """Yield the per-set results of each evaluation of these weights."""
     if step is None:
         return
     found = sorted((run / EVALUATIONS).glob(f"*/{RESULTS}"))
@@ -277,7 +276,9 @@ def _json(path: Path, most_bytes: int) -> dict[str, Any]:
 
 
 def _metrics(run: Path, most: float) -> list[dict[str, Any]]:
-    """Return the records up to a step. The last record of a phase and step counts."""
+    """Return the metric records up to a step. If a phase and step was recorded twice, only the last
+    record is kept.
+    """
     found: dict[tuple[str, int], dict[str, Any]] = {}
     with suppress(HybridFlowError, OSError):
         for record in read_jsonl(run / "metrics.jsonl", most_bytes=_MOST_METRICS_BYTES):
@@ -288,7 +289,7 @@ def _metrics(run: Path, most: float) -> list[dict[str, Any]]:
 
 
 def _digests(run: Path) -> dict[str, dict[str, str]]:
-    """Return {key: {file: digest of its content}}, as the latest checkpoint has recorded it."""
+    """Return {setting: {file: digest of its content}}, as recorded in the latest checkpoint."""
     with suppress(HybridFlowError, OSError):
         latest = CheckpointStore(run / "checkpoints", Retention()).latest()
         files = latest.fingerprint.files if latest is not None else {}
@@ -334,7 +335,7 @@ def _table(facts: Iterable[tuple[str, Any]]) -> str:
 
 
 def _lines(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as a Markdown table; the first one has the titles."""
+    """Format rows as a Markdown table. The first row contains the column titles."""
     lines = []
     for row in rows:
         lines.append("| " + " | ".join(row) + " |")
@@ -349,7 +350,7 @@ def _number(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as one line of plain text that is no Markdown table or HTML."""
+    """Format a value as one line of plain text, with Markdown tables and HTML escaped."""
     line = " ".join(printable(str(value)[: 4 * _MOST_TEXT]).split())
     for mark in "|<>":
         line = line.replace(mark, f"\\{mark}")
@@ -357,7 +358,7 @@ def _text(value: Any) -> str:
 
 
 def _short(path: str) -> str:
-    """Return a path without the folders of this machine."""
+    """Shorten a path so that it does not reveal this machine's folders."""
     return Path(path).name if Path(path).is_absolute() else path
 
 

@@ -25,7 +25,9 @@ Owners = dict[str, list["OwnedPiece"]]  # slices of each HF tensor, ordered by r
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """A slice, its owner, and the local parameter from which it is read."""
+    """A slice of a Hugging Face tensor, its owner, and the owner's local parameter from which it is
+    read.
+    """
 
     rank: int
     parameter: str
@@ -33,7 +35,7 @@ class OwnedPiece:
 
 
 def megatron_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
-    """Return the owners of every slice in a Megatron world. `ranks` lists the ranks' coordinates,
+    """Assign an owner to every slice in a Megatron world. `ranks` lists the ranks' coordinates,
     indexed by global rank.
 
     Raises:
@@ -45,7 +47,9 @@ def megatron_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
 
 
 def fsdp_owners(family: Family, ranks: int) -> Owners:
-    """Return the owners of every slice among `ranks` FSDP ranks, which have no replicas."""
+    """Assign an owner to every slice among `ranks` FSDP ranks. There are no replicas to choose
+    from.
+    """
     found: Owners = {}
     for rank in range(ranks):
         for local in fsdp_tensors(family, rank, ranks):

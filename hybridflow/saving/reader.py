@@ -1,8 +1,8 @@
 """Reads a checkpoint's tensors by region, as saved global tensors or as Hugging Face tensors. Works
 without ranks, Megatron or pickle.
 
-A checkpoint's `index.json` maps rectangles of global tensors to positions in files, and slices of
-Hugging Face tensors to parts of global tensors.
+A checkpoint's `index.json` maps rectangles of global tensors to file positions, and slices of
+Hugging Face tensors to slices of global tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ Start = tuple[int, ...]
 
 
 class CheckpointFolder:
-    """A `WeightSource` that reads the ranks' folder of a checkpoint (the one with the manifest)."""
+    """A `WeightSource` that reads a checkpoint's role folder, i.e. the folder that contains the
+    manifest.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Read the manifest and the index. Raises CheckpointError if the folder is not a complete
@@ -123,8 +125,9 @@ class CheckpointFolder:
         return merge(self._read(name, start, shape), *factors, self.manifest.lora["alpha"] / rank)
 
     def factors(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the adapters' factors, keyed by PEFT name; empty if there are no
-        adapters. `read` also accepts these names."""
+        """Return the shapes of the adapter factors, keyed by PEFT name; empty if there are no
+        adapters. `read` also accepts these names.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         for name, slices in self._slices.items():
             if is_factor(name):
@@ -173,7 +176,7 @@ class CheckpointFolder:
                 continue
             if any(prod(_overlap(low, size, *other)[1]) for other in parts):
                 raise CheckpointError(
-                    f"{self.folder}: its index describes parts of {name} twice, around {low}"
+                    f"{self.folder}: the index has overlapping entries for {name} near {low}"
                 )
             parts.append((low, size))
             lead = len(key_start) - len(low)
@@ -260,7 +263,7 @@ def _overlap(
 
 
 def _inside(start: Sequence[int], size: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return the region as an index into a tensor that starts at `origin`."""
+    """Return the index of the region in a tensor whose first element is at `origin`."""
     ranges = []
     for a, n, o in zip(start, size, origin, strict=True):
         ranges.append(slice(a - o, a - o + n))

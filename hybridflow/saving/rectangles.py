@@ -1,5 +1,5 @@
-"""Writes a checkpoint's tensors: one file per rank with rectangles of global tensors as raw bytes,
-hashed while writing.
+"""Writes a checkpoint's tensors: one file per rank that contains rectangles of global tensors as
+raw bytes, hashed while writing.
 
 Megatron's own writer forks two processes per rank from a process with gloo threads, and starts a
 270 MB manager process that outlives a killed rank (filesystem_async.py:266 and :55). Here a rank
@@ -41,12 +41,12 @@ class Rectangle:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The element type of the data."""
+        """The data's element type."""
         return self.data.dtype
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the data."""
+        """The data's shape."""
         return tuple(self.data.shape)
 
 
@@ -65,7 +65,9 @@ class HfSlice:
 
 
 def size_of(tensor: Any) -> tuple[int, ...]:
-    """Return a rectangle's size in the global tensor, including prepended axes (layer, expert)."""
+    """Return a rectangle's shape within the global tensor, including prepended axes (layer,
+    expert).
+    """
     return (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
 
 

@@ -70,8 +70,9 @@ def entries_of(family: Family, dtype: torch.dtype) -> list[Entry]:
 
 
 def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
-    """Assign tensors to files and return {file name: its tensors, in order}. A file exceeds
-    `max_bytes` only if one of its tensors does."""
+    """Divide tensors into files. Returns {file name: its tensors, in order}. A file exceeds
+    `max_bytes` only if one of its tensors does.
+    """
     files: list[list[Entry]] = []
     room = -1
     for entry in entries:

@@ -1,7 +1,7 @@
 """Saving and loading of a role's state, optionally in the background. Shared by all training
 backends.
 
-A folder is a checkpoint once it has a `manifest.json`. The manifest is written last, so it is
+A folder is a checkpoint once it contains `manifest.json`, which is written last and is therefore
 missing if the process was killed or the disk was full. An asynchronous save pauses training only to
 copy the state to host memory; a background thread does the rest (docs/adr/0009).
 """
@@ -59,13 +59,14 @@ class State(Protocol):
         ...
 
     def hf(self) -> Iterable[Any]:
-        """The locations of HF tensors: objects with the attributes source, source_start, shape, key
-        and start."""
+        """The mapping of HF tensors to saved tensors, as objects with the attributes of
+        `saving.rectangles.HfSlice`.
+        """
         ...
 
 
 class Holder(Protocol):
-    """The properties of a model that are recorded in a manifest."""
+    """The properties of a model that its manifest records."""
 
     @property
     def family(self) -> Family:
@@ -89,8 +90,9 @@ class Holder(Protocol):
 
 
 class Saver:
-    """Saves a role's state, one save at a time: the next waits for the previous one. All ranks
-    create it and call its methods collectively."""
+    """Saves a role's state. Saves never overlap: each waits for the previous one to finish. All
+    ranks create it and call its methods collectively.
+    """
 
     def __init__(
         self, open_job: Callable[[Path, str, int, Exchange], Job], timeout_s: float = 1800.0
@@ -98,8 +100,8 @@ class Saver:
         """Create a saver with no save in progress.
 
         Args:
-            open_job: creates a save's job from folder, phase, step and exchange. It reads
-                everything except the tensors' data from the live state.
+            open_job: creates a `Job` from folder, phase, step and exchange, and captures everything
+                but the tensor data from the live state.
             timeout_s: maximum time that a rank waits for the slowest rank, and that a save waits
                 for the previous save.
         """
@@ -148,11 +150,8 @@ class Saver:
         self._thread.start()
 
     def done(self) -> bool:
-        """Return True if no save is in progress.
-
-        Raises:
-            CheckpointError: the last save failed; the message contains the reason. Raised only
-                once.
+        """Return True if no save is in progress. Raises: CheckpointError: the last save failed, for
+        the reason in the message. Raised only once per failure.
         """
         if self._thread is not None:
             if self._thread.is_alive():
@@ -193,11 +192,12 @@ class Staging:
         return self._buffer.numel()
 
     def copy(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the same rectangles (dataclasses with `data`) with a copy of their current data.
-        Valid until the next call."""
+        """Return these rectangles (dataclasses with a field `data`), with copies of their current
+        data. The copies are valid until the next call.
+        """
         sizes = [-(-tensor.data.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
         if sum(sizes) > self.size:
-            # free the old buffer first, so that both never exist at the same time
+            # free the old buffer first, so that the two never exist at the same time
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = torch.empty(
                 sum(sizes), dtype=torch.uint8, pin_memory=self._platform.kind == "cuda"
@@ -221,8 +221,9 @@ class Staging:
 
 
 class Job:
-    """A save on one rank. Everything except the tensors' data is read at creation, on the training
-    thread."""
+    """One rank's part of a save. Everything except the tensor data is captured at creation, on the
+    training thread.
+    """
 
     def __init__(self, state: State, manifest: Manifest, folder: Path, exchange: Exchange) -> None:
         self.state = state
@@ -233,7 +234,8 @@ class Job:
 
     def write(self, tensors: Sequence[Any]) -> None:
         """Write the checkpoint together with the other ranks. Raises CheckpointError on every rank
-        if any rank failed."""
+        if any rank fails.
+        """
         try:
             self._on_first(self._make_room)
             reports = self.exchange.gather_on_first(self._write_own(tensors))
@@ -288,7 +290,7 @@ class Job:
         replace(self.manifest, files=files).write(self.folder)
 
     def _on_first(self, action: Callable[[], None]) -> None:
-        """Run an action on rank 0. Raises CheckpointError on every rank if it failed."""
+        """Run an action on rank 0. Raises CheckpointError on every rank if the action fails."""
         failure = ""
         if self.rank == 0:
             try:
@@ -345,8 +347,8 @@ def manifest_of(
 
 
 def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, backend: str) -> Manifest:
-    """Read the manifest, verify the files, and check that the model matches the holder's. The ranks
-    divide the files among them, and all raise the same error.
+    """Read the manifest, verify the files, and check that the model matches the holder's. Each rank
+    verifies some of the files, and all ranks raise the same error.
 
     Raises:
         CheckpointError: the folder is missing, damaged, not a checkpoint, or from another backend

@@ -1,8 +1,8 @@
-"""The driver's side of checkpoints: names, contents, selection of the latest complete one,
-retention.
+"""The driver's side of checkpoints: naming, contents, selection of the latest complete checkpoint,
+and retention.
 
 `checkpoints/global_step_N/` (and `sft_step_N/` for the warm start) contains `policy/` (written by
-the ranks), `critic/` if there is a critic, `driver.json` (step, sampler and totals at the time when
+the ranks), `critic/` if there is a critic, `driver.json` (step, sampler and totals, captured when
 the ranks copied their state), and `rollouts.parquet` (partial responses) if prompts are in flight.
 The folder gets its final name once everything is on disk; then `latest.json` is updated to point to
 it. After a crash at any moment, the previous checkpoint is still current.
@@ -52,7 +52,7 @@ _MOST_LATEST_BYTES = 1 << 16
 
 
 class Saves(Protocol):
-    """The interface of a role's ranks to the store."""
+    """The interface through which the store saves a role's ranks."""
 
     async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         """Write the state to a new folder. In background mode, return as soon as the state has been
@@ -98,8 +98,9 @@ class Checkpoint:
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Convert errors raised while restoring the driver's state to CheckpointError, because the
-        file may have the right hash but unexpected content."""
+        """Convert errors raised in the block while restoring the driver's state to CheckpointError,
+        because a file with the right hash may still have unexpected content.
+        """
         try:
             yield
         except (
@@ -120,8 +121,9 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Retention:
-    """Retention rule: keep the newest `last` checkpoints (0 keeps all), and those of the main job
-    whose step is a multiple of `every` (0 for none)."""
+    """Retention rule: keep the newest `last` checkpoints (0 keeps all), and the main job's
+    checkpoints at every multiple of `every` steps (0 for none).
+    """
 
     last: int = 0
     every: int = 0
@@ -175,9 +177,9 @@ class CheckpointStore:
         """Write a checkpoint, or start writing it in the background. A background save takes effect
         once it is complete, and `check` reports failures.
 
-        `critic=...` is another role whose ranks write a folder of that name next to `policy/`.
-        `rollouts` are responses that belong to `state`. Non-finite numbers in `state` become None
-        when read back.
+        Further roles passed by keyword (such as `critic=...`) are saved in a folder of that name
+        next to `policy/`. `rollouts` contains the partial responses to the prompts in `state`.
+        Non-finite numbers in `state` become None when read back.
 
         Raises:
             CheckpointError: the checkpoint (or the previous background save) could not be written.
@@ -240,7 +242,8 @@ class CheckpointStore:
 
     def settle(self) -> None:
         """Stop background commits, because the ranks have exited or are about to exit. A save in
-        progress is committed only if it is already complete."""
+        progress is committed only if the ranks have already written everything.
+        """
         pending = self._pending
         self._pending = None
         if pending is not None:
@@ -250,13 +253,13 @@ class CheckpointStore:
                     self._commit(pending.partial, pending.final)
 
     def latest(self) -> Checkpoint | None:
-        """Return the current checkpoint, or None in a fresh run. It is the one named in latest.json
-        or, if there is no latest.json, the newest complete one. Another process may be saving at
-        the same time.
+        """Return the current checkpoint, or None in a fresh run. This is the checkpoint named in
+        latest.json or, if there is no latest.json, the newest complete one. Another process may be
+        saving at the same time.
 
         Raises:
-            CheckpointError: latest.json points to a missing or damaged checkpoint, or outside the
-                folder.
+            CheckpointError: latest.json points to a missing or damaged checkpoint, or to a path
+                outside the folder.
         """
         said: str | None = None
         while True:
@@ -325,8 +328,9 @@ class CheckpointStore:
     def _nothing_left(
         self, final: Path, partial: Path, pending: _Pending | None = None
     ) -> Iterator[None]:
-        """Remove all files of a checkpoint after a failure, and convert system errors to
-        CheckpointError."""
+        """Context manager: if the block fails, remove all files of the checkpoint, and convert
+        system errors to CheckpointError.
+        """
         try:
             yield
         except BaseException as error:
@@ -367,8 +371,9 @@ class _Pending:
         return True
 
     def is_whole(self) -> bool:
-        """Return True if the ranks of every role have written everything (it may not be committed
-        yet)."""
+        """Return True if the ranks of every role have written everything, whether or not the save
+        is committed yet.
+        """
         return all(is_said_saved(self.partial / name) for name in self.roles)
 
     def stop(self) -> None:
@@ -382,13 +387,14 @@ class _Pending:
                 if self._stopped.wait(_POLL_S):
                     return
             self.store._commit(self.partial, self.final)
-        except BaseException as error:  # raised to the training by is_over
+        except BaseException as error:  # `is_over` raises it in the training loop
             self._error = error
 
 
 def is_name_of_checkpoint(name: str) -> bool:
-    """Return True if this is the final name of a checkpoint folder (one that includes the driver's
-    part)."""
+    """Return True if this is the final name of a checkpoint folder, i.e. of a folder that also
+    contains the driver's part.
+    """
     return name.startswith(tuple(_PREFIX.values()))
 
 
@@ -435,8 +441,9 @@ def _lacks(folder: Path) -> str:
 
 
 def problems_of_parts(folder: Path) -> list[str]:
-    """Return the problems of a checkpoint other than those of each role's files: errors in the
-    driver's part, and roles and files that are missing or from another step."""
+    """Return a checkpoint's problems, except damage to a role's own files: errors in the driver's
+    part, and roles or files that are missing or from another step.
+    """
     file = folder / DRIVER
     if not file.exists():
         return [f"{file} is missing: this checkpoint can only be exported, not resumed from"]

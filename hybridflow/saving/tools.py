@@ -1,5 +1,6 @@
-"""Implementation of `hybridflow checkpoint`: inspects and verifies checkpoints, exports them as
-Hugging Face folders, and checks such folders, in one process without a GPU."""
+"""Implementation of `hybridflow checkpoint`: inspects, verifies and exports checkpoints, and
+imports Hugging Face folders. Runs in one process without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +47,9 @@ _MOST_LIST_BYTES = 16 << 20
 
 
 def locate(path: Path) -> Path:
-    """Return the ranks' folder (with the manifest) for `path`, which is that folder, a checkpoint,
-    a run, or its `checkpoints/` or `checkpoints/latest`. For a run, the latest checkpoint is used.
+    """Find the role folder (the one with the manifest) for `path`. The path may be that folder, a
+    checkpoint, a run, or a run's `checkpoints/` or `checkpoints/latest`. For a run, the latest
+    checkpoint is used.
 
     Raises:
         ConfigError: there is no such folder. The message lists the names that were tried.
@@ -98,8 +100,9 @@ def roles(path: Path) -> list[Path]:
 
 
 def incomplete_checkpoints(path: Path) -> list[str]:
-    """If `path` is a run or its `checkpoints/`, return a line for each incomplete checkpoint in
-    it."""
+    """If `path` is a run or a run's `checkpoints/`, return a line for each incomplete checkpoint in
+    it.
+    """
     lines: list[str] = []
     for folder in (path / "checkpoints", path):
         lines.extend(left_out(folder))
@@ -183,8 +186,8 @@ def verify(folder: Path, whole: bool = False) -> tuple[Manifest, list[str]]:
     """Reread every file. Returns the manifest and a list of problems.
 
     Args:
-        whole: if True, treat the folder as part of a checkpoint even if no file next to it
-            indicates that.
+        whole: if True, verify the folder as part of a checkpoint even if no file next to it
+            identifies it as one.
     """
     manifest = Manifest.read(folder)
     found = _all_problems(folder, manifest)
@@ -209,8 +212,9 @@ def _all_problems(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _wrong_checksums(folder: Path) -> list[str]:
-    """Return the files that do not match the folder's checksums.sha256; empty if there is no such
-    list."""
+    """Return the files that do not match the folder's checksums.sha256, or an empty list if the
+    folder has no such file.
+    """
     listed = folder / "checksums.sha256"
     found = []
     if not listed.exists():
@@ -267,7 +271,7 @@ def export(
         CheckpointError: a file of the checkpoint does not match the manifest.
     """
     source = _verified(folder)
-    # a run keeps a copy of its tokenizer next to the config with which its engines start
+    # a run keeps a copy of its tokenizer next to the config from which its engines start
     if tokenizer is None:
         tokenizer = next(filter(Path.is_dir, _above(folder, "model")), None)
     published = _published_folder(folder) if published is None else published
@@ -277,7 +281,9 @@ def export(
 
 
 def add_card(folder: Path, out: Path) -> None:
-    """Add a model card to the export `out` of the checkpoint in `folder`, if its run is known."""
+    """Add a model card to the export `out` of the checkpoint in `folder`, if the checkpoint is in a
+    run folder.
+    """
     file = next(filter(Path.exists, _above(folder, "config.yaml")), None)
     if file is not None:
         manifest = Manifest.read(folder)
@@ -343,7 +349,7 @@ def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
 
 
 def _verified(folder: Path) -> CheckpointFolder:
-    """Open the checkpoint in `folder` after verifying every file."""
+    """Verify every file of the checkpoint in `folder`, then open it."""
     from hybridflow.saving.reader import CheckpointFolder
 
     manifest = Manifest.read(folder)
@@ -353,7 +359,7 @@ def _verified(folder: Path) -> CheckpointFolder:
 
 
 def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) -> Written:
-    """Check a Hugging Face folder against its family's map and write it as a folder for
+    """Check a Hugging Face folder against its family's map, and write a copy that can be used as
     `model.path`.
 
     The new folder contains every tensor that training needs, in one precision, with checksums.
@@ -439,8 +445,9 @@ def _precision(dtype: str) -> torch.dtype:
 
 @contextmanager
 def _whole_or_nothing(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `out` on success. Raises ConfigError if `out`
-    exists."""
+    """Yield a temporary folder, which is renamed to `out` if the block succeeds. Raises ConfigError
+    if `out` exists.
+    """
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another folder, or remove it")
     partial = out.with_name(out.name + ".partial")

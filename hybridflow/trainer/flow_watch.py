@@ -1,4 +1,4 @@
-"""Warnings about a flow whose own code waits or computes for a long time without calling the run."""
+"""Warnings about a flow whose own code runs or waits for a long time without calling the run."""
 
 from __future__ import annotations
 

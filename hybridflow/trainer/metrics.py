@@ -254,7 +254,7 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _token_spread(name: str, batch: DataProto, column: str) -> dict[str, float]:
-    """Return mean, maximum and minimum (see `spread`) over the sampled tokens of a jagged column."""
+    """Return mean, maximum and minimum over the sampled tokens of a jagged column."""
     parts = (sampled(piece, column) for piece in batch.pieces([RESPONSE_MASK, column]))
     spreads = [
         (float(values.sum(dtype=np.float64)), len(values), values.max(), values.min())

@@ -1,4 +1,3 @@
-"""SPMD roles: thin worker classes with `@register`-ed methods.
-
-A worker group calls the methods, or plain processes call them directly.
+"""SPMD roles: thin worker classes with `@register`-ed methods. The methods are called by a worker
+group, or directly by plain processes.
 """

@@ -24,13 +24,14 @@ from hybridflow.saving.saver import Holder, Saver
 
 
 class Replay(Protocol):
-    """Router replay. Backends that only train dense models raise an error."""
+    """The router-replay interface. Backends that support only dense models raise an error."""
 
     def during(
         self, action: Literal["replay", "record", "compare"]
     ) -> AbstractContextManager[None]:
-        """Context manager: replay, record or compare routes during the forward passes in the
-        block."""
+        """Context manager that replays, records or compares routes during the forward passes in its
+        block.
+        """
 
     def recorded(self) -> Jagged:
         """Return the recorded experts of every token."""
@@ -49,10 +50,10 @@ class Model(Holder, Protocol):
         results)."""
 
     def set_optimizer(self, config: Any) -> None:
-        """Create a fresh optimizer over the current weights. `config` is an `OptimConfig`."""
+        """Create a fresh optimizer for the current weights. `config` is an `OptimConfig`."""
 
     def settle(self) -> None:
-        """Wait for pending communication that writes to the weights."""
+        """Wait until no pending communication writes to the weights any more."""
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
         """Return, for each memory part, a function that lists the part's current tensors. The
@@ -74,8 +75,9 @@ class Model(Holder, Protocol):
         *,
         source: Path | None = None,
     ) -> list[str]:
-        """Export the model to a Hugging Face folder. Returns the log lines about `source` from
-        `export_held`."""
+        """Export the model to a Hugging Face folder. Returns log lines about the tensors and files
+        taken from `source` (see `export_held`).
+        """
 
 
 class Backend(Model, Protocol):
@@ -83,10 +85,10 @@ class Backend(Model, Protocol):
 
     @property
     def replay(self) -> Replay:
-        """Router replay for a mixture of experts."""
+        """The router-replay interface of a mixture-of-experts policy."""
 
     def describe(self) -> dict[str, str]:
-        """Return the backend and its versions for the run's record."""
+        """Return the backend's name and versions, for the run's environment record."""
 
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
@@ -116,22 +118,24 @@ class Backend(Model, Protocol):
         """
 
     def load_from(self, source: WeightSource) -> None:
-        """Replace all weights; call `set_optimizer` again afterwards."""
+        """Replace all weights. Call `set_optimizer` again afterwards."""
 
     def freeze_reference(self) -> None:
         """Save a copy of the current weights as the reference."""
 
     def as_reference(self) -> AbstractContextManager[Any]:
-        """Context manager: forward passes in the block use the reference weights."""
+        """Context manager that makes forward passes in its block use the reference weights."""
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's tensors, keyed by layout name. They are views of live memory, except
-        for the copies into which adapters are merged; `release_copies` frees these copies.
+        """Return this rank's tensors, keyed by layout name. They are views of live memory. Weights
+        with adapters are copies into which the adapters are merged; free these copies with
+        `release_copies`.
         """
 
     def release_copies(self) -> None:
-        """Free the copies made by `parameters`. The tensors it returned stay empty until it is
-        called again."""
+        """Free the copies made by `parameters`. The tensors that it returned are empty until it is
+        called again.
+        """
 
     @property
     def copied_bytes(self) -> int:
@@ -142,9 +146,8 @@ class Backend(Model, Protocol):
         """Number of trainable parameters in the whole model."""
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
-        """Gather the mesh positions of all ranks.
-
-        Returns a function that builds the layout from them; only one rank needs to call it.
+        """Gather the mesh positions of all ranks, and return a function that builds the weight
+        layout from them. Only one rank needs to call that function.
         """
 
 
@@ -155,8 +158,9 @@ def open_backend(
     local_rank: int,
     trains: bool = True,
 ) -> Backend:
-    """Join the world and build the policy with the backend selected by `actor.backend`. Collective.
-    If `trains` is False, no optimizer can be set."""
+    """Join the process group and build the policy with the backend selected by `actor.backend`.
+    Collective. If `trains` is False, the policy cannot have an optimizer.
+    """
     use_family(config.model.family)
     family = family_of(hf_config)
     source: WeightSource = RandomWeights(

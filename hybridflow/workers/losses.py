@@ -1,5 +1,6 @@
-"""Loss functions that the roles pass to the backend. They map packed response tokens to (sum,
-count, metrics)."""
+"""Loss functions that roles pass to the backend. They map packed response tokens to (loss sum,
+count, metrics).
+"""
 
 from __future__ import annotations
 
@@ -42,12 +43,14 @@ def sft_loss(
 
 
 class PolicyLoss:
-    """The configured policy loss, with optional entropy bonus, KL penalty to the reference and
-    distillation loss."""
+    """The configured policy loss, optionally with an entropy bonus, a KL penalty to the reference
+    and a distillation loss.
+    """
 
     def __init__(self, config: ActorConfig, old: str | None = "old_log_probs") -> None:
-        """`old` is the name of the column passed to the loss as old_log_probs. If it is None, the
-        loss receives its own log-probs, detached."""
+        """`old` names the column that the loss reads as old_log_probs. If it is None, the loss uses
+        its own log-probs, detached.
+        """
         self.config = config
         self.options = policy_loss_options(config)
         self.old = old
@@ -113,8 +116,9 @@ class PolicyLoss:
         )
 
     def count(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the loss count for samples with these lengths [s], assuming that no token is
-        rejected."""
+        """Return the count by which the loss sum is divided, for samples with these lengths [s],
+        assuming that no token is rejected.
+        """
         zeros = torch.zeros(int(lengths.sum()), device=lengths.device)
         return aggregate(zeros, lengths, self.config.loss_agg_mode, self.config.loss_norm_tokens)[1]
 
@@ -169,8 +173,9 @@ class PolicyLoss:
 
 
 def policy_loss_columns(config: ActorConfig, old: str | None = "old_log_probs") -> tuple[str, ...]:
-    """Return the per-token columns that a policy update reads. `old` is the same as for
-    `PolicyLoss`."""
+    """Return the per-token columns that a policy update reads. `old` is the argument of
+    `PolicyLoss`.
+    """
     reads = [
         old if name == "old_log_probs" else name
         for name in POLICY_LOSSES.get(config.policy_loss).reads
@@ -208,7 +213,7 @@ def _teacher_columns(config: DistillationConfig) -> tuple[str, ...]:
 
 
 def corrects(config: ActorConfig) -> bool:
-    """Return True if rollout correction weights or rejects tokens."""
+    """Return True if rollout correction is enabled, i.e. may weight or reject tokens."""
     return config.rollout_correction.weight != "none" or bool(config.rollout_correction.reject)
 
 
@@ -236,9 +241,9 @@ class Noted:
         return count(lengths) if count else lengths.sum()
 
     def take(self, batch: DataProto) -> DataProto | None:
-        """Return old_log_probs and entropys for the rows of `batch`, as seen by the loss. Values
-        are 0 for tokens that the policy did not sample. Returns None on a rank without the output
-        layer.
+        """Return old_log_probs and entropys for the rows of `batch`, as computed in the update.
+        Values are 0 for tokens that the policy did not sample. Returns None on a rank without the
+        output layer.
         """
         if not self._seen:
             return None

@@ -1,5 +1,6 @@
-"""Per-role memory management: which parts a worker method needs on the device, peak usage, and
-out-of-memory errors."""
+"""Memory management per role: moves the parts that a worker method needs to the device, records
+peak usage, and explains out-of-memory errors.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def needs(*parts: Part) -> Callable[[F], F]:
-    """Decorator: keep these model parts on the device for the duration of the method.
+    """Decorator that keeps these model parts on the device for the duration of the method.
 
     The worker must have `memory: RoleMemory`. Place the decorator below `@register`. An
     out-of-memory error inside the method is converted to a MemoryExhaustedError that names the
@@ -36,7 +37,7 @@ def needs(*parts: Part) -> Callable[[F], F]:
 
 
 class RoleMemory:
-    """Memory of one role (`residency.role`) in one process."""
+    """Memory state of one role (`residency.role`) in one process."""
 
     def __init__(
         self,
@@ -45,8 +46,9 @@ class RoleMemory:
         offload: OffloadConfig,
         layout: str = "actor",
     ) -> None:
-        """`layout`: the configuration section whose `parallel` settings shard this role, for
-        messages."""
+        """`layout`: the configuration section whose `parallel` settings determine this role's
+        sharding; quoted in messages.
+        """
         self.residency = residency
         self.platform = platform
         self.layout = layout
@@ -61,7 +63,8 @@ class RoleMemory:
 
     @contextmanager
     def phase(self, name: str, parts: tuple[Part, ...]) -> Iterator[None]:
-        """Context manager: keep `parts` resident and record the peak memory under `name`.
+        """Context manager that keeps `parts` on the device and records the peak memory under
+        `name`.
 
         Raises:
             MemoryExhaustedError: the device (on CPU, the machine) ran out of memory.
@@ -82,17 +85,16 @@ class RoleMemory:
             self._reserved = max(self._reserved, self.platform.reserved_memory_bytes())
 
     def sleep(self, parts: tuple[Part, ...]) -> int:
-        """Offload each of `parts` that the configuration allows to offload. Returns the bytes
-        freed."""
+        """Offload each of `parts` for which offloading is enabled. Returns the bytes freed."""
         freed = self.residency.sleep(*(part for part in parts if self._offloads[part]))
         self._offloaded = max(self._offloaded, self.residency.asleep_bytes())
         return freed
 
     def take(self) -> dict[str, Any]:
-        """Return memory statistics and reset the peaks: {memory: peak bytes per method, reserved:
-        peak bytes reserved by the allocator, offloaded: peak bytes moved off the device}, all since
-        the last call; and parts: the current bytes of each part, whether or not it is on the
-        device.
+        """Return memory statistics, and reset the peaks. Keys: memory (peak bytes per method),
+        reserved (peak bytes reserved by the allocator), offloaded (peak bytes moved off the
+        device), all since the last call; and parts (current bytes of each part, on or off the
+        device).
         """
         taken: dict[str, Any] = {
             "memory": self._peaks,

@@ -67,15 +67,16 @@ class ModelWorker(RoleWorker):
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("values",))
     @needs("weights")
     def compute_values(self, batch: DataProto) -> DataProto | None:
-        """Critic: return the value of the state in which each response token was sampled."""
+        """Critic: return the value of the state before each response token."""
         found = self.model.values(batch, max_tokens=self.config.max_tokens_per_micro_batch)
         return None if found is None else DataProto.from_columns({"values": found})
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("rm_scores",))
     @needs("weights")
     def compute_scores(self, batch: DataProto) -> DataProto | None:
-        """Reward model: return the score [B] of each prompt and response, computed at the last
-        token."""
+        """Reward model: return the score [B] of each response to its prompt, computed at the last
+        token.
+        """
         found = self.model.scores(batch, max_tokens=self.config.max_tokens_per_micro_batch)
         return None if found is None else DataProto.from_columns({"rm_scores": found})
 
@@ -151,7 +152,7 @@ class ModelWorker(RoleWorker):
         return [{"sums": sums, "info": info}]
 
 
-# the forward pass of a role by its head; a teacher's is `teacher_method`
+# forward method of each kind of role; a teacher's is returned by `teacher_method`
 PASSES: dict[Head, Callable[..., DataProto | None]] = {
     "vocabulary": ModelWorker.compute_ref_log_probs,
     "value": ModelWorker.compute_values,
@@ -196,7 +197,7 @@ def role_family(hf_config: Mapping[str, Any], head: str | None) -> Family:
 
 
 def _source(family: Family, path: str | None, seed: int) -> WeightSource:
-    """Return the weights of a folder, or random weights if `path` is None.
+    """Return the weights in the folder `path`, or random weights if it is None.
 
     A scalar head is freshly initialised if the weights do not include one.
     """

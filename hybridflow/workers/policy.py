@@ -1,7 +1,7 @@
 """The policy worker.
 
-It trains the actor, computes log-probs under actor and reference weights, and sends weights to the
-engines, with any training backend.
+It trains the actor, computes log-probs under the actor's and the reference's weights, and sends
+weights to the engines. Works with any training backend.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PolicyWorker(RoleWorker):
             config, spec.hf_config, platform, context.local_rank, spec.trains
         )
         super().__init__(spec, self.model, spec.hf_config, platform)
-        # a frozen policy is saved too: it may have taken the weights of another one
+        # frozen policies are saved too, because they may have copied another policy's weights
         self._saver = self.model.saver(config.trainer.checkpoint_timeout_s)
         self.platform = platform
         self.host = context.master_addr
@@ -71,7 +71,7 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.RANK_ZERO)
     def describe(self) -> dict[str, str]:
-        """Return the backend and its versions for the run's record."""
+        """Return the backend's name and versions, for the run's environment record."""
         return self.model.describe()
 
     # ---- training
@@ -79,8 +79,9 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids"), may_read=(RESPONSE_MASK,))
     @needs("weights", "gradients", "optimizer")
     def sft_step(self, batch: DataProto) -> list[Report]:
-        """Run one supervised update on the response tokens, or on those that `response_mask`
-        selects."""
+        """Run one supervised update on the response tokens, or only on those selected by
+        `response_mask`.
+        """
         sums, info = self.model.train_mini_batch(
             own_rows(batch),
             sft_loss,
@@ -99,10 +100,10 @@ class PolicyWorker(RoleWorker):
         """Run policy updates over this rank's rows in order, `rows_per_update` rows at a time.
         Returns one report per update.
 
-        Reads prompt_ids, response_ids and the columns declared by the policy loss. Replays
-        routed_experts if the batch contains it. If `notes` is True, the first update keeps its
-        log-probs for `take_update_log_probs`. A batch without old_log_probs must form a single
-        update, which uses its own log-probs as the old ones.
+        Reads prompt_ids, response_ids and the columns declared by the policy loss. If the batch
+        contains routed_experts, these routes are replayed. If `notes` is True, the first update
+        keeps its log-probs for `take_update_log_probs`. A batch without old_log_probs must form a
+        single update, which uses its own log-probs as the old ones.
         """
         with self.model.replay.during("replay") if ROUTES in batch else nullcontext():
             return self._update(batch, rows_per_update, notes)
@@ -238,8 +239,8 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
         """Return statistics collected since the last call: the fields of `RoleMemory.take`, and
-        routes from `RouterReplay.take_counts`. Also includes trainable, the number of trainable
-        parameters; and copied, the number of bytes that a weight sync copies on this rank.
+        routes from `RouterReplay.take_counts`. Also contains `trainable`, the number of trainable
+        parameters, and `copied`, the bytes that a weight sync copies on this rank.
         """
         model = {"trainable": self.model.trainable_parameters, "copied": self.model.copied_bytes}
         return {**super().take_observations(), "routes": self.model.replay.take_counts(), **model}
@@ -252,10 +253,10 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def stop_profile(self, folder: Path) -> str:
-        """Write this rank's profile to `folder`. Returns the reason if that failed."""
+        """Write this rank's profile to `folder`. Returns an error message if that failed."""
         return self._profiler.stop(folder / f"actor-rank{self.rank}.json.gz")
 
-    # ---- weights to the engines
+    # ---- weight transfer to the engines
 
     @register(Dispatch.RANK_ZERO)
     def open_sync_store(self) -> tuple[str, int]:
@@ -275,7 +276,7 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.RANK_ZERO)
     def device_kind(self) -> Kind:
-        """Return the type of device on which the weights are stored."""
+        """Return the type of device that holds the weights."""
         return self.platform.kind
 
     @register(Dispatch.ONE_TO_ALL)
@@ -284,8 +285,7 @@ class PolicyWorker(RoleWorker):
     ) -> PlanFacts | None:
         """Plan and verify the weight transfer.
 
-        Rank 0 makes the plan and returns a summary of it. Every rank then reads its part of the
-        plan.
+        Rank 0 creates the plan and returns a summary. Every rank then loads its part of the plan.
         """
         layout = self.model.weight_layout()
         facts = None
@@ -324,8 +324,8 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.RANK_ZERO)
     @needs("weights")
     def copy_weights(self, target: Mapping[str, torch.Tensor]) -> int:
-        """Copy the weights into the tensors of an engine in this process, keyed by Hugging Face
-        name.
+        """Copy the weights into the tensors of an engine in this process. `target` is keyed by
+        Hugging Face name.
 
         Returns the bytes copied. Requires a policy with a single rank.
         """

@@ -1,5 +1,4 @@
-"""Bookkeeping of one engine's requests: those in flight, and the results of those that have
-finished."""
+"""Bookkeeping for one engine: requests in flight, and results of finished requests."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ CUT_SHORT = "cut short"  # finish reason of a response left incomplete because i
 
 @dataclass(frozen=True)
 class Ended:
-    """A request that finished in the engine or was cut short."""
+    """The result of a request that finished in the engine or was cut short."""
 
     ticket: int
     prompt_tokens: int
@@ -27,8 +26,8 @@ class Ended:
 @dataclass(eq=False)
 class _Part:
     """Requests sent to the engine in one call. `aborted` contains responses that the engine aborted
-    without a request to do so. Whether the reason was a shutdown of the engine is known only once
-    the whole part is done, so they are withheld until then.
+    without being asked to. They are withheld until the whole call is done, because only then is it
+    known whether the engine was shutting down.
     """
 
     tickets: Sequence[int]
@@ -96,7 +95,7 @@ class EngineRequests:
             )
 
     def failed(self) -> tuple[BaseException, int] | None:
-        """Return an error that left requests unanswered, and the start number of the engine that
+        """Return an error that left requests unfinished, and the start number of the engine that
         raised it. Returns None if there is no such error.
         """
         with self._changed:
@@ -113,7 +112,9 @@ class EngineRequests:
         return None
 
     def cut_short(self, start: int) -> None:
-        """Finish all failed requests of this engine start with the tokens received so far."""
+        """Finish all requests that failed with this start of the engine, keeping the tokens
+        received so far.
+        """
         with self._changed:
             for part in [part for part in self._parts if _is_done(part) and part.start == start]:
                 self._cut_short(part)
@@ -158,15 +159,17 @@ class EngineRequests:
             self._note_busy()
 
     def take(self, extras: Extras) -> list[Ended]:
-        """Return the requests with these extras that have finished since the last call."""
+        """Return the requests that have finished since the last call and recorded exactly these
+        extras.
+        """
         with self._changed:
             taken = [one for one in self._ended if one.extras == extras]
             self._ended = [one for one in self._ended if one.extras != extras]
         return taken
 
     def so_far(self, extras: Extras) -> list[Ended]:
-        """Return the partial results of uncollected requests with these extras, without stopping
-        the requests. Unfinished ones have the finish reason `CUT_SHORT`.
+        """Return partial results of uncollected requests with these extras. The requests go on.
+        Unfinished ones get the finish reason `CUT_SHORT`.
         """
         with self._changed:
             found = [one for one in self._ended if one.extras == extras]

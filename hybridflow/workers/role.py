@@ -29,8 +29,8 @@ class RoleSpec:
     """Arguments shared by all ranks of a role.
 
     Args:
-        config: the run's configuration.
-        role: the role's section in it: actor, critic, reference, reward_model or teacher.
+        config: the run's configuration. role: name of the role's section in `config`: actor,
+            critic, reference, reward_model or teacher.
         hf_config: the Hugging Face config of the role's model.
         path: the Hugging Face folder to load weights from; None for random weights.
         tokenizer: the folder from which an export copies the tokenizer.
@@ -98,7 +98,7 @@ class RoleWorker:
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "gradients", "optimizer")
     def set_optimizer(self, config: OptimConfig) -> None:
-        """Start a training phase with a fresh optimizer over the current weights."""
+        """Start a training phase with a fresh optimizer for the current weights."""
         self.model.set_optimizer(config)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -117,7 +117,7 @@ class RoleWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
-        """Return memory statistics since the last call, as from `RoleMemory.take`."""
+        """Return the memory statistics since the last call (see `RoleMemory.take`)."""
         return self.memory.take()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -148,8 +148,8 @@ class RoleWorker:
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def export(self, folder: Path) -> list[str]:
-        """Export the model to a Hugging Face folder. Returns log lines about the other files copied
-        from the model's source folder.
+        """Export the model to a Hugging Face folder. Returns log lines about tensors and files
+        copied from the model's original folder.
         """
         source = None if self.spec.path is None else Path(self.spec.path)
         return self.model.export(folder, self._hf_config, self.spec.tokenizer, source=source)

@@ -66,10 +66,9 @@ def engine_spec(
     tokenizes: bool = False,
     devices: Sequence[str] = (),
 ) -> EngineSpec:
-    """Return the spec of engine `number` of a run.
-
-    For a multi-node engine it is the first node's, with no address yet. `devices` are those of all
-    engines, if one process starts them.
+    """Return the spec of engine `number` of a run. For a multi-node engine, it describes the first
+    node, and its address is not set yet. `devices` lists the devices of all engines, if one process
+    starts them.
     """
     ranks = config.tensor * config.pipeline
     return EngineSpec(
@@ -105,8 +104,9 @@ def engine_spec(
 
 
 def placed(spec: EngineSpec, config: RolloutConfig, context: WorkerContext) -> EngineSpec:
-    """Set the spec's address and ports to those of its worker. Raises ConfigError if the node
-    cannot run it."""
+    """Return the spec with the address and ports of the engine's worker. Raises ConfigError if the
+    node cannot run the engine.
+    """
     check_node(config, Platform.detect(), context.node)
     return replace(spec, host=context.node, ports=context.ports)
 
@@ -138,8 +138,8 @@ class RolloutWorker:
 
     def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
         """Start the server process without waiting until it is ready (see `wait_ready`), so that
-        engines start up in parallel with other work. `engine` is passed on to `engine_spec`,
-        starting with its `model_folder`.
+        engines start up in parallel with other work. `engine` contains the arguments of
+        `engine_spec`, starting with `model_folder`.
         """
         self.rank = context.rank
         self.world_size = context.world_size
@@ -160,7 +160,7 @@ class RolloutWorker:
         self._described: EngineLayout | None = None
         # start number of the engine that has received complete weights; -1: none
         self._served_start = -1
-        # every start of the engine loads complete weights from its folder
+        # the engine loads complete weights from its folder at every start
         self._has_own_weights = has_weights(spec.model_path)
         log_path = context.log_path.with_name(f"{spec.name}.log")
         self.supervisor = EngineSupervisor(
@@ -170,13 +170,15 @@ class RolloutWorker:
         self.watch = LoadWatch(self._load, lambda: self.requests.is_busy)
 
     def mesh_position(self) -> MeshPosition:
-        """Return this engine's data-parallel position: each engine handles different prompts."""
+        """Return this engine's data-parallel position. Each engine handles different prompts, so
+        each is a separate data-parallel rank.
+        """
         return MeshPosition(self.rank, self.world_size, True)
 
     @register(Dispatch.ONE_TO_ALL)
     def node_store(self) -> tuple[str, int]:
-        """Return the address of the store through which the engine's other nodes are started.
-        `RolloutNodeWorker.follow` connects to it. Valid only for multi-node engines.
+        """Return the address of the store through which the engine's other nodes are started (see
+        `RolloutNodeWorker.follow`). Only for multi-node engines.
         """
         assert self.supervisor.nodes is not None
         return self.supervisor.nodes.address
@@ -202,7 +204,7 @@ class RolloutWorker:
 
         Each row includes max_new_tokens and a ticket, which identifies its response in `collect`.
         If the engine is lost, or has not received complete weights since its last start, nothing is
-        sent and the rows are cut short.
+        sent and the rows finish as cut short.
         """
         prompts = batch.jagged("prompt_ids")
         requests = TokenRequests(
@@ -224,8 +226,8 @@ class RolloutWorker:
         """Return the responses finished since the last call. Waits `wait_s`, or less if nothing is
         in flight.
 
-        If the engine is lost, rows have the finish reason `CUT_SHORT` and the tokens received so
-        far.
+        If the engine is lost, its rows contain the tokens received so far and have the finish
+        reason `CUT_SHORT`.
 
         Raises:
             EngineError: the engine rejected a request but is still running.
@@ -306,13 +308,12 @@ class RolloutWorker:
         return state.state != UP or state.restarts != start or start != self._serving_start()
 
     def _serving_start(self) -> int:
-        """Return the start number of the engine that has complete weights, or -1."""
+        """Return the engine's start number if this start has complete weights, or -1."""
         return self.supervisor.restarts if self._has_own_weights else self._served_start
 
     def _settle(self, error: EngineError, start: int) -> bool:
-        """Decide whether this start of the engine is lost after `error`.
-
-        A hung engine is restarted and counts as lost.
+        """Determine, after `error`, whether this start of the engine is lost. A hung engine is
+        restarted and counts as lost.
         """
         settled = time.monotonic() + _SETTLE_S
         while not self._lost(start):
@@ -445,8 +446,9 @@ class RolloutWorker:
 
 
 def response_columns(completions: list[Completion], extras: Extras = NO_EXTRAS) -> DataProto:
-    """Build the columns `WRITES` from an engine's completions, one row per completion, plus
-    `SUPPORT` if requested."""
+    """Build the columns `WRITES` (and, if requested, `SUPPORT`) from an engine's completions, one
+    row per completion.
+    """
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([c.token_ids for c in completions], np.int64),
         # all tokens are sampled by the policy, because a single engine request involves no tools
@@ -469,9 +471,8 @@ def response_columns(completions: list[Completion], extras: Extras = NO_EXTRAS) 
 
 
 def _versions(completion: Completion) -> np.ndarray:
-    """Return the weight version that sampled each token [t].
-
-    It is -1 for a version name that is not a number (before the first sync).
+    """Return the weight version that sampled each token [t]. A version name that is not a number,
+    as before the first sync, becomes -1.
     """
     versions = np.full(len(completion.token_ids), -1, dtype=np.int64)
     for span in completion.weight_versions:

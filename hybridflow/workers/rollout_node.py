@@ -1,4 +1,6 @@
-"""The worker on every node of a multi-node engine except the first, where `RolloutWorker` runs."""
+"""The worker for all nodes of a multi-node engine except the first. The first node runs
+`RolloutWorker`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,8 @@ from hybridflow.workers.rollout import engine_spec, placed
 
 
 class RolloutNodeWorker:
-    """Owns the server of one node of one engine.
-
-    Rank r belongs to engine r // (nodes - 1) and is its node r % (nodes - 1) + 1.
+    """Owns an engine's server on one node. Rank r belongs to engine r // (nodes - 1), where it is
+    node r % (nodes - 1) + 1.
     """
 
     def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
