@@ -1,5 +1,6 @@
-"""Parsing of the tool calls in an answer. Calls inside the thinking are ignored, and arguments are
-converted to the types that the tools declare."""
+"""Parsing of tool calls in an answer. Calls inside a thinking block are ignored, and arguments are
+converted to the types that the tools declare.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ async def while_others_go_on(read: Callable[[str], T], answer: str) -> T:
 @functools.cache
 def format_of(example: str) -> str | None:
     """Return the built-in format that parses `example` as a call of `lookup` with {"key": "value"},
-    or None."""
+    or None if there is none.
+    """
     schema = {"properties": {"key": {"type": "string"}}}
     for name in FORMATS.names():
         calls = read_calls(name, example, {"lookup": schema})
@@ -90,7 +92,7 @@ def _typed(call: Call, schema: Schema) -> Call:
 
 
 def _fitted(value: Any, schema: Any) -> Any:
-    """Convert the strings in a value to the types that the schema declares."""
+    """Convert a value's strings to the types that the schema declares."""
     inner = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, list):
         return [_fitted(one, inner.get("items")) for one in value]

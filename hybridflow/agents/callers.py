@@ -1,4 +1,4 @@
-"""Limits on the connections of an HTTP server, so that no client can use up another's slots."""
+"""Connection limits for an HTTP server, so that no client can use up another client's slots."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ _LINGER_S = 5.0  # time to read the last answer after a key is revoked
 
 
 class Callers:
-    """Open connections, grouped into unauthenticated connections and the connections of each key.
-    Every connection uses a file descriptor of this process.
-
-    Unauthenticated connections share 256 slots, and each key has `most_of_a_key`. When they are
-    full, a new connection closes the longest-idle one of its group. A client whose idle connection
-    is closed can reconnect.
+    """The open connections of a server, limited because each uses a file descriptor. All
+    unauthenticated connections together have 256 slots, and each key has `most_of_a_key`. If a
+    group's slots are full, a new connection closes the group's longest-idle one. A client whose
+    idle connection is closed can reconnect.
     """
 
     def __init__(self, most_of_a_key: int = _MOST_OF_A_KEY) -> None:
@@ -56,7 +54,7 @@ class Callers:
         self._move(transport, self._strangers)
 
     def know(self, transport: asyncio.BaseTransport | None, key: str) -> None:
-        """Record that a request with a valid key arrived on the connection."""
+        """Record that a request with a valid key has arrived on the connection."""
         if isinstance(transport, asyncio.Transport) and transport in self._places:
             self._move(transport, self._clients.setdefault(key, Lobby(self._most_of_a_key)))
 
@@ -65,9 +63,8 @@ class Callers:
         self._places.pop(transport).close()
 
     def forget(self, key: str) -> None:
-        """Close the connections of a revoked key after a few seconds.
-
-        A client can still read its last answer, but cannot block this process by not reading it.
+        """Close the connections of a revoked key after a few seconds. This gives clients time to
+        read the last answer, but a client that does not read cannot block this process.
         """
         if (clients := self._clients.pop(key, None)) is not None:
             asyncio.get_running_loop().call_later(_LINGER_S, clients.close)

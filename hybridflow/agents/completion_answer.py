@@ -1,4 +1,4 @@
-"""A policy's answer in the form of OpenAI's chat completions."""
+"""Conversion of a policy's answer to OpenAI's chat completion format."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from hybridflow.agents.conversation import Conversation
 async def next_answer(
     conversation: Conversation, asked: ChatRequest, model: str, call_id: Callable[[int], str]
 ) -> dict[str, Any]:
-    """Sample the next answer of a conversation and return it as a completion.
-
-    Args:
-        call_id: returns the id of the answer's n-th tool call, if the answer has none.
+    """Sample the next answer of a conversation and return it as a completion. Args: call_id:
+    returns an id for the answer's n-th tool call. Used if the answer does not contain ids.
 
     Raises:
         ConversationOver: there is no room for an answer.
@@ -52,7 +50,7 @@ async def next_answer(
 
 
 def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]:
-    """Return the last `sampled` tokens with their log-probabilities, without the stop token."""
+    """Return the last `sampled` tokens and their log-probabilities, excluding the stop token."""
     ids = conversation.tokens[-sampled:]
     log_probs = conversation.log_probs[-sampled:]
     if ids and ids[-1] in conversation.tokenizer.stop_ids:
@@ -68,8 +66,7 @@ def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]
 def _tool_calls(
     conversation: Conversation, text: str, asked: ChatRequest, call_id: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-    """Return the calls in the text in OpenAI's format. Returns none if any of them cannot be
-    parsed."""
+    """Return the text's tool calls in OpenAI's format; none if any of them cannot be parsed."""
     tools = {
         str(one["function"]["name"]): one["function"].get("parameters", {}) for one in asked.tools
     }

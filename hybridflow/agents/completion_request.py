@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MOST_STOPS = 4
-# sampling is set by the run: the policy must be trained on the distribution that it was sampled
-# from
+# sampling is set by the run, because the policy must be trained on the distribution that it was
+# sampled from
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 # fields that do not affect the answer
 _OF_THE_SENDER = (
@@ -79,7 +79,7 @@ class ChatRequest:
     """A validated request.
 
     Attributes:
-        messages: each with its role, its content as text and, if given, `tool_calls`,
+        messages: the messages, each with role, text content and, if given, `tool_calls`,
             `tool_call_id` and `name`.
         tools: function declarations.
         reads_calls: parse tool calls from the answer (`tool_choice` is not none).
@@ -87,7 +87,8 @@ class ChatRequest:
         most: maximum number of tokens in the answer; None allows all the remaining room.
         stop: stop strings.
         logprobs: return the log-probability of each token.
-        stream, with_usage: send the answer as events, and its token usage as the last event.
+        stream: send the answer as server-sent events. with_usage: send the token usage as the last
+            event.
         ignored: sampling fields that the run overrides.
         sampling: sampling fields to honour.
     """
@@ -109,7 +110,8 @@ def read_request(body: Any, *, own_sampling: bool = False) -> ChatRequest:
     """Parse a JSON body.
 
     Args:
-        own_sampling: honour the request's sampling fields; otherwise a run sets them.
+        own_sampling: True to honour the request's sampling fields; False if a run determines the
+            sampling.
 
     Raises:
         RequestError: a field cannot be honoured.

@@ -2,9 +2,9 @@
 an agent loop.
 
 One HTTP server on the loopback address serves all conversations of a process; the API key of a
-request identifies the conversation. A conversation is stored as tokens: the first request must
-render to the prompt of its row, and later requests only append what follows the last answer.
-Sampled tokens are never re-tokenized from text.
+request identifies the conversation. A conversation is stored as tokens. The first request must
+render to the prompt of the conversation's row, and later requests may only append messages after
+the last answer. Sampled tokens are never re-tokenized from text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Served:
-    """A conversation and the state of its requests."""
+    """A served conversation and the state of its requests."""
 
     conversation: Conversation
     messages: Sequence[Mapping[str, Any]] = ()  # of the last request
@@ -49,7 +49,9 @@ class _Served:
 
 
 class CompletionServer(Door):
-    """The conversations of a process. Agent loops get an endpoint from `Conversation.serve`."""
+    """Serves all conversations of a process. Agent loops get an endpoint from
+    `Conversation.serve`.
+    """
 
     def __init__(self) -> None:
         super().__init__(MODEL, Callers())
@@ -99,7 +101,7 @@ class CompletionServer(Door):
             raise
 
     def _warn(self, asked: ChatRequest) -> None:
-        """Log a single warning that the run's configuration overrides these sampling fields."""
+        """Warn, once, that the run's configuration overrides these sampling fields."""
         if asked.ignored and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -120,7 +122,7 @@ class CompletionServer(Door):
 
     @staticmethod
     def _show(served: _Served, asked: ChatRequest) -> None:
-        """Append the new messages of the request to the conversation."""
+        """Append the request's new messages to the conversation."""
         conversation = served.conversation
         messages = asked.messages
         before = len(served.messages)
@@ -132,7 +134,8 @@ class CompletionServer(Door):
             raise served.over
         if asked.tools != served.tools:
             raise RequestError(
-                "tools cannot change after the first request, because the prompt contains them",
+                "tools cannot change after the first request, because they are already part of the "
+                "prompt",
                 param="tools",
             )
         differs = next(
@@ -186,8 +189,9 @@ def _compare(
 
 
 def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
-    """Show the messages that follow the last answer: results of its calls, and other messages from
-    the program."""
+    """Show the policy the messages that follow its last answer: results of tool calls, and other
+    messages from the program.
+    """
     calls = [ShownCall(one["function"]["name"], one["id"]) for one in served.calls]
     names = {one.id: one.name for one in calls}
     shown: list[dict[str, str]] = []

@@ -28,13 +28,11 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampled:
-    """The result of one sampling request that returned t tokens.
-
-    token_ids, log_probs and weight versions are `[t]`; `finish_reason` is stop, length or abort.
-    With router replay, `routes` contains the experts selected for the tokens of the request and the
-    sampled tokens, `[asked + t, layers, experts per token]`; those of the last token are unknown.
-    If the sampler truncates the distribution, `support` contains the candidates from which each
-    token was sampled.
+    """The result of one sampling request that returned t tokens: token_ids, log_probs and weight
+    versions, all `[t]`, and a `finish_reason` (stop, length or abort). With router replay, `routes`
+    contains the experts selected for the request's tokens and for the sampled tokens, `[asked + t,
+    layers, experts per token]`. The last token's experts are unknown. If the sampler truncates the
+    distribution, `support` contains the candidates from which each token was sampled.
     """
 
     token_ids: np.ndarray
@@ -71,15 +69,15 @@ class Conversation:
         prompt: token ids of the prompt.
         row: data_source, ground_truth and extra_info from the prompt's dataset row.
         config: `rollout.agent`.
-        room: number of tokens that may still be added, whether sampled or shown.
+        room: number of tokens that can still be added, sampled or shown.
         messages: the answers and observations so far, as chat messages.
-        shown: the same messages, in the form of exchanges for the chat template.
+        shown: the same messages as exchanges, which is the chat template's input.
         end: why the conversation ended; empty while it is running.
-        failure: the error, if the loop raised one. Its tokens are not trained on.
+        failure: the error, if the loop raised one; the conversation's tokens are then not trained
+            on.
         episodes: starts episodes of `rollout.agent.environment`; None if it is not set.
-        endpoint: serves the conversation to OpenAI clients.
-        rewards: rewards assigned by the loop.
-        answered, calls: number of answers and of tool calls.
+        endpoint: serves the conversation to OpenAI clients. rewards: rewards assigned by the loop.
+            answered: number of answers so far. calls: number of tool calls so far.
         routes: experts selected for the leading tokens of the prompt and conversation, as far as
             known; None if not requested.
         supports: for parts of `tokens`, the candidates from which each token was sampled.
@@ -113,8 +111,7 @@ class Conversation:
 
         Args:
             most: maximum number of tokens in this answer; None allows all the remaining room.
-            stop: stop strings. The token that completes one becomes the last; later tokens are
-                dropped.
+            stop: stop strings. The answer ends with the token that completes one of them.
 
         Raises:
             ConversationOver: the conversation already has `rollout.agent.max_answers` answers, or
@@ -128,7 +125,7 @@ class Conversation:
             stop, await self.sample(asked, min(self.room, most or self.room)), len(asked)
         )
         self._append(sampled.token_ids, True, sampled.log_probs, sampled.versions, sampled.support)
-        # each token keeps the experts of the request in which it was sampled or shown
+        # each token keeps the experts recorded by the request in which it was sampled or shown
         if sampled.routes is not None:
             known = sampled.routes[:0] if self.routes is None else self.routes
             self.routes = np.concatenate([known, sampled.routes[len(known) : -1]])
@@ -144,8 +141,8 @@ class Conversation:
         `max_observation_tokens`.
 
         Args:
-            calls: the calls in the last answer that produced these texts, for templates that render
-                call names or ids.
+            calls: the last answer's calls that produced these texts, for templates that render call
+                names or ids.
 
         Raises:
             ConversationOver: the last answer was cut off, or there is no room for both the texts
@@ -233,8 +230,9 @@ class Conversation:
         self.rewards.append(float(value))
 
     def need(self, tokens: int) -> None:
-        """If there is no room for this many tokens, mark the conversation as cut off and raise
-        ConversationOver."""
+        """Check that there is room for this many tokens. Otherwise, mark the conversation as cut
+        off and raise ConversationOver.
+        """
         if tokens > self.room:
             self.finish_reason = "length"
             raise ConversationOver("no room is left")

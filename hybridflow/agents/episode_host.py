@@ -1,4 +1,4 @@
-"""A process that hosts environments: one instance per episode, with requests handled in order.
+"""A process that hosts environments, one instance per episode, and handles requests in order.
 
 `python -m hybridflow.agents.episode_host SOCKET` exchanges JSON lines over an inherited socket. The
 first message names the environment. Then {"id": n, "episode": e, "row": {...}} starts an episode,
@@ -71,7 +71,7 @@ def _plain(step: Any) -> list[Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Host environments for the connection on this file descriptor."""
+    """Serve environments over the socket with this file descriptor."""
     serve(connection_of(argv))
 
 

@@ -1,5 +1,6 @@
-"""Environments in separate processes. Each process hosts many episodes and receives their requests
-in one message."""
+"""Environments in separate processes. Each process hosts many episodes, whose requests are sent to
+it in batches.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ class Episodes:
 
 @dataclass
 class Episode:
-    """One episode: entering it calls `reset`, then each answer calls `step`."""
+    """One episode. Entering its context calls the environment's `reset`, and each answer calls
+    `step`.
+    """
 
     process: _Process
     number: int
@@ -184,8 +187,9 @@ class _Process:
             self.waiting.pop(number, None)
 
     def _watch(self) -> None:
-        """Kill the process if it has pending requests but has been silent for too long; otherwise
-        recheck at the deadline."""
+        """Kill the process if it has pending requests but has been silent for too long. Otherwise,
+        schedule the next check.
+        """
         self._timer = None
         if self._left_s() <= 0:
             self._receive()  # messages that arrived while the event loop was blocked
@@ -234,8 +238,9 @@ class _Process:
                 answer.set_result(message.get("step"))
 
     def end(self, why: str) -> None:
-        """Kill the process for the reason `why`, and fail all pending requests. An empty reason
-        means that the process exited on its own."""
+        """Kill the process, and fail all pending requests with the reason `why`. An empty reason
+        means that the process has exited by itself.
+        """
         if self.ended:
             return
         if not self._loop.is_closed():

@@ -1,6 +1,6 @@
-"""The HTTP side of OpenAI's chat completions: connections, keys, bounded bodies, errors and events.
-
-`completions` serves the conversations of agent loops with it, `model_server` a model.
+"""The HTTP layer of OpenAI's chat completions: connections, keys, bounded bodies, errors and
+events. `completions` uses it to serve conversations of agent loops, `model_server` to serve a
+model.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SERVER_ERROR = 500
 
 
 class Holder(Protocol):
-    """The state behind a key."""
+    """The state associated with an API key."""
 
     @property
     def reading(self) -> asyncio.Lock | asyncio.Semaphore:
-        """Held while a request's body is read; limits the bodies in memory."""
+        """A lock held while a request's body is read. It limits the number of bodies in memory."""
 
 
 class Door(ABC):
@@ -64,11 +64,11 @@ class Door(ABC):
 
     @abstractmethod
     def _holder(self, key: str) -> Holder:
-        """Return what a key gives access to. Raises RequestError if the key is unknown."""
+        """Return the state associated with a key. Raises RequestError if the key is unknown."""
 
     @abstractmethod
     async def _completion(self, holder: Any, asked: ChatRequest) -> dict[str, Any]:
-        """Return the answer to a request with the key of `holder`.
+        """Answer a request that was sent with the key of `holder`.
 
         Raises:
             RequestError, DataError: the request cannot be answered.

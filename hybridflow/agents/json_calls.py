@@ -22,20 +22,22 @@ _MORE = "the call is not valid JSON (text follows the value)"
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """A call format defined by its markers. A value is parsed as a whole, so its strings may
+    """A call format defined by its markers. A JSON value is parsed as a whole, so strings in it may
     contain markers.
 
     Attributes:
         begin: opens a call.
-        header: regular expression for the text between `begin` and the value. It has the group
-            `name` (or `kind`, used if `name` is empty) or the group `id`, from which `name_in_id`
-            extracts the name. Without groups, the value is an object that contains the name and the
+        header: regular expression for the text between `begin` and the value. It has either a group
+            `name` (with `kind` as its fallback) or a group `id`, from which `name_in_id` extracts
+            the name. Without groups, the value is an object that contains the name and the
             arguments.
         end: closes a call.
         lacks: the problem reported for a call without a header.
         fence: optional text between the value and `end`, in addition to whitespace.
-        name_in_id: regular expression for a whole id; its group `name` is the name.
-        value: parses the value at a position and returns the value and its end. Raises ValueError.
+        name_in_id: regular expression that matches a whole id and captures the function's name in
+            its group `name`.
+        value: parses the value at a position, and returns it and its end position. Raises
+            ValueError if there is no valid value.
     """
 
     begin: str
@@ -71,8 +73,9 @@ class JsonCalls:
         return calls
 
     def _call(self, header: re.Match[str], text: str) -> tuple[Call, int]:
-        """Parse the call after a header. Returns the call and the position at which its value ends,
-        or starts if it cannot be parsed."""
+        """Parse the call after a header. Returns the call and the position at which its value ends
+        or, if the value cannot be parsed, starts.
+        """
         groups = header.groupdict()
         number = (groups.get("id") or "").strip()
         named = self.name_in_id.fullmatch(number) if self.name_in_id else None

@@ -1,4 +1,4 @@
-"""Tools of Model Context Protocol servers, which are configured in `rollout.agent.mcp_servers`.
+"""Tools provided by Model Context Protocol servers (`rollout.agent.mcp_servers`).
 
 Connections run in an event loop in a separate thread of this process, so they stay alive while
 conversations wait for engines. A server that is started as a program is a child of this process and
@@ -250,7 +250,9 @@ async def _listed(client: Client) -> list[Declared]:
 
 
 def _text(result: CallToolResult) -> str:
-    """Format a result for the policy: its text blocks, and the kind of any other block."""
+    """Format a result as text for the policy. Blocks other than text are represented by their
+    kind.
+    """
     parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]

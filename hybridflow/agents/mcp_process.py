@@ -1,5 +1,6 @@
-"""A Model Context Protocol server run as a program: it exchanges JSON messages, one per line, over
-standard input and output."""
+"""A Model Context Protocol server that runs as a child process and exchanges JSON messages, one per
+line, over standard input and output.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def environment(settings: McpServer) -> dict[str, str]:
 async def program(
     settings: McpServer, log_path: Path, lose: Callable[[str], None]
 ) -> AsyncIterator[Any]:
-    """Start the program, and yield the streams of incoming and outgoing messages, for `mcp.Client`.
+    """Start the program, and yield its streams of incoming and outgoing messages for `mcp.Client`.
 
     Args:
         log_path: receives the program's standard error.

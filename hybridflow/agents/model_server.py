@@ -1,5 +1,6 @@
-"""A model behind OpenAI's chat completions. Nothing is recorded: each request is a separate
-conversation, which ends with its answer."""
+"""Serves a model through OpenAI's chat completions API. Nothing is recorded: each request is a
+separate conversation, which ends with its answer.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _CALL_LETTERS = 9  # as many as some templates require
 
 
 class ModelServer(Door):
-    """Serves one model to the holders of one key.
+    """Serves one model to clients that have its API key.
 
     Args:
         sample: samples an answer.
@@ -96,10 +97,8 @@ class ModelServer(Door):
             raise RequestError(str(error).splitlines()[0], 500) from error
 
     def _sampling(self, given: Mapping[str, Any]) -> SamplingConfig:
-        """Return the settings of a request.
-
-        Raises:
-            RequestError: a field has a wrong type or is out of range.
+        """Return the sampling settings of a request. Raises: RequestError: a field has a wrong type
+        or is out of range.
         """
         try:
             found: SamplingConfig = build_options(self._defaults, given, "")
@@ -113,8 +112,9 @@ class ModelServer(Door):
         return found
 
     def _prompt(self, asked: ChatRequest) -> list[int]:
-        """Return the tokens of the messages. If the template has no `developer`, it is shown as
-        `system`."""
+        """Render the messages to tokens. If the chat template has no `developer` role, `system` is
+        used instead.
+        """
         messages = [_with_objects(number, one) for number, one in enumerate(asked.messages)]
         encode = partial(self._tokenizer.encode_chat, tools=asked.tools or None)
         try:

@@ -107,7 +107,9 @@ class Fingerprint:
         return found
 
     def has_other_data(self, before: Fingerprint, phase: str) -> bool:
-        """Return True if the checkpoint's phase was trained on other rows than this run would use."""
+        """Return True if the checkpoint's phase was trained on other rows than this run would
+        use.
+        """
         key = TRAINED_ON[phase]
         return key in before.files and _contents(self.files.get(key, ())) != _contents(
             before.files[key]

@@ -159,7 +159,9 @@ class Session:
         return changes
 
     def has_other_data(self, checkpoint: Checkpoint) -> bool:
-        """Return True if the checkpoint's data position refers to different rows than this run's."""
+        """Return True if the checkpoint's data position refers to different rows than this
+        run's.
+        """
         return self.store.fingerprint.has_other_data(checkpoint.fingerprint, checkpoint.phase)
 
     def lost_records(self, checkpoint: Checkpoint | None) -> list[str]:

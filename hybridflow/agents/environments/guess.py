@@ -1,5 +1,6 @@
-"""A number-guessing game: wrong guesses are answered with `+` (the number is larger) or `-` (it is
-smaller)."""
+"""A number-guessing game. The observation after a wrong guess is `+` (the number is larger) or `-`
+(it is smaller).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +12,8 @@ from hybridflow.agents.environments.base import Step, environment
 
 @environment("guess")
 class Guess:
-    """An episode in which the number to guess is the row's ground truth.
-
-    The correct guess has reward 1, any other guess 0. An answer that is not a number is answered
-    with `?`.
+    """An episode in which the number to guess is the row's ground truth. The correct guess earns a
+    reward of 1, any other answer 0. If an answer is not a number, the observation is `?`.
     """
 
     def reset(self, row: Mapping[str, Any]) -> None:

@@ -1,2 +1,3 @@
-"""Formats of tool calls in answers, one file each. `base.py` defines the interface of a format and
-its registration."""
+"""Tool-call formats, one file each. `base.py` defines the interface of a format and its
+registration.
+"""

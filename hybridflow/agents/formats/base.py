@@ -17,12 +17,12 @@ class Call:
     """A parsed tool call.
 
     Attributes:
-        arguments: arguments keyed by name. With `is_text`, the values are still text and must be
-            converted to the types that the tool declares.
-        problem: why the call cannot be parsed, as shown to the policy; empty if it can.
+        arguments: arguments keyed by name. If `is_text` is True, the values are still text and must
+            be converted to the types that the tool declares.
+        problem: the parse error shown to the policy; empty if the call was parsed.
         id: the call's id in the answer; empty if the format has none.
-        span: start and end in the text. Thinking markers inside the span are plain text. Ignored in
-            comparisons.
+        span: start and end of the call in the text. Thinking markers inside it are plain text.
+            Ignored when calls are compared.
     """
 
     name: str
@@ -63,7 +63,7 @@ def call_format(name: str) -> Callable[[CallFormat], CallFormat]:
 
 
 def json_at(text: str, place: int) -> tuple[Any, int]:
-    """Parse the JSON value at `place`. Returns the value and its end.
+    """Parse the JSON value at `place`. Returns the value and the position after it.
 
     Raises:
         ValueError: there is no value, or it contains a non-finite number.
@@ -83,8 +83,9 @@ def json_call(found: Any, arguments_key: str) -> Call:
 
 
 def with_arguments(name: str, arguments: Any, number: str = "") -> Call:
-    """Build a call of `name`. `arguments` is an object or its JSON text; `number` is the id of the
-    call."""
+    """Build a call to `name`. `arguments` is an object or its JSON text; `number` is the call's
+    id.
+    """
     if isinstance(arguments, str):
         try:
             arguments, _ = json_at(arguments, len(arguments) - len(arguments.lstrip()))

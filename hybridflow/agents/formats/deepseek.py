@@ -1,5 +1,6 @@
-"""DeepSeek's call format, enclosed in the tokens for a tool call: `function SEP name, ```json
-block` (V3, R1) and `name SEP json` (V3.1)."""
+"""DeepSeek's call format, enclosed in the model's tool-call tokens: `function SEP name, ```json
+block` (V3, R1) and `name SEP json` (V3.1).
+"""
 
 from __future__ import annotations
 

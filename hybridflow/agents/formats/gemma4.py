@@ -17,8 +17,8 @@ _STRING = "\0"  # placeholder for a string; a NUL cannot occur in JSON or in a k
 
 
 def _object_at(text: str, place: int) -> tuple[Any, int]:
-    """Parse the object that extends from `place` to the next call mark outside strings. Returns the
-    object and the start of that mark.
+    """Parse the object that starts at `place` and ends at the next call mark outside a string.
+    Returns the object and the position of that mark.
 
     Raises:
         ValueError: there is no object.

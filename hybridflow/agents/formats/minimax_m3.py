@@ -1,5 +1,6 @@
-"""MiniMax-M3's call format: tags prefixed with a mark: <invoke name="..."> with a tag for each
-argument. Lists and objects are written as tags as well."""
+"""MiniMax-M3's call format: <invoke name="..."> with a tag for each argument, where every tag is
+prefixed with a mark. Lists and objects are also written as tags.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class _Open:
     parts: list[tuple[str, Any]] = field(default_factory=list)
 
     def value(self, text: str, end: int) -> Any:
-        """Return the text if the tag contains no other tags, else a list of items or an object."""
+        """Return the tag's value: its text if it contains no other tags, otherwise a list or an
+        object.
+        """
         if not self.parts:
             return text[self.start : end]
         if all(name == "item" for name, _ in self.parts):

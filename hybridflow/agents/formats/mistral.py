@@ -1,5 +1,6 @@
-"""Mistral's call format: [TOOL_CALLS], followed by a list of objects or, for each call, by a name,
-[ARGS] and an object."""
+"""Mistral's call format: [TOOL_CALLS], followed either by a list of objects or, for each call, by a
+name, [ARGS] and an object.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The call format of Qwen3-Coder and Qwen3.5: <function=name> with <parameter=key> for each
-argument. The line breaks around a value do not belong to it."""
+argument. Line breaks around a value are not part of it.
+"""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ _MOST_CHARACTERS = 1 << 16  # of a result, before it is truncated to tokens
 
 
 class ToolLostError(HybridFlowError):
-    """Raised if the process that runs a tool has exited, which is not the policy's fault. The
-    conversation that called the tool is lost."""
+    """Raised if the process that runs a tool has exited. This is not the policy's fault, so the
+    conversation that called the tool is discarded.
+    """
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Tool:
         function: accepts keyword arguments of type str, int, float or bool; its result is shown as
             text. It may be async; otherwise each call runs in its own thread.
         description: the first paragraph of the function's docstring, shown to the policy.
-        is_instant: True if it takes microseconds and cannot hang, so it needs no thread.
+        is_instant: True if the function takes microseconds and cannot hang, so that it needs no
+            thread.
         options: a frozen dataclass, if the tool has options. At the start of the run, `function` is
             then called once with the options in `rollout.agent.tool_options` and returns the
             function that the policy may call.
@@ -101,7 +103,7 @@ TOOLS: Registry[Tool] = Registry(TOOL.kind, TOOL.package, "rollout.agent.tools")
 def tool(
     name: str, *, is_instant: bool = False, options: type | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the tool with this name. `Tool` documents its signature."""
+    """Register a function as the tool with this name. `Tool` documents the function's signature."""
     return TOOLS.entry(
         name, lambda function: Tool(name, function, _description(function), is_instant, options)
     )

@@ -1,4 +1,4 @@
-"""Arithmetic: numbers, + - * / // % **, parentheses."""
+"""A calculator for arithmetic expressions with numbers, + - * / // % ** and parentheses."""
 
 from __future__ import annotations
 

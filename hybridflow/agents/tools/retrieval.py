@@ -1,5 +1,6 @@
-"""Search in the user's documents: returns the passages ranked highest by BM25 (Robertson and
-Zaragoza, 2009)."""
+"""Search over the user's documents. Returns the passages that BM25 ranks highest (Robertson and
+Zaragoza, 2009).
+"""
 
 from __future__ import annotations
 
@@ -218,7 +219,9 @@ def _cut(paragraph: str, most: int) -> Iterable[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words and, for scripts without spaces between words, the character bigrams."""
+    """Split text into index terms: words and, for scripts without spaces between words, character
+    bigrams.
+    """
     return [part for word in _WORD.findall(text.lower()) for part in _parts_of(word)]
 
 
