@@ -23,7 +23,7 @@ class TokenRequests:
     Attributes:
         prompts: token ids of each prompt.
         max_new_tokens: maximum length of each response.
-        stop_token_ids: tokens that end a response; the token that ends it is included.
+        stop_token_ids: tokens that end a response; the response includes this token.
         extras: data to return in addition to tokens and log-probs.
     """
 
@@ -35,14 +35,15 @@ class TokenRequests:
 
 
 class Asking(Protocol):
-    """The protocol for a batch of requests in flight."""
+    """Interface of a batch of requests in flight."""
 
     # resolves after the last response was reported; fails if some requests were not answered
     done: Future[None]
 
     def so_far(self, number: int) -> Completion:
-        """Return the response so far, without its experts. Its finish reason is `abort` if it is
-        unfinished. Thread-safe."""
+        """Return the response so far, without its experts. An unfinished response has the finish
+        reason `abort`. Thread-safe.
+        """
 
     def abort(self, numbers: Sequence[int]) -> None:
         """Ask the engine to abort these responses. They are reported as usual, with the tokens so
@@ -50,17 +51,20 @@ class Asking(Protocol):
 
     def give_up(self) -> None:
         """Abort all requests in flight. `done` then fails with an EngineError, unless all requests
-        had finished."""
+        have already finished.
+        """
 
 
 @runtime_checkable
 class Streams(Protocol):
-    """The protocol for engines that handle many requests concurrently and report each one as it
-    finishes."""
+    """Interface of engines that handle many requests concurrently and report each one as it
+    finishes.
+    """
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
-        """Send the requests and return immediately. `told` is called in another thread with the
-        number and the response of each prompt that finishes."""
+        """Send the requests and return immediately. `told` is called in another thread, with the
+        prompt's number and its response, whenever a response finishes.
+        """
 
 
 def ask(engine: Engine, requests: TokenRequests, told: Told) -> Asking:
@@ -95,7 +99,9 @@ def generated(
 
 
 class _InThread:
-    """Requests in flight that run as calls of `generate` in one thread, one per length limit."""
+    """Requests in flight that run as calls of `generate` in a separate thread, one call per length
+    limit.
+    """
 
     def __init__(self, engine: Engine, requests: TokenRequests, told: Told) -> None:
         self._engine = engine
@@ -111,8 +117,9 @@ class _InThread:
         return self._begun.get(number, _NOTHING)
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Remove these prompts from calls that have not started. A running `generate` cannot be
-        aborted."""
+        """Remove these prompts from calls that have not started yet. A running `generate` cannot be
+        aborted.
+        """
         self._aborted |= set(numbers)
 
     def give_up(self) -> None:

@@ -1,9 +1,9 @@
 """The Engine protocol: an inference server for one model, as used by the rollout worker.
 
-`rollout.engine` names a kind of engine: a package next to this file, or a user file
-(`path/to/file.py:name`). It registers in `ENGINES` a constructor that takes a spec, a log file and
-a check. `check_alive` and `wait_ready` also call the check, which raises EngineError if a remote
-component that the engine depends on is lost.
+`rollout.engine` selects a kind of engine: a package next to this file, or a user file
+(`path/to/file.py:name`). Each kind registers a constructor in `ENGINES`, which receives a spec, a
+log file and a check. `check_alive` and `wait_ready` also call this check, which raises EngineError
+if a remote component that the engine depends on is lost.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class WeightSpan:
 
 
 class Extras(NamedTuple):
-    """Data to return in addition to tokens and log-probs: each token's experts, and each token's
-    sampling support."""
+    """Data to return in addition to tokens and log-probs: the experts and the sampling support of
+    each token.
+    """
 
     routes: bool = False
     support: bool = False
@@ -100,12 +101,13 @@ class Engine(Protocol):
         with_support: bool = False,
     ) -> list[Completion]:
         """Generate one response per prompt, in order. A stop token ends a response and is included
-        in it. `with_support` is passed only if requested, so an engine need not accept it.
+        in it. `with_support` is passed only if it is requested, so an engine does not have to
+        accept it.
 
         Raises:
-            EngineError: its `begun` contains the responses so far if the engine streams them, so
-                that other engines can continue from there. Unfinished responses in `begun` have the
-                finish reason `abort`.
+            EngineError: if the engine streams responses, the error's `begun` contains the responses
+                so far, from which other engines can continue. Unfinished ones have the finish
+                reason `abort`.
         """
 
     def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
@@ -113,7 +115,8 @@ class Engine(Protocol):
 
     def receive(self, order: Order, plan: str) -> Outcome:
         """Receive every weight in the order or none at all, following the plan with this digest.
-        Never raises a HybridFlowError."""
+        Reports failures in its result and never raises a HybridFlowError.
+        """
 
     def sleep(self) -> None:
         """Release the device memory of weights and KV cache."""

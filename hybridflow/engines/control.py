@@ -1,5 +1,6 @@
-"""Messages from an engine's worker to our code inside the engine's ranks. The delivery depends on
-the kind of engine."""
+"""Messages from an engine's worker to HybridFlow's code inside the engine's ranks. How they are
+delivered depends on the kind of engine.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ class Control:
         action: DESCRIBE or RECEIVE.
         host, port: address of the weight-sync store. timeout_s: maximum duration of each wait in
             seconds.
-        report: prefix of the store keys under which ranks report.
+        report: prefix of the store keys under which ranks post their reports.
         first_rank: number of the engine's first rank in the plan. ranks: the engine's number of
             ranks.
-        order: specifies the weights to receive, for RECEIVE.
+        order: for RECEIVE, specifies the weights to receive.
     """
 
     action: str

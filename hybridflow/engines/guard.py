@@ -2,15 +2,15 @@
 server outlives the trainer or the guard.
 
 Run as a plain script: `python guard.py PARENT_PID GRACE_S FOLDER -- COMMAND...`. It uses only the
-standard library, so it needs about 10 MB and starts in 30 ms. In a fork of a process that has
-loaded SGLang (`process.fork_server`), COMMAND is `-m MODULE ...`, which runs in another fork. The
-server starts once FOLDER exists. The parent creates it after the guard has started, so a parent
-killed at any moment leaves nothing behind.
+standard library, so it needs about 10 MB and starts in 30 ms. If the guard is itself a fork of a
+process that has loaded SGLang (`process.fork_server`), COMMAND is `-m MODULE ...`, which runs in a
+further fork. The server starts only once FOLDER exists, which the parent creates after the guard
+has started. A parent killed at any moment therefore leaves nothing behind.
 
 PR_SET_PDEATHSIG on the server is not enough: that signal fires when the parent *thread* exits, so
-an engine started from a pool thread would die with it. SGLang's children set it for themselves only
-after start-up (sglang/srt/managers/scheduler.py:6269), so a parent killed during a start would
-leave them behind. The guard therefore watches the parent's pid, and kills the server's whole
+an engine started from a pool thread would die with it. SGLang's child processes set it themselves,
+but only after start-up (sglang/srt/managers/scheduler.py:6269), so they would survive a parent
+killed during start-up. The guard therefore watches the parent's pid, and kills the server's whole
 session by pid.
 """
 
@@ -40,13 +40,14 @@ PR_SET_PDEATHSIG = 1
 
 
 def session_members(session: int) -> list[int]:
-    """Return the pids of a session's live processes, excluding its leader and zombies."""
+    """Return the pids of a session's live processes, excluding the leader and zombies."""
     return list(states_of_members(session))
 
 
 def states_of_members(session: int) -> dict[int, str]:
-    """Return {pid: state as shown in /proc} for a session's live processes, excluding its
-    leader."""
+    """Return {pid: state letter from /proc} for a session's live processes, excluding the
+    leader.
+    """
     members = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == session:
@@ -77,8 +78,8 @@ def kill_session(session: int, timeout_s: float = 5.0) -> list[int]:
 def shared_memory_of(pids: list[int]) -> set[str]:
     """Return the shared-memory files mapped by these processes, including named semaphores.
 
-    SGLang leaves its load snapshot behind even on a graceful stop
-    (sglang/srt/managers/load_snapshot.py:303); killed processes leave more.
+    SGLang does not remove its load snapshot even on a graceful stop
+    (sglang/srt/managers/load_snapshot.py:303), and killed processes leave further files behind.
     """
     mapped = {one for pid in pids for one in _mapped_by(pid)}
     found = {path for path, _ in mapped if not path.endswith(DELETED)}
@@ -110,7 +111,7 @@ def _mapped_by(pid: int) -> set[tuple[str, int]]:
 
 
 def note_shared_memory(folder: str, paths: set[str]) -> None:
-    """Append the paths to a file in the engine's folder, for `noted_shared_memory`."""
+    """Append the paths to a file in the engine's folder, where `noted_shared_memory` finds them."""
     if paths:
         # append, because both guard and parent write
         with suppress(OSError), open(os.path.join(folder, NOTE), "a", encoding="utf-8") as note:
@@ -118,8 +119,9 @@ def note_shared_memory(folder: str, paths: set[str]) -> None:
 
 
 def noted_shared_memory(folder: str) -> set[str]:
-    """Return the paths recorded by the guard, or by its parent when the server became ready. The
-    guard itself may have been killed since."""
+    """Return the paths recorded by the guard and, when the server became ready, by its parent. Used
+    if the guard itself has been killed.
+    """
     try:
         with open(os.path.join(folder, NOTE), encoding="utf-8") as note:
             return {
@@ -137,8 +139,9 @@ def remove_shared_memory(paths: set[str]) -> None:
 
 
 def is_ours(folder: str) -> bool:
-    """Return True if the folder exists and belongs to this user. Other users can read its name on
-    our command line and create it first."""
+    """Return True if the folder exists and belongs to this user. Another user could read its name
+    on the guard's command line and create it first.
+    """
     try:
         status = os.lstat(folder)
     except OSError:
@@ -153,10 +156,9 @@ def remove(folder: str) -> None:
 
 
 def die_with_guard(guard: int) -> None:
-    """Have the kernel kill this process (the server) when the guard with this pid exits. Kill it
-    immediately if the guard has already exited. Must be called before anything else.
-
-    The guard has a single thread, so the signal arrives exactly when the guard exits.
+    """Have the kernel kill this process, the server, when the guard with this pid exits; if the
+    guard has already exited, exit immediately. Must be called before anything else. Because the
+    guard has a single thread, the signal arrives exactly when the guard exits.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
@@ -207,7 +209,9 @@ def start(command: list[str]) -> subprocess.Popen[bytes] | Fork | None:
 
 
 def process_end(pid: int) -> select.poll | None:
-    """Return a poll object that is ready once the process exits; None if it already has."""
+    """Return a poll object that becomes ready when the process exits; None if it has already
+    exited.
+    """
     try:
         ended = select.poll()
         ended.register(os.pidfd_open(pid), select.POLLIN)

@@ -16,7 +16,9 @@ from hybridflow.errors import EngineError, EngineSilent
 
 
 def direct_session() -> requests.Session:
-    """Create a session that bypasses proxies, which must not see or break calls to this machine."""
+    """Create a session that bypasses proxies. Proxies must neither see nor break calls to this
+    machine.
+    """
     session = requests.Session()
     session.trust_env = False
     return session
@@ -28,8 +30,8 @@ class ServerClient:
     Args:
         url: base address, e.g. `ServerProcess.url`.
         admin_key: bearer key of the engine.
-        request_timeout_s: deadline of each call in seconds; for prompts in flight, the maximum time
-            without any data.
+        request_timeout_s: deadline of each call in seconds; for prompts in flight, the longest time
+            that may pass without any data.
         name: the engine's name in error messages; defaults to the address.
         batch_size: maximum number of prompts per HTTP request; 0 for `together`.
     """
@@ -96,7 +98,7 @@ class ServerClient:
         return [completion for completion in found if completion is not None]
 
     def ask(self, requests: TokenRequests, told: Told) -> Asked:
-        """Send the requests and return immediately, like `TokenStreams.ask`.
+        """Send the requests and return immediately (see `TokenStreams.ask`).
 
         Raises:
             EngineError: a prompt is empty.

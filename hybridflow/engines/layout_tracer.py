@@ -1,12 +1,12 @@
-"""Discovery of an engine's weight layout: the engine's own loader is run on tensors without
-storage, and its copies are recorded instead of executed.
+"""Discovery of an engine's weight layout. The engine's own loader runs on tensors without storage,
+and its copies are recorded instead of executed.
 
 `trace_layout` calls the model's `load_weights` with a meta tensor for each HF tensor. A dispatch
 mode follows every view that the loader creates. A `copy_` into a parameter is recorded as (HF
-rectangle) -> (rectangle of the buffer), but not executed. The same applies to `zero_` and `fill_`,
-which loaders use to clear padding. The live weights of a running engine are not touched. Sources
+rectangle) -> (rectangle of the buffer), but not executed. `zero_` and `fill_`, which loaders use to
+clear padding, are treated in the same way. A running engine's live weights are not touched. Tensors
 joined by `cat` or `stack` (DeepSeek's fused latent projection) are resolved to their parts. Uses
-torch only, and works for any module, on its device or on meta.
+only torch, and works for any module, on a real or meta device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 @dataclass(frozen=True)
 class TracedPiece:
-    """A recorded copy from the HF tensor's `source[start : +shape]` to `buffer[local_start :
-    +local_shape]`, with the elements in the same order.
-
-    `source` is None for elements that the loader fills with a constant, `fill`.
+    """A recorded copy from `source[start : +shape]` of an HF tensor to `buffer[local_start :
+    +local_shape]`, in the same element order. If `source` is None, the loader fills the elements
+    with the constant `fill`.
     """
 
     source: str | None
@@ -46,16 +45,17 @@ class TracedPiece:
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """The traced copies: `buffers` {name: (shape, dtype)}, `pieces` in copy order, and `untouched`
-    buffers, which were not written."""
+    """The result of a trace: `buffers` {name: (shape, dtype)}, `pieces` in copy order, and
+    `untouched`, the buffers that were never written.
+    """
 
     buffers: dict[str, tuple[Shape, str]]
     pieces: tuple[TracedPiece, ...]
     untouched: tuple[str, ...]
 
     def rank_layout(self, catalog: Catalog) -> RankLayout:
-        """Return this rank's layout for the slice plan: written buffers and their pieces. Elements
-        that the loader clears but never fills become padding.
+        """Return this rank's layout for the slice plan: the written buffers and their pieces.
+        Elements that the loader clears but never overwrites become padding.
 
         Raises:
             WeightSyncError: a tensor has more dimensions than a plan supports.
@@ -109,7 +109,8 @@ def trace_layout(
     """Trace `load_weights` (of `module` or a wrapper) for the HF tensors {name: shape}.
 
     Args:
-        dtype: dtype of the tensors, except those in `dtypes` (block-wise fp8 and its scales).
+        dtype: dtype of all tensors that are not in `dtypes` (which lists block-wise fp8 tensors and
+            their scales).
 
     Raises:
         WeightSyncError: the loader copies from something other than an HF tensor, or copies
@@ -246,7 +247,8 @@ class _Recorder(TorchDispatchMode):
         self, tensor: torch.Tensor, buffer: str
     ) -> Iterator[tuple[str | None, Shape, Shape, list[tuple[int, int]]]]:
         """Yield (HF name, start, shape, region of `tensor`) for every HF tensor visible in
-        `tensor`. The name is None for zeros."""
+        `tensor`. For zeros, the name is None.
+        """
         key = _storage(tensor)
         if key in self.zeros:
             if tensor.numel():

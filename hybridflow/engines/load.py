@@ -1,5 +1,6 @@
-"""The load of one engine between two readings: from the server's own metrics while it has requests,
-and from the requests themselves."""
+"""Measurement of an engine's load, based on the server's own metrics, sampled while it has
+requests, and on the requests themselves.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class Load:
     """A server's metrics at one moment.
 
     Attributes:
-        running, waiting: requests that it computes, and that it has queued.
-        kv_use: share of its KV cache that is in use.
+        running, waiting: number of requests being computed, and queued. kv_use: fraction of the KV
+            cache in use.
     """
 
     running: int
@@ -33,16 +34,18 @@ class ReportsLoad(Protocol):
     """An engine whose server reports its load."""
 
     def load(self) -> Load:
-        """Return the server's load now. Raises EngineError."""
+        """Return the server's current load. Raises EngineError if the server does not respond."""
 
     def take_prefix_hits(self) -> float | None:
-        """Return the share of prompt tokens that the server found in its prefix cache, over the
-        requests that ended since the last call; None without requests."""
+        """Return the fraction of prompt tokens found in the server's prefix cache, over all
+        requests that have ended since the last call; None if there are none.
+        """
 
 
 class BusyClock:
-    """The time during which an engine has requests, and the tokens that it has generated. Not
-    thread-safe."""
+    """Accumulates the time during which an engine has requests, and the tokens that it generates.
+    Not thread-safe.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -57,7 +60,7 @@ class BusyClock:
         return self._busy_since is not None
 
     def note(self, has_requests: bool) -> None:
-        """Note whether the engine has requests from now on."""
+        """Record whether the engine has requests from now on."""
         if has_requests and self._busy_since is None:
             self._busy_since = self._now()
         elif not has_requests and self._busy_since is not None:
@@ -65,8 +68,9 @@ class BusyClock:
             self._busy_since = None
 
     def take(self) -> dict[str, float]:
-        """Return tokens per second of busy time and the idle share since the last call, and start
-        again."""
+        """Return tokens per second of busy time, and the idle fraction, both since the last call.
+        Resets both.
+        """
         now = self._now()
         if self._busy_since is not None:
             self._busy += now - self._busy_since
@@ -81,10 +85,8 @@ class BusyClock:
 
 
 class LoadWatch:
-    """Reads an engine's load several times a second while it has requests.
-
-    Args:
-        load: returns the load; an error skips the reading.
+    """Samples an engine's load several times a second while it has requests. Args: load: returns
+    the load. If it raises an error, the sample is skipped.
         is_busy: True while the engine has requests.
     """
 
@@ -96,7 +98,7 @@ class LoadWatch:
         threading.Thread(target=self._watch, name="engine load", daemon=True).start()
 
     def take(self) -> dict[str, float]:
-        """Return means and maxima of the readings since the last call; empty without readings."""
+        """Return means and maxima of the samples since the last call; empty if there are none."""
         with self._lock:
             seen, self._seen = self._seen, []
         if not seen:
@@ -120,7 +122,9 @@ class LoadWatch:
 
 
 def over_engines(loads: list[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics engine/... of a step: means over the engines, and largest maxima."""
+    """Merge the engines' loads into a step's `engine/...` metrics: averages of means, and maxima of
+    maxima.
+    """
     found = {}
     for name in dict.fromkeys(name for load in loads for name in load):
         values = [load[name] for load in loads if name in load]

@@ -1,5 +1,5 @@
-"""Coordination of an engine that spans several nodes: the worker on the first node decides when to
-start and where the ranks rendezvous; the other nodes follow.
+"""Coordination of an engine that spans several nodes. The worker on the first node decides when the
+servers start and where the ranks rendezvous; the other nodes follow.
 
 Each node has a separate server (`EngineSpec.node_rank`). While it runs, the first node's worker
 serves a store:
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class FirstNode:
-    """The store that the other nodes of an engine follow.
+    """The first node's store, which an engine's other nodes follow.
 
     Args:
         spec: spec of the first node's server.
@@ -41,8 +41,9 @@ class FirstNode:
         self.address: tuple[str, int] = (host, self._store.port)
 
     def begin(self, start: int, meet_at: str) -> None:
-        """Have the other nodes stop their servers and start new ones, which rendezvous at
-        `meet_at`."""
+        """Tell the other nodes to stop their servers and start new ones, which rendezvous at
+        `meet_at`.
+        """
         self._store.set(f"start/{start}", meet_at)
 
     def check(self, start: int) -> None:
@@ -57,13 +58,13 @@ class FirstNode:
                 )
 
     def end(self) -> None:
-        """Have the other nodes stop their servers permanently."""
+        """Tell the other nodes to stop their servers permanently."""
         self._store.set("end", "1")
 
 
 class OtherNode:
-    """The server of an engine on a node other than the first. A thread starts, replaces and stops
-    it as directed by the first node.
+    """An engine's server on a node other than the first. A thread starts, replaces and stops it as
+    directed by the first node.
 
     Args:
         kind: name in `ENGINES`.

@@ -18,8 +18,9 @@ from hybridflow.sync.session import Order, Outcome, answer_deadline
 
 
 class ServedEngine(ServerProcess):
-    """An engine that is called over HTTP. `ServerProcess` provides start, liveness checks and
-    stop."""
+    """An engine that is called over HTTP. Startup, liveness checks and shutdown are inherited from
+    `ServerProcess`.
+    """
 
     # the server's `ServerClient`, which also implements `weight_transaction.EngineClient`
     client_class: type[Any]

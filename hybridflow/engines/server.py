@@ -1,6 +1,7 @@
-"""The process of an engine that runs as an HTTP server on loopback: start as a child of this
-process, liveness checks and shutdown. Each kind of server provides the command, the environment and
-a probe request."""
+"""Process management for an engine that runs as an HTTP server on loopback: startup as a child of
+this process, liveness checks and shutdown. Each kind of server provides the command, the
+environment and a probe request.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +66,9 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
 
 
 def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
-    """Return the base environment of a server: this process's environment, without its distributed
-    rank and restricted to loopback."""
+    """Return the base environment for a server: this process's environment without the variables of
+    its distributed rank, and restricted to loopback.
+    """
     env = {
         k: v
         for k, v in without_credentials().items()
@@ -92,12 +94,13 @@ def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
 
 
 def reserve_port(ports: range) -> tuple[int, ExitStack]:
-    """Return an unused port from `ports`, and a lock that reserves it until closed.
+    """Return an unused port from `ports`, and a lock that reserves the port until the lock is
+    closed.
 
-    The lock consists of two abstract unix sockets. They prevent two engines on this machine from
-    choosing the same port before either listens. All engines on the machine know the name of the
-    first socket, and so does an attacker, who could occupy all such names. In that case only the
-    second socket is used, whose name is known only to this job.
+    The lock consists of two abstract Unix sockets, which prevent two engines on this machine from
+    choosing the same port before either listens. The first socket's name is the same for all
+    engines on the machine, so an attacker could occupy all such names. In that case only the second
+    socket is used, whose name is known only to this job.
 
     Raises:
         EngineError: no port is free.
@@ -147,11 +150,12 @@ class ServerProcess:
     # ---- implemented by each kind of server
 
     def _prepare(self) -> None:
-        """Check and complete the spec. Called before any process is started."""
+        """Validate the spec and fill in missing values. Called before any process is started."""
 
     def _command(self) -> list[str]:
-        """Return the Python interpreter's arguments: `-m`, the server's module and its
-        arguments."""
+        """Return the arguments for the Python interpreter: `-m`, the server's module and its
+        arguments.
+        """
         raise NotImplementedError
 
     def _environment(self) -> dict[str, str]:
@@ -163,8 +167,9 @@ class ServerProcess:
         the server starts."""
 
     def _one_token(self) -> tuple[str, dict[str, Any]]:
-        """Return the path and the body of a one-token request, used to probe whether the server
-        responds."""
+        """Return the path and the body of a one-token request. It is used to probe whether the
+        server responds.
+        """
         raise NotImplementedError
 
     # ---- start and end
@@ -176,8 +181,9 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Pid of the guard, which is also the session id of all processes of the engine; 0 before
-        the start."""
+        """Pid of the guard, which is also the session id of all the engine's processes; 0 before
+        the start.
+        """
         return self._guard.pid if self._guard else 0
 
     def start(self) -> None:
@@ -318,7 +324,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         """Stop all processes of the engine within about 10 s, and remove its temporary files. Safe
-        to call again.
+        to call repeatedly.
 
         On CPU the processes are killed immediately, since an engine has no state worth saving. On
         CUDA, they are given a few seconds to release device memory themselves.

@@ -17,8 +17,8 @@ class EngineSpec:
 
     Args:
         name: name of the engine, used in messages and for its log.
-        model_path: Hugging Face folder. If it contains no weight files, the weights are random and
-            must be sent before use.
+        model_path: Hugging Face folder. If it contains no weight files, the engine starts with
+            random weights, and real ones must be sent before use.
         tensor, pipeline: parallel sizes; their product is the number of ranks, one process each.
         expert: expert-parallel size within the tensor-parallel ranks; if 1, each expert is sharded
             across all of them.
@@ -26,8 +26,9 @@ class EngineSpec:
             ranks; if 1, it is sharded across all of them.
         nnodes, node_rank, dist_init_addr: an engine that spans several nodes has one server per
             node; their specs differ only in `node_rank`. The ranks rendezvous at `dist_init_addr`
-            ("host:port"), where the server with node_rank 0 listens; for port 0 it picks a free
-            port, which `Engine.spec` contains after the start. Only that server serves requests.
+            ("host:port"), where the server with node_rank 0 listens; if its port is 0, a free port
+            is chosen, which `Engine.spec` contains after the start. Only that server serves
+            requests.
         host: the address at which other nodes reach this one; loopback if all peers are on this
             machine.
         ports: range from which the server's port is chosen.
@@ -37,8 +38,8 @@ class EngineSpec:
         mem_fraction_static: fraction of device memory available to the engine.
         cache_prefixes: keep the KV cache of prompts for later requests with the same prefix.
         extra_args: additional server arguments, keyed by name (with `-` or `_`), which override
-            ours. True is a bare flag, False or None removes the argument, a list becomes several
-            values, and a mapping becomes JSON.
+            HybridFlow's. True is a bare flag, False or None removes the argument, a list becomes
+            several values, and a mapping becomes JSON.
         start_timeout_s: deadline of `wait_ready`.
         request_timeout_s: deadline of a control call; an engine that sends no token for this long
             counts as hung.
@@ -54,7 +55,7 @@ class EngineSpec:
         python: interpreter in which the inference library is installed; "" for this process's.
         fork_server: name of a fork server (`process.fork_server`) that has loaded the inference
             library; "" for none.
-        devices: the only CUDA devices that the engine may see; empty: those of this process.
+        devices: the CUDA devices visible to the engine; if empty, the same as for this process.
     """
 
     name: str
@@ -104,8 +105,9 @@ def model_config(spec: EngineSpec) -> dict[str, Any]:
 
 
 def check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int, name: str) -> None:
-    """Reject tokens outside the model's vocabulary. Servers use tokens to index the embedding.
-    Given invalid ones, some crash, which fails all other requests too, and some read padding.
+    """Reject tokens outside the model's vocabulary. Servers index the embedding with tokens. An
+    invalid token makes some servers crash, which also fails all other requests, and others read
+    padding.
 
     Args:
         prompts: token ids.

@@ -1,5 +1,6 @@
-"""Supervision of one engine: if the engine has exited or hangs, it is stopped and restarted in the
-background."""
+"""Supervision of one engine. An engine that has exited or hangs is stopped and restarted in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class EngineSupervisor:
         spec: the engine's spec.
         log_path: log file of the first start; later starts use other files next to it
             (`log_of_start`).
-        prepare: called with each restarted engine before it counts as up; if it raises a
+        prepare: called with each restarted engine before its state becomes `up`. If it raises a
             HybridFlowError, the restart fails.
         max_restarts: maximum restarts per hour; beyond that the engine is abandoned.
         nodes: for an engine that spans several nodes, starts and checks the servers on the other

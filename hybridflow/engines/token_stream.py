@@ -1,9 +1,10 @@
-"""Prompts in flight on one server, which streams responses token by token as server-sent events.
+"""Requests in flight on one server. The server streams responses token by token as server-sent
+events.
 
 All requests share one event loop in one thread. If the server accepts several prompts per HTTP
 request, a batch is sent in one request, which preserves its order in the scheduler; the server
-streams all responses concurrently. A subclass per kind of server defines requests, event parsing
-and aborts.
+streams all responses concurrently. Each kind of server has a subclass that defines requests, event
+parsing and aborts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Value = TypeVar("Value")
 
 
 class Answer:
-    """A partial response, written by the event loop's thread and readable from any thread."""
+    """A partial response. The event loop's thread writes it, and any thread may read it."""
 
     __slots__ = ("_heard", "_log_probs", "_supports", "_tokens", "routes")
 
@@ -156,8 +157,9 @@ class Asked:
         self.unwanted = False
 
     def so_far(self, number: int) -> Completion:
-        """Return a response so far, without its experts. Its finish reason is `abort` if it is
-        unfinished."""
+        """Return a response so far, without its experts. An unfinished response has the finish
+        reason `abort`.
+        """
         return self.answers[number].completion(0, Extras(support=self.extras.support))
 
     def abort(self, numbers: Sequence[int]) -> None:
@@ -166,8 +168,9 @@ class Asked:
         self.streams.abort(self, [self.names[number] for number in numbers])
 
     def give_up(self) -> None:
-        """Stop waiting. Unfinished responses are aborted in the engine, and `done` fails with an
-        EngineError."""
+        """Stop waiting for responses. Unfinished ones are aborted in the engine, and `done` fails
+        with an EngineError.
+        """
         if self.loop is not None:
             with suppress(RuntimeError):  # the loop has stopped, and all requests with it
                 self.loop.call_soon_threadsafe(self._cancel)
@@ -185,8 +188,8 @@ class TokenStreams:
         url: base address.
         headers: sent with each request.
         name: the engine's name, for errors.
-        silence_s: seconds without any data, while requests are in flight, after which the engine
-            counts as silent. A whole response may take longer.
+        silence_s: with requests in flight, the engine counts as silent after this many seconds
+            without any data. A whole response may take longer.
         batch_size: prompts per HTTP request.
     """
 
@@ -223,7 +226,7 @@ class TokenStreams:
         raise NotImplementedError
 
     async def _call_off(self, names: Sequence[str]) -> None:
-        """Ask the server to abort these requests (using `_tell`)."""
+        """Ask the server to abort these requests. Implementations send the message with `_tell`."""
         raise NotImplementedError
 
     # ---- called from other threads
@@ -247,7 +250,7 @@ class TokenStreams:
             task.result(2 * _ABORT_S)
 
     def heard(self) -> None:
-        """Restart the silence timer, for example after the engine was blocked."""
+        """Reset the silence timer, for example after the engine was blocked."""
         self._heard = time.monotonic()
 
     def close(self) -> None:

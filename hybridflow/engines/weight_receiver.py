@@ -2,8 +2,8 @@
 receives new weights.
 
 The engine's loader is traced (`layout_tracer`), and incoming weights are written to the locations
-to which the loader would write. Errors are reported through the weight-sync store, because the
-server's response does not contain them.
+that the loader would write. Errors are reported through the weight-sync store, because the server's
+response does not contain them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class WeightReceiver:
                 platform = Platform(device.type)  # type: ignore[arg-type]
                 platform.set_device(device.index or 0)
                 if before is not None:
-                    before.join()  # it has already reported, or this engine is being abandoned
+                    before.join()  # the rank has reported, or this engine is being abandoned
                 platform.synchronize()  # wait for kernels started before the pause
                 with torch.inference_mode(modes[0]), torch.set_grad_enabled(modes[1]):
                     self.handle(control, platform.synchronize)
@@ -151,8 +151,9 @@ class WeightReceiver:
         }
 
     def _traced(self, store: Any, timeout_s: float) -> RankLayout:
-        """Return the layout. Retraces it if a buffer has moved (because weights were repacked, or
-        memory was reallocated)."""
+        """Return the layout, which is traced again if a buffer has moved (because weights were
+        repacked or memory was reallocated).
+        """
         pointers = {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
         if self._layout is None or pointers != self._pointers:
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
@@ -205,7 +206,7 @@ class WeightReceiver:
         return self._schedule
 
     def _opened(self, order: Order, rank: int) -> ReceiveChannel:
-        """Return the session's channel, closing that of an earlier session."""
+        """Return the session's channel, after closing the channel of any earlier session."""
         if self._channel is None or self._session != order.endpoint.session:
             self._give_up()
             self._channel = open_receiver(order.endpoint, rank, _device(self.model))
@@ -221,8 +222,9 @@ class WeightReceiver:
             channel.abort()
 
     def _clear_padding(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Zero the padding, as the loader does. No message fills it, and it is uninitialised in an
-        engine that started without weights."""
+        """Zero the padding, as the loader does. No message writes to it, and in an engine that
+        started without weights it is uninitialised.
+        """
         layout = self._layout
         if layout is None:
             return

@@ -1,10 +1,8 @@
 """One engine's side of a weight sync, driven by its worker over HTTP. The engine loads all weights
-or none, and never generates a token from a mix of versions.
-
-The engine is paused before anything is written, and resumes under the new version's name only after
-every rank has reported success. After any failure it stays paused under the old version's name,
-until the next order. The server's HTTP response is ignored, because SGLang reports success even if
-the loader failed.
+or none, and never generates a token with a mix of versions. It is paused before anything is
+written, and resumes under the new version's name only after every rank has reported success. After
+any failure it stays paused under the old version's name, until the next order. The server's HTTP
+response is ignored, because SGLang reports success even if the loader failed.
 """
 
 from __future__ import annotations
@@ -31,8 +29,9 @@ from hybridflow.sync.session import (
 
 
 class EngineClient(Protocol):
-    """The protocol for a client of an engine's server, as used in a transaction. All calls have
-    deadlines and raise EngineError."""
+    """Interface of the client of an engine's server, as used in a transaction. All calls have
+    deadlines and raise EngineError.
+    """
 
     def pause(self, mode: PauseMode) -> None:
         """Stop generating."""
@@ -47,16 +46,18 @@ class EngineClient(Protocol):
         """Close the session."""
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Deliver the message to our code in every rank and wait until all have handled it; drop
-        cached prefixes."""
+        """Deliver the message to HybridFlow's code in every rank, wait until all have handled it,
+        and drop cached prefixes.
+        """
 
     def set_weight_version(self, version: int | str) -> None:
-        """Set the name of the weight version that generates later tokens."""
+        """Set the name of the weight version under which later tokens are reported."""
 
 
 class _Unusable(WeightSyncError):
-    """Raised if the engine cannot process further orders, because a rank does not report or the
-    update session cannot be closed."""
+    """Raised if a rank does not report or the update session cannot be closed, so that the engine
+    cannot process further orders.
+    """
 
 
 def _report_deadline(timeout_s: float, stages: int) -> float:
@@ -69,8 +70,8 @@ def _report_deadline(timeout_s: float, stages: int) -> float:
 def describe(
     client: EngineClient, spec: EngineSpec, host: str, port: int, timeout_s: float
 ) -> EngineLayout:
-    """Have all ranks of an engine trace and post their layouts. The engine must not have any
-    requests.
+    """Have all ranks of an engine trace and post their layouts. The engine must have no requests in
+    flight.
 
     Raises:
         WeightSyncError: a rank could not trace its loader or did not report. The message names the
@@ -92,7 +93,7 @@ def describe(
 
 
 def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> Outcome:
-    """Execute an order. Never raises a HybridFlowError: the outcome reports the engine's status.
+    """Execute an order. Never raises a HybridFlowError; failures are part of the returned outcome.
 
     Args:
         plan: digest of the plan built from this engine's description.
@@ -128,8 +129,9 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
 
 
 def _compare(board: Board, plan: str) -> None:
-    """Reject an order whose plan or version differs from that of the senders, before the engine is
-    paused."""
+    """Reject an order whose plan or version differs from the senders' plan or version. Called
+    before the engine is paused.
+    """
     order = board.order
     if order.plan != plan:
         raise WeightSyncError(

@@ -1,7 +1,7 @@
 """The engine `hf`: a transformers model and its `generate`, in the trainer's process.
 
-It is slower than a server with continuous batching, because a batch runs until its longest response
-is complete. It is intended for debugging and for very small machines.
+Intended for debugging and for very small machines. It is slower than a server with continuous
+batching, because each batch runs until its longest response is complete.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HfEngine:
             raise EngineError("not running", engine=self.spec.name)
 
     def log_tail(self) -> str:
-        """Return an empty string: the engine logs to this process's log."""
+        """Return an empty string, because the engine writes to this process's log."""
         return ""
 
     def stop(self) -> None:
@@ -201,9 +201,10 @@ class HfEngine:
     def _read_once(
         self, prompts: Sequence[Sequence[int]], ids: torch.Tensor, mask: torch.Tensor
     ) -> dict[str, DynamicCache]:
-        """Return arguments for `generate` that share the prefill among repeated prompts (the
-        samples of a group): the keys and values of all tokens except the last, computed once per
-        distinct prompt. Returns an empty dict if no prompt is repeated."""
+        """Share the prefill among repeated prompts (the samples of a group). Returns arguments for
+        `generate` with the keys and values of all tokens except the last, computed once per
+        distinct prompt; an empty dict if no prompt is repeated.
+        """
         from transformers import DynamicCache
 
         numbers: dict[tuple[int, ...], int] = {}
@@ -267,10 +268,10 @@ class HfEngine:
         return refuse(order, _WHY)
 
     def sleep(self) -> None:
-        """Do nothing: the engine shares the trainer's device and keeps its memory."""
+        """Do nothing, because the engine shares the trainer's device and keeps its memory."""
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Do nothing: `sleep` released no memory."""
+        """Do nothing, because `sleep` has released no memory."""
 
 
 class _LogProbs:

@@ -49,8 +49,9 @@ class EngineClient(ServerClient):
         }
 
     def load(self) -> Load:
-        """Return the load of all the server's data-parallel ranks (sglang/srt/managers/
-        load_snapshot.py)."""
+        """Return the load over all of the server's data-parallel ranks
+        (sglang/srt/managers/load_snapshot.py).
+        """
         found = self._read("/v1/loads?include=core", _LOAD_S)
         try:
             loads = [
@@ -110,16 +111,16 @@ class EngineClient(ServerClient):
         self._post("/end_weight_update", {})
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Deliver a message to our code in every tensor-parallel rank, and wait until all have
-        handled it. The ranks report through the weight-sync store.
+        """Deliver a message to HybridFlow's code in every tensor-parallel rank, and wait until all
+        have handled it. The ranks report through the weight-sync store.
 
         Requires an open session.
 
         Args:
             control: the message.
-            flush_cache: drop cached prefixes, which were computed with the old weights. Fails while
-                requests are paused by `pause("in_place")`. `weight_version` is not sent, because
-                SGLang would adopt the new name even if the loader failed.
+            flush_cache: drop cached prefixes, because they were computed with the old weights.
+                Fails while requests are paused with `pause("in_place")`. `weight_version` is not
+                sent, because SGLang would adopt the new name even if the loader failed.
         """
         body = {
             "serialized_named_tensors": payload(control),
@@ -136,8 +137,9 @@ class EngineClient(ServerClient):
         )
 
     def flush_cache(self) -> None:
-        """Drop cached prefixes. SGLang rejects this while requests are running; the last completed
-        batch may take a moment to be released."""
+        """Drop cached prefixes. SGLang rejects this while requests are running, and may take a
+        moment to release the last completed batch.
+        """
         self._request(f"/flush_cache?timeout={_SETTLE_S}", {})
 
     # ---- control calls

@@ -1,5 +1,5 @@
-"""Authentication on SGLang's health, readiness and metrics paths, which otherwise need no key. Part
-of the plugin; runs in the server's process.
+"""Authentication for SGLang's health, readiness and metrics paths, which otherwise require no key.
+Part of the plugin; runs in the server's process.
 
 SGLang exempts them for orchestrators' probes (sglang/srt/utils/auth.py:101), and each request to
 `/health_generate` makes the engine compute a token. An engine's additional nodes run a server for
@@ -25,7 +25,7 @@ def close_paths() -> None:
 
 
 def as_any_path(original: Callable[..., Any], *, path: str, **asked: Any) -> Any:
-    """Return SGLang's authentication decision for a path without an exemption."""
+    """Return the decision that SGLang's authentication makes for a path without an exemption."""
     return original(path="/" if path.startswith(_OPEN) else path, **asked)
 
 

@@ -1,4 +1,4 @@
-"""Protection of the communication among SGLang's processes. Part of the plugin; runs in every
+"""Protection of the communication between SGLang's processes. Part of the plugin; runs in every
 process.
 
 SGLang unpickles messages from its ZeroMQ sockets (sglang/srt/managers/io_struct.py:2742) and

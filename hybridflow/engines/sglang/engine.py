@@ -27,7 +27,7 @@ class SglangEngine(ServedEngine):
         return self.client.load()
 
     def take_prefix_hits(self) -> float | None:
-        """Return the share of cached prompt tokens since the last call."""
+        """Return the fraction of prompt tokens that were cached, since the last call."""
         if "client" not in self.__dict__:  # it has just been restarted
             return None
         return self.client.tokens.take_prefix_hits()
@@ -62,8 +62,7 @@ class SglangEngine(ServedEngine):
         return environment(self.spec, self._folder)
 
     def _fill(self, folder: Path) -> None:
-        """Write the keys to a private file, because any user of the machine can read a command
-        line.
+        """Write the keys to a private file, because any user of the machine can read command lines.
 
         `admin-api-key` protects weights and control calls, `api-key` generation
         (sglang/srt/utils/auth.py:74); both are set to the same key.

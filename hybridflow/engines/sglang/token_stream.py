@@ -14,7 +14,7 @@ from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError
 
 EVENT_TOKENS = 256  # tokens between events; the first token and the last also send one
-_REFUSED = 400  # from this status on, SGLang ended the request with an error
+_REFUSED = 400  # statuses from this one upward mean that SGLang ended the request with an error
 # start of the error message if the next token's support is larger than --sampling-mask-max-tokens;
 # that token is dropped, and the earlier ones are valid
 # (managers/scheduler_components/batch_result_processor.py:1333)
@@ -30,8 +30,9 @@ class SglangStreams(TokenStreams):
     _cached_tokens = 0
 
     def take_prefix_hits(self) -> float | None:
-        """Return the share of prompt tokens that were cached, since the last call; None without
-        requests."""
+        """Return the fraction of prompt tokens that were cached, over all requests since the last
+        call; None if there are none.
+        """
         read, self._prompt_tokens = self._prompt_tokens, 0
         cached, self._cached_tokens = self._cached_tokens, 0
         return cached / read if read else None

@@ -1,5 +1,5 @@
-"""Delivery of messages from an engine's worker to our code inside SGLang's ranks, through SGLang's
-own update endpoint.
+"""Delivery of messages from an engine's worker to HybridFlow's code inside SGLang's ranks, through
+SGLang's own update endpoint.
 
 `/update_weights_from_tensor` passes a list of (name, tensor) to every tensor-parallel rank and
 calls the function named by `load_format` on it (`weight_receiver.load`). The name contains the
@@ -20,7 +20,8 @@ def payload(control: Control) -> list[str]:
     """Return `serialized_named_tensors` for SGLang, one entry per rank.
 
     SGLang accepts only pickles here (sglang/srt/managers/tp_worker.py:194). Its endpoint requires
-    the admin key and unpickles with an allow-list. We only write pickles.
+    the admin key and unpickles with an allow-list. HybridFlow itself only writes pickles here and
+    never reads one.
     """
     import torch
 

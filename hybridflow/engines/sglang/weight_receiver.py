@@ -8,8 +8,8 @@ so every error is caught and reported through the weight-sync store.
 A pipeline stage passes a request on only after executing it
 (sglang/srt/managers/scheduler_pp_mixin.py:139), but slices for all stages arrive in one stream.
 With several stages, `load` therefore receives in a thread and returns immediately, and the engine's
-worker waits for the reports of all stages. Until then no stage computes: the engine does not accept
-requests, and earlier ones have finished.
+worker waits until all stages have reported. Until then no stage computes: the engine does not
+accept requests, and earlier ones have finished.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def recompute_derived_weights(model: Any) -> None:
     SGLang's `load_weights` does this for the layers whose `kv_b_proj` is among the call's tensors.
     After a custom loader, `end_weight_update` skips it
     (sglang/srt/managers/scheduler_components/weight_updater.py:331), and the engine would keep the
-    old derived weights. Therefore each of our loaders that writes parameters itself must call this
-    after its last write.
+    old derived weights. Every HybridFlow loader that writes parameters itself must therefore call
+    this function after its last write.
     """
     # the same condition as in SGLang's own loaders (model_loader/loader.py:315)
     finish = getattr(model, "post_load_weights", None)

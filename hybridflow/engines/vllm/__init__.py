@@ -2,5 +2,5 @@
 vLLM's own processes import parts of the package (`door`, `worker`).
 """
 
-# responses do not include supports; the configuration check reads this
+# responses do not include sampling supports; read by the configuration check
 TELLS_SUPPORT = False

@@ -130,8 +130,8 @@ class VllmClient(ServerClient):
         """Do nothing, like `begin_weight_update`."""
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Deliver a message to our code in every rank, and wait until all have handled it. The
-        ranks report through the weight-sync store.
+        """Deliver a message to HybridFlow's code in every rank, and wait until all have handled it.
+        The ranks report through the weight-sync store.
 
         Args:
             control: the message.

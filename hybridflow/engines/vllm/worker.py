@@ -1,10 +1,11 @@
 """The `--worker-extension-cls` that receives new weights inside every rank of a vLLM server.
 
-vLLM may store weights in a layout other than the one its loader wrote. On CPU, for example, it
-packs each linear layer for oneDNN and drops the parameter (vllm/model_executor/layers/utils.py,
-`dispatch_cpu_unquantized_gemm`). Tracing the loader does not reveal such a layout. If every layer
-is known to compute with its parameters as loaded, slices are written to the traced locations.
-Otherwise the rank receives whole tensors and passes them to vLLM's own reload.
+vLLM may store weights in a different layout than the one that its loader wrote. On CPU, for
+example, it packs each linear layer for oneDNN and drops the parameter
+(vllm/model_executor/layers/utils.py, `dispatch_cpu_unquantized_gemm`). Tracing the loader does not
+reveal such a layout. If every layer is known to use its parameters in the layout that was loaded,
+slices are written to the traced locations. Otherwise the rank receives whole tensors and passes
+them to vLLM's own reload.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def receiver_of(worker: Any) -> WeightReceiver:
 
 
 def computes_with_what_was_loaded(model: torch.nn.Module) -> bool:
-    """Return True if every layer computes with its parameters as the loader wrote them."""
+    """Return True if every layer uses its parameters in the layout that the loader wrote."""
     if next(model.parameters()).device.type == "cpu":
         return False
     for module in model.modules():
@@ -86,7 +87,7 @@ class WholeTensors(WeightReceiver):
         self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def _traced(self, store: Any, timeout_s: float) -> RankLayout:
-        """Return a layout in which each tensor in the catalog is a separate buffer."""
+        """Return a layout in which each tensor of the catalog is a separate buffer."""
         if self._layout is None:
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
             shapes = {name: tuple(shape) for name, shape in catalog["tensors"].items()}
