@@ -1,7 +1,7 @@
 """Statistics for multiple answers per held-out prompt: mean@k, best@k, worst@k, pass@k and maj@k.
 
-Each is the expectation over k answers drawn without replacement from the N samples (maj@k: the mean
-over the N // k blocks of k answers), so a value for k < N is comparable to a validation with k
+Each is the expected value for k answers drawn without replacement from the N samples (maj@k: the
+mean over N // k blocks of k answers), so a value for k < N is comparable to a validation with k
 answers.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-_RIGHT = "\0right"  # the vote of all correct answers, in any notation
+_RIGHT = "\0right"  # the common vote of all correct answers, whatever their notation
 _ANSWER = ("answer", "pred")  # names under which rewards return the parsed answer
 
 
@@ -45,12 +45,14 @@ def statistics_by_prompt(
     extras: Sequence[Mapping[str, Any] | None] | None,
     ks: Sequence[int],
 ) -> dict[str, np.ndarray]:
-    """Return {name: [P] its value for each prompt} of the statistics of `answer_statistics`, for
-    these numbers of answers. The other arguments are the same."""
+    """Compute the statistics of `answer_statistics` for each prompt and each of these numbers of
+    answers. Returns {statistic: values [P]}. The other arguments are the same as for
+    `answer_statistics`.
+    """
     scores_PN = np.asarray(scores, np.float64).reshape(-1, samples)
     answers = _answers(extras)
     is_binary = np.isin(scores_PN, (0.0, 1.0)).all()
-    # all correct answers count as equal, in any notation: 0.5 and 1/2
+    # all correct answers count as equal, whatever their notation, such as 0.5 and 1/2
     if answers is not None and is_binary:
         answers = [
             _RIGHT if score else answer
@@ -70,7 +72,7 @@ def statistics_by_prompt(
 
 
 def numbers_up_to(samples: int) -> list[int]:
-    """Return 2, 4, 8, ... below `samples`, and `samples`."""
+    """Return the powers of two from 2 up to `samples`, followed by `samples` itself."""
     powers = (2**power for power in range(1, samples.bit_length()))
     return sorted({*(k for k in powers if k < samples), samples})
 

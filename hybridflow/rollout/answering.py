@@ -1,5 +1,6 @@
-"""Generation for prompts that are not in the dataset: text answers for a program, and training
-samples for a flow."""
+"""Generation for prompts from outside the dataset: text answers for a program, and training samples
+for a flow.
+"""
 
 from __future__ import annotations
 

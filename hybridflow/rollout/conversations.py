@@ -1,7 +1,7 @@
 """Conversations with the engines: one agent loop per prompt, all running concurrently.
 
-A conversation is a task of the driver's event loop, not a thread. Its requests go to the engines
-one by one, and tools run in the meantime.
+A conversation is a task in the driver's event loop, not a thread. Its requests are sent to the
+engines one at a time, and its tools run between them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ COLUMNS = ("answer_text", "messages", "turns", "tool_calls", "agent_failure")
 TURN_REWARDS = "turn_rewards"
 _SAMPLED = ("response_ids", "rollout_log_probs", "response_versions")
 _ROW = ("data_source", "ground_truth", "extra_info")
-SINGLE_TURN = "single_turn"  # the loop without conversations
+SINGLE_TURN = "single_turn"  # the loop that needs no conversations
 _POLL_S = 0.25
 # while no engine is busy: maximum wait for busy environments and programs, and polling interval
 _TOGETHER_S = 2.0
@@ -72,8 +72,8 @@ class _Sample:
     """A conversation and its task.
 
     Attributes:
-        before: answers recorded by an earlier process that have not been replayed yet.
-        answers: (number of preceding tokens, batch, row) for each answer so far.
+        before: answers that an earlier process recorded and that have not been replayed yet.
+            answers: (number of preceding tokens, batch, row) for each answer so far.
         request: the pending request.
     """
 
@@ -98,8 +98,8 @@ class Conversations:
 
     Args:
         engines: the engines that serve the conversations' requests.
-        tokenizer: provides the chat template with which a conversation is continued.
-        logs: folder for the output of environments; None to write it to this process's output.
+        tokenizer: provides the chat template that renders the conversations.
+        logs: folder for the environments' output; None to write it to this process's output.
 
     Raises:
         ConfigError: an entry of `rollout.agent` cannot be found.
@@ -148,9 +148,9 @@ class Conversations:
         """Start a conversation for each prompt.
 
         Args:
-            begun: recorded answers of these conversations, with `row` [b]. Agent loops run from the
-                start, and receive the recorded answers as long as the policy's input tokens are the
-                same.
+            begun: recorded answers of these conversations, with `row` [b]. Agent loops start from
+                the beginning, and receive the recorded answers for as long as the policy's input
+                tokens are the same.
         """
         rows = prompts.select(
             [name for name in ("prompt_ids", "uid", VAL_SET, ROOM, *_ROW) if name in prompts]
@@ -189,7 +189,7 @@ class Conversations:
         return samples
 
     async def advance(self) -> None:
-        """Advance the conversations: send requests, and wait briefly for engines, tools or
+        """Advance all conversations: send their requests, and wait briefly for engines, tools or
         environments.
 
         Raises:
@@ -211,10 +211,8 @@ class Conversations:
         return await in_thread(partial(self.batch, samples))
 
     def batch(self, samples: Sequence[_Sample]) -> DataProto:
-        """Return the conversations as a batch, in this order.
-
-        Raises:
-            HybridFlowError: the agent loop failed in all of them.
+        """Return these conversations as a batch, in order. Raises: HybridFlowError: the agent loop
+        failed in every one of them.
         """
         found = [one.conversation for one in samples]
         failed = [one.failure for one in found if one.failure]
@@ -250,8 +248,9 @@ class Conversations:
         )
 
     async def begun(self, samples: Sequence[_Sample]) -> DataProto | None:
-        """Return the answers so far in these conversations, in order. The column `shown` contains a
-        digest of the tokens that precede each answer."""
+        """Return all answers so far in these conversations, in order. The column `shown` contains a
+        digest of the tokens before each answer.
+        """
         asking = [(one, one.request) for one in samples if one.request is not None]
         now = await self.engines.begun([request for _, request in asking])
         # by conversation number: the row of its pending answer
@@ -330,7 +329,7 @@ class Conversations:
         self.engines.asked.set()  # wakes `_wait`
 
     async def _sample(self, one: _Sample, tokens: Sequence[int], most: int) -> Sampled:
-        """Sample the next answer of this conversation (`conversation.Sample`)."""
+        """Sample the conversation's next answer (implements `conversation.Sample`)."""
         begun = None
         if one.before:
             again = one.before.popleft()
@@ -421,7 +420,9 @@ def _digest(tokens: Sequence[int]) -> str:
 
 
 def sampled_of(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
-    """Return an answer, truncated to `most` tokens; `asked` tokens precede it."""
+    """Convert an answer, truncated to `most` tokens. `asked` is the number of tokens that precede
+    it.
+    """
     ids, log_probs, versions = (answers.jagged(name).row(row) for name in _SAMPLED)
     reason = "length" if len(ids) > most else str(answers["finish_reason"][row])
     routes = answers.jagged(ROUTES).row(row)[: asked + most] if ROUTES in answers else None
@@ -474,8 +475,9 @@ def _last_answer(conversation: Conversation) -> str:
 def conversing(
     engines: Requests, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None
 ) -> Engines:
-    """Wrap the engines in `Conversations` if `rollout.agent.loop` needs them. Takes the same
-    arguments as `Conversations`."""
+    """Wrap the engines in `Conversations` if `rollout.agent.loop` requires it. Takes the same
+    arguments as `Conversations`.
+    """
     return (
         Conversations(engines, tokenizer, config, logs)
         if config.rollout.agent.loop != SINGLE_TURN

@@ -1,4 +1,6 @@
-"""Dumps of a step's samples, for inspection and for repeating the training without generation."""
+"""Dumps of each step's samples, for inspection and for training on them again without
+generating.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,9 @@ _MODEL_FACTS = (
 
 
 def identity(hf_config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the properties of a run's model and tokenizer that are recorded in a dump, so that its
-    tokens are not used to train a different model."""
+    """Return the properties of a run's model and tokenizer that a dump records, so that its tokens
+    are never used to train a different model.
+    """
     facts = {name: hf_config[name] for name in _MODEL_FACTS if hf_config.get(name) is not None}
     return {**facts, "tokenizer": tokenizer.digest()}
 
@@ -77,7 +80,7 @@ def dump_batch(
     tokenizer: Tokenizer,
     made_with: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the samples of a step to `folder/step_N.parquet`, for inspection and for `read_batch`.
+    """Write a step's samples to `folder/step_N.parquet`, for inspection and for `read_batch`.
 
     Token columns are fetched a few rows at a time.
 
@@ -135,8 +138,9 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def _failures(batch: DataProto) -> list[str | None]:
-    """Return the scoring errors of rows. An extra value that a reward itself calls "failure" is not
-    a scoring error."""
+    """Return each row's scoring error, or None. An extra value that the reward itself names
+    "failure" is not a scoring error.
+    """
     return batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
 
 
@@ -155,8 +159,9 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _runs(values: np.ndarray) -> list[list[int]]:
-    """Run-length encode values as [value, length] pairs, because thousands of tokens share one or
-    two versions."""
+    """Run-length encode values as [value, length] pairs. Thousands of tokens have only one or two
+    different versions.
+    """
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     lengths = np.diff(starts, append=len(values))
     return np.stack([values[starts], lengths], 1).tolist()
@@ -166,13 +171,13 @@ def _runs(values: np.ndarray) -> list[list[int]]:
 
 
 class Dumps:
-    """Dumps on which a run trains instead of generating samples.
+    """An earlier run's dumps, on which this run trains instead of generating samples.
 
     Args:
         path: a folder of dumps, or one step's file.
         made_with: `identity` of this run.
-        rows: samples per step.
-        with_support: True if the run needs the sampling supports.
+        rows: number of samples per step. with_support: True if this run needs the sampling
+            supports.
     """
 
     def __init__(
@@ -207,8 +212,9 @@ class Dumps:
         return last
 
     def check(self, after: int) -> None:
-        """Check that the dump for the step after `after` is readable, before anything is started.
-        Raises the same errors as `last_after` and `batch`."""
+        """Check, before anything is started, that the dump for the step after `after` is readable.
+        Raises the same errors as `last_after` and `batch`.
+        """
         self.last_after(after)
         self.batch(after + 1)
 
@@ -232,7 +238,7 @@ class Dumps:
 
 
 def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
-    """Read a dump's batch as it was before training: prompts, responses and scores.
+    """Read a dump's batch in its state before training: prompts, responses and scores.
 
     Raises:
         DataError: the file is missing, truncated or damaged, has no tokens, or comes from a model
@@ -259,8 +265,9 @@ def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
 
 
 def _check_tokens(held: DataProto, vocab_size: int) -> None:
-    """Raise ValueError for tokens outside the vocabulary and for invalid numbers. An intact Parquet
-    file is not necessarily a dump."""
+    """Raise ValueError for tokens outside the vocabulary and for invalid numbers, because any
+    intact Parquet file could be passed as a dump.
+    """
     for name in ("prompt_ids", "response_ids"):
         ids = held.jagged(name).values
         if not np.issubdtype(ids.dtype, np.integer):

@@ -37,7 +37,7 @@ SCORING = DataflowStep(
     ("response_text", "scores"),
 )
 
-# ReMax's baseline is sampled with the validation settings, which must be greedy
+# ReMax's baseline is sampled with the validation settings, which must therefore be greedy
 GREEDY = DataflowStep("greedy answers", ("prompt_ids",), ("greedy_scores",))
 
 # tokens at the end of a prompt; enough for a marker that opens the thinking
@@ -46,8 +46,9 @@ _MARKER_TOKENS = 16
 
 @dataclass(frozen=True)
 class Scoring:
-    """Rows being scored: their texts, and either the rows submitted for scoring or the agent loop's
-    results."""
+    """Rows that are being scored: their texts, and either the pending scores or the agent loop's
+    results.
+    """
 
     texts: Sequence[str]
     rows: Submitted | Sequence[ScoreResult]
@@ -61,16 +62,14 @@ class Scorer:
         self.tokenizer = tokenizer
 
     async def score(self, batch: DataProto) -> DataProto:
-        """Score a batch.
-
-        Returns the columns response_text (objects) and scores [B] f32, as `SCORING` declares;
-        reward_extra (objects: {name: value}) if the reward returns more than a score;
-        reward_failure (objects: text or None) if rows failed.
+        """Score a batch. Returns the columns declared by `SCORING`: response_text (objects) and
+        scores [B] f32. Also returns reward_extra (objects: {name: value}) if the reward returns
+        more than a score, and reward_failure (objects: text or None) if rows failed.
         """
         return await self.finish(self.begin(batch, len(batch)))
 
     def begin(self, batch: DataProto, size: int) -> list[Scoring]:
-        """Start scoring a batch, in parts of `size` rows, for `finish`."""
+        """Start scoring a batch in parts of `size` rows. Pass the result to `finish`."""
         columns = [batch[name].tolist() for name in ("data_source", "ground_truth", "extra_info")]
         given = batch[TURN_REWARDS].tolist() if TURN_REWARDS in batch else None
         # for conversations only the last answer is scored
@@ -108,7 +107,7 @@ class Scorer:
         return parts
 
     def _facts(self, batch: DataProto) -> list[dict[str, Any]]:
-        """Return, for each row, the information about its prompt that the reward needs."""
+        """Return the information about each row's prompt that the reward needs."""
         reads_prompt = self.rewards.reads_prompt
         reads_thinking = self.rewards.reads_thinking
         found: list[dict[str, Any]] = [{} for _ in range(len(batch))]
@@ -158,7 +157,7 @@ class Scorer:
         return DataProto.from_columns(found_columns)
 
     def check_failures(self, batch: DataProto) -> None:
-        """Raise DataError for rows that failed after scoring, like `RewardManager.check`."""
+        """Raise DataError, as `RewardManager.check` does, for rows that failed after scoring."""
         self.rewards.check(
             [ScoreResult(0.0, failure=text) for text in batch["reward_failure"].tolist()]
         )
@@ -171,7 +170,7 @@ class Scorer:
 
 
 def _loop_result(rewards: Sequence[float], weight: float) -> ScoreResult:
-    """Return the score of a conversation whose loop rewards its turns."""
+    """Return the score of a conversation whose agent loop assigns rewards."""
     try:
         return result_of({"score": sum(rewards), TURN_REWARDS: rewards}, weight)
     except ValueError as error:
@@ -208,11 +207,10 @@ def check_truths(
 def check_numbers(
     rewards: RewardManager, config: RunConfig, dataset: Prompts | PreferenceDataset
 ) -> None:
-    """Score one answer, the ground truth of the first row, for a flow that reads numbers which the
-    reward returns besides the score. An answer whose scoring fails shows nothing.
+    """Check that the reward returns the numbers that a flow reads besides the score, by scoring the
+    first row's ground truth as an answer. If that scoring fails, nothing is checked.
 
-    Raises:
-        ConfigError: the reward does not return one of them.
+    Raises: ConfigError: the reward does not return one of the numbers.
     """
     flow = derived.flow_name(config)
     needed = FLOWS.get(flow).rewards
@@ -276,11 +274,12 @@ class Validator:
     async def scored(
         self, engines: Rollouts, watch: Callable[[int, int], None] | None = None
     ) -> AsyncIterator[tuple[str, DataProto]]:
-        """Answer all sets concurrently. Yields (name, prompts with answers and scores), set by set.
+        """Generate and score answers for all sets concurrently. Yields (name, prompts with answers
+        and scores) for each set.
 
         Args:
-            watch: called while answers are awaited, with the numbers of answers that have ended and
-                that were requested.
+            watch: called while answers are awaited, with the number of finished answers and the
+                number of requested answers.
         """
         asked = {name: self._prompts(name) for name in self.datasets}
         samples = {name: engines.begin(prompts, training=False) for name, prompts in asked.items()}
@@ -293,18 +292,17 @@ class Validator:
             yield name, batch.union(await self.scorer.score(batch))
 
     def dump(self, name: str, batch: DataProto, step: int) -> None:
-        """Write the answers of a set to its folder, as the file of this step."""
+        """Write a set's answers at this step to a file in the set's folder."""
         dump_batch(self.folder / f"validation{tag(name)}", step, batch, self.scorer.tokenizer)
 
     def metrics(self, name: str, batch: DataProto) -> dict[str, float]:
-        """Return the metrics of a set, with its prefix, and verl's `val-core`."""
+        """Return a set's metrics under its prefix, and verl's `val-core` metrics."""
         samples = self.sets[name].samples
         found = self._metrics(f"val{tag(name)}", batch, samples)
         return found | _core(f"val-core{tag(name)}", batch, samples)
 
     def _prompts(self, name: str) -> DataProto:
-        """Return the prompts of a set, each repeated as many times as the set has samples per
-        prompt."""
+        """Return a set's prompts, each repeated once per sample."""
         dataset = self.datasets[name]
         samples = self.sets[name].samples
         batch = dataset.batch(np.arange(len(dataset)))
@@ -318,9 +316,10 @@ class Validator:
 
     @staticmethod
     def _metrics(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
-        """Compute score (mean score), accuracy (the same, if every score is 0 or 1) and, for
-        multiple answers per prompt, `answer_statistics`, each overall and per data source. Also
-        compute lengths, and means of the reward's extra values."""
+        """Compute the mean score (also reported as accuracy if every score is 0 or 1) and, for
+        multiple answers per prompt, `answer_statistics`, all overall and per data source. Also
+        compute lengths, and means of the reward's extra values.
+        """
         metrics = {f"{prefix}/response_length/mean": float(np.mean(batch.lengths("response_ids")))}
         parts = {
             f"/{source}": batch["data_source"] == source
@@ -343,9 +342,10 @@ class Validator:
 
 
 def _core(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
-    """Compute the metrics of each data source that verl logs under val-core: mean@N and, with
-    several answers per prompt, best@N/mean and maj@N/mean, of the reward's extra value `acc` if
-    every row has it, else of the score."""
+    """Compute the metrics that verl logs under val-core for each data source: mean@N and, with
+    several answers per prompt, best@N/mean and maj@N/mean. They are computed from the reward's
+    extra value `acc` if every row has it, otherwise from the score.
+    """
     metrics = {}
     extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [{}] * len(batch)
     accuracies = [finite_number(extra.get("acc")) for extra in extras]
@@ -365,8 +365,9 @@ def _core(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
 
 
 def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
-    """Mark more rows as failed, and set their score to 0. `texts` [B] contains each row's reason
-    for failing, or None."""
+    """Mark further rows as failed, and set their scores to 0. `texts` [B] contains the reason for
+    each failed row, and None for the others.
+    """
     before = batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
     merged = [old if old is not None else new for old, new in zip(before, texts, strict=True)]
     scores = np.where([text is None for text in texts], batch["scores"], np.float32(0.0))
@@ -389,8 +390,9 @@ def without_failed(batch: DataProto, policy: str) -> DataProto:
 
 
 def failures(batch: DataProto) -> list[str]:
-    """Return one line per distinct scoring error, most frequent first, with the row count and the
-    first row."""
+    """Return one line per distinct scoring error, most frequent first. Each line includes the
+    number of rows and the first row.
+    """
     rows: dict[str, list[int]] = {}
     for row, text in enumerate(
         batch["reward_failure"].tolist() if "reward_failure" in batch else ()

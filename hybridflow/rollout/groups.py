@@ -1,14 +1,15 @@
-"""Selection of the groups that a step trains on: a buffer between engines that generate
-continuously and a policy that changes.
+"""Selection of the groups that a step trains on. This module buffers groups between engines, which
+generate continuously, and a policy, which keeps changing.
 
 A group consists of a prompt and its samples. At the start of a step, prompts for this and some
 later steps are submitted, and the step trains on groups that have finished. An answer may take up
-to `trainer.max_staleness` steps; a step waits for an answer that takes longer, so no trained token
-is older than that many versions. If the limit is 0, a step waits for everything that it submits.
+to `trainer.max_staleness` steps. If one would take longer, the step waits for it, so no trained
+token is older than that many versions. If the limit is 0, a step waits for everything that it
+submits.
 
-The prefetch depth is `trainer.steps_ahead`. By default, it is the mean time, in steps without
-waiting, that the groups of the last batch took to finish. By Little's law, the groups of that many
-steps are in flight when a step starts, so the groups for one more step have finished. Samples are
+The prefetch depth is `trainer.steps_ahead`. By default, it is the mean time that the last batch's
+groups took to finish, measured in steps without waiting. By Little's law, the groups of that many
+steps are in flight when a step starts, and the groups for one more step have finished. Samples are
 thus no older than needed to keep the trainer busy.
 
 With `trainer.tail_batching` (RollPacker, arXiv 2509.21009), a step of a synchronous run submits
@@ -43,9 +44,9 @@ _LATE = 0.1
 
 @dataclass(eq=False)
 class _Group:
-    """The samples of one dataset row. Their prompts are `rows` of `prompts`, submitted at weight
-    `version`. `scoring` starts when the last sample has finished. `since` is the time of
-    submission, and `steps` the time from submission to scoring, both measured by `_StepClock`.
+    """The samples of one dataset row. Their prompts are the rows `rows` of `prompts`, submitted at
+    weight `version`. `scoring` is set once the last sample has finished. `since` is the time of
+    submission, and `steps` the time from submission to scoring, both in units of `_StepClock`.
     """
 
     index: int
@@ -63,8 +64,9 @@ class _Group:
 
 
 class _StepClock:
-    """A clock that counts steps: it advances by one per training phase between two batches, and
-    proportionally while the trainer waits."""
+    """A clock that counts steps. It advances by one during each training phase between two batches,
+    and at the same rate while the trainer waits.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -86,7 +88,7 @@ class _StepClock:
         self._mark = self._clock()
 
     def waited(self) -> None:
-        """Record that the trainer has waited until now."""
+        """Record that the trainer has stopped waiting."""
         now = self._clock()
         if self._training is not None:
             self.time += (now - self._mark) / self._training
@@ -94,11 +96,11 @@ class _StepClock:
 
 
 class Groups:
-    """The groups that have not been trained on yet.
+    """All groups that have not been trained on yet.
 
     Args:
-        keep: moves token columns that were created on the driver to the object store, for workers
-            and engines.
+        keep: moves token columns created on the driver to the object store, where workers and
+            engines read them.
         scorer: scores each group as soon as it finishes, while engines generate others.
         clock: returns the time in seconds.
     """
@@ -131,8 +133,8 @@ class Groups:
         self.metrics: dict[str, float] = {}
 
     async def next_batch(self, version: int) -> DataProto:
-        """Return the prompts and answers of `data.train_batch_size` groups, for the step that
-        starts at this weight version. `uid` identifies the samples of one prompt.
+        """Return the prompts and answers of `data.train_batch_size` groups for the step that starts
+        at this weight version. Samples of the same prompt have the same `uid`.
 
         Raises:
             HybridFlowError: errors of `Rollouts.advance`.
@@ -202,8 +204,8 @@ class Groups:
 
     async def begun(self) -> DataProto | None:
         """Return the partial answers to prompts that were submitted but not trained on; None if
-        there are none. Call it together with `state`. The columns are the position in that state
-        (`group`), the sample, and the answer so far.
+        there are none. Call it together with `state`. The columns are the group's position in that
+        state (`group`), the sample's position in the group, and the answer so far.
         """
         samples = [one for group in self._left for one in group.samples]
         begun = await self.engines.begun(samples) if samples else None
@@ -220,8 +222,8 @@ class Groups:
         twice.
 
         Args:
-            begun: the result of `begun` at that time. Answers are dropped if they would be too old
-                for this run, or were generated with incompatible settings.
+            begun: the result of `begun`, saved together with `state`. Answers that would be too old
+                for this run, or were generated with incompatible settings, are dropped.
             version: version of the weights at the start of the next step.
 
         Raises:
@@ -249,7 +251,7 @@ class Groups:
             )
 
     def _kind(self) -> dict[str, Any]:
-        """Return the settings that must match for partial answers to be continued."""
+        """Return the settings that must be equal for partial answers to be continued."""
         routes = derived.needs_engine_routes(self.config)
         return {
             "n": self.config.rollout.n,
@@ -258,13 +260,14 @@ class Groups:
         }
 
     def _kept(self, made_by: int, versions: list[int], version: int) -> int:
-        """Return `made_by`, the version at which a group was submitted, or -1 if the group might
-        become too old because it is trained on after all groups of the same age."""
+        """Return `made_by`, the version at which a group was submitted. Returns -1 if the group
+        could become too old, because it is trained on after all groups of the same age.
+        """
         steps = (sum(one <= made_by for one in versions) - 1) // self.config.data.train_batch_size
         return made_by if version + steps - made_by <= self.config.trainer.max_staleness else -1
 
     def _hand_out(self, version: int) -> None:
-        """Submit as many prompts as are allowed at this version."""
+        """Submit as many prompts as this version allows."""
         size = self.config.data.train_batch_size
         n = self.config.rollout.n
         trainer = self.config.trainer
@@ -286,8 +289,9 @@ class Groups:
             )
 
     def _taken_up(self, count: int, version: int) -> tuple[list[int], DataProto | None]:
-        """Return the versions of `count` prompts being submitted, and the partial answers that an
-        earlier process recorded for them."""
+        """Return the versions of the `count` prompts that are being submitted, and the partial
+        answers that an earlier process has recorded for them.
+        """
         if self._begun is None:
             return [version] * count, None
         kept, begun = self._begun
@@ -326,9 +330,9 @@ class Groups:
         return rows
 
     def _round(self, still: int) -> list[int]:
-        """Return the rows of a round with tail batching, where `still` prompts remain to be trained
-        on. They are aborted prompts if there are enough for a step, and new ones otherwise. Their
-        total never exceeds the number of remaining prompts.
+        """Return the dataset rows for a round with tail batching: aborted prompts if there are
+        enough for a step, otherwise new ones. `still` is the number of prompts that remain to be
+        trained on, which the round never exceeds.
         """
         size = self.config.data.train_batch_size
         waiting = len(self._cut_off)
@@ -342,7 +346,7 @@ class Groups:
         return rows
 
     async def _cut_off_rest(self) -> None:
-        """Abort the groups that the step does not train on. They are deferred to a long round."""
+        """Abort the groups that the step does not train on, and defer them to a long round."""
         await self.engines.abort([one for group in self._left for one in group.samples])
         self._forget_scoring()
         self._cut_off += [group.index for group in self._left]
@@ -350,9 +354,9 @@ class Groups:
         self.metrics["rollout/prompts_cut_off"] = float(len(self._cut_off))
 
     def _ready(self, version: int) -> list[_Group] | None:
-        """Return the groups that the step trains on, in order of submission, or None if it has to
-        wait. Starting with the oldest weights, it selects first the groups that would otherwise
-        become too old, then those that have finished.
+        """Select the groups that the step trains on: first those that would otherwise become too
+        old, then finished ones, oldest weights first. Returns them in order of submission, or None
+        if the step has to wait.
         """
         size = self.config.data.train_batch_size
         ended = {id(group) for group in self._left if group.scoring is not None}
@@ -368,7 +372,7 @@ class Groups:
         return [group for group in self._left if id(group) in found]
 
     def _due(self, oldest_first: Sequence[_Group], version: int) -> int:
-        """Return how many of these groups this step must train on, so that none becomes too old."""
+        """Return how many of these groups the step must train on so that none becomes too old."""
         size = self.config.data.train_batch_size
         most = self.config.trainer.max_staleness
         # the n-th group must be among the first n, and later steps can train `size` each
@@ -378,7 +382,7 @@ class Groups:
         )
 
     def _first_ahead(self) -> int:
-        """Return the prefetch depth in steps before the generation time is known."""
+        """Return the prefetch depth, in steps, to use until the generation time is known."""
         trainer = self.config.trainer
         return min(trainer.max_staleness, 1) if trainer.steps_ahead is None else trainer.steps_ahead
 

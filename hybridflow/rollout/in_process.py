@@ -1,4 +1,4 @@
-"""The loop's rollout service and weight sync for an engine in the trainer's process."""
+"""Rollout service and weight sync for an engine in the trainer's process."""
 
 from __future__ import annotations
 
@@ -71,8 +71,9 @@ class InProcessRollouts(Requests):
     async def _collect(
         self, training: bool, engines: Sequence[int], wait_s: float
     ) -> Sequence[DataProto]:
-        """Run the oldest batch of requests. With tail batching, run only as many as the engine
-        handles concurrently, so that aborted requests cost nothing."""
+        """Run the oldest batch of requests. With tail batching, run only as many requests as the
+        engine handles concurrently, so that no time is spent on requests that will be aborted.
+        """
         number = next(
             (n for n, (asked_training, _) in enumerate(self._asked) if asked_training == training),
             None,

@@ -1,5 +1,6 @@
-"""Assignment of requests to engines, computed from the number of tokens that each engine still has
-to generate."""
+"""Assignment of requests to engines, based on the number of tokens that each engine still has to
+generate.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 
 def shares(tokens: Sequence[int], owed: Mapping[int, int]) -> list[int]:
-    """Return the engine for each piece of work, in order. Engines are filled one after another to
-    the same load, so that consecutive pieces stay together. Equal pieces on idle engines are split
-    as evenly as whole pieces allow.
+    """Assign consecutive pieces of work to engines, and return the engine of each piece. Engines
+    are filled to the same load one after another, so that consecutive pieces stay together. On idle
+    engines, equal pieces are divided as evenly as possible.
 
     Args:
         tokens: maximum number of tokens of each piece.
@@ -29,8 +30,9 @@ def shares(tokens: Sequence[int], owed: Mapping[int, int]) -> list[int]:
 
 
 def _level(added: int, owed: Sequence[int]) -> float:
-    """Return the common level of the lowest loads after `added` has been distributed over them,
-    filling the lowest first."""
+    """Return the level to which the lowest loads rise when `added` is distributed over them,
+    filling the lowest first.
+    """
     loads = sorted(owed)
     heights = [(added + sum(loads[:count])) / count for count in range(1, len(loads) + 1)]
     # over the smallest `count` loads, as long as the next one is below the level

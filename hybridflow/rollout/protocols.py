@@ -21,8 +21,8 @@ class Sample(Protocol):
 
 class Rollouts(Protocol):
     """Engines that answer prompts. Methods expect the samples returned by `begin`. Engines work in
-    the background. However, requests are sent and answers are received only while a caller awaits
-    `advance` or `answers`.
+    the background. Requests are sent and answers are received only while a caller awaits `advance`
+    or `answers`.
     """
 
     def begin(
@@ -37,8 +37,8 @@ class Rollouts(Protocol):
             training: if True, sample with `rollout.sampling`, and return routed_experts if they are
                 replayed. Otherwise, sample with `rollout.val_sampling`, or with the entry of
                 `data.val_sets` named in the column `VAL_SET`.
-            begun: partial answers to continue, as returned by `begun`, possibly in another process;
-                `row` [b] is the row of each in `prompts`.
+            begun: partial answers to continue, as returned by `begun`, possibly in another process.
+                `row` [b] is each answer's row in `prompts`.
         """
 
     async def advance(self) -> None:
@@ -53,11 +53,12 @@ class Rollouts(Protocol):
         `conversations.COLUMNS`."""
 
     def shown(self, samples: Sequence[Any]) -> DataProto:
-        """Return the part of `batch` that rewards need."""
+        """Return only the columns of `batch` that rewards need."""
 
     async def begun(self, samples: Sequence[Any]) -> DataProto | None:
-        """Return the partial answers of running samples, for `begin`. `sample` [b] is each row's
-        position among the samples. Returns None if no answer has started."""
+        """Return the partial answers of unfinished samples, for `begin`. `sample` [b] is the
+        position of each answer's sample among `samples`. Returns None if no answer has started.
+        """
 
     async def abort(self, samples: Sequence[Any]) -> None:
         """Abort these samples and free their slots in the engines. Their answers are discarded."""
@@ -73,8 +74,9 @@ class Rollouts(Protocol):
         sync."""
 
     async def load_metrics(self) -> dict[str, float]:
-        """Return the engines' load since the last call as metrics engine/...; empty without engines
-        in other processes."""
+        """Return the engines' load since the last call, as metrics `engine/...`; empty if no engine
+        runs in a separate process.
+        """
 
     async def close(self) -> None:
         """Stop this process's tasks without notifying the engines."""
@@ -82,8 +84,9 @@ class Rollouts(Protocol):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The result of a sync: its duration in seconds, the bytes of weights received by engines, and
-    the reason why each excluded engine was excluded."""
+    """The result of a sync: its duration in seconds, the bytes of weights that engines received,
+    and the reason for each engine that was excluded.
+    """
 
     version: int
     seconds: float
@@ -91,7 +94,7 @@ class SyncReport:
     stale: Mapping[str, str]
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of this sync for the step's record."""
+        """Metrics of this sync, recorded with the step."""
         return {
             "sync/seconds": self.seconds,
             "sync/bytes": float(self.nbytes),

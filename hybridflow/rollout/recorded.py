@@ -1,5 +1,6 @@
-"""Recorded pairs of answers instead of generated groups: a step reads its batch without generating
-anything."""
+"""Training on recorded pairs of answers: a step reads its batch from the dataset instead of
+generating it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ READING = DataflowStep(
 
 
 class RecordedPairs:
-    """The samples of a run with `data.answers=pairs` (`trainer.samples.Samples`)."""
+    """Implementation of `trainer.samples.Samples` for a run with `data.answers=pairs`."""
 
     def __init__(
         self, config: RunConfig, dataset: PreferenceDataset, keep: Callable[[DataProto], DataProto]
@@ -40,8 +41,9 @@ class RecordedPairs:
         self.num_rows = len(dataset)
 
     async def take(self, step: int, greedy: bool = False) -> DataProto:
-        """Return both answers to each of `data.train_batch_size` prompts, chosen before rejected,
-        with the fixed scores 1 and 0. `uid` identifies the pairs."""
+        """Return both answers to each of `data.train_batch_size` prompts: the chosen one with score
+        1, followed by the rejected one with score 0. Both answers of a pair have the same `uid`.
+        """
         if greedy:
             raise FlowError(
                 "samples(greedy=True): the answers are recorded, so there is no engine "
@@ -70,21 +72,21 @@ class RecordedPairs:
         raise FlowError("generate(...): the answers are recorded (data.answers=pairs)")
 
     def last_after(self, step: int) -> int | None:
-        """Return None: pairs repeat every epoch, so there is no last step."""
+        """Return None, because pairs repeat every epoch and there is no last step."""
         return None
 
     def dump(self, folder: Path, step: int, batch: DataProto) -> None:
-        """Do nothing: the pairs are already in a file."""
+        """Do nothing, because the pairs are already in a file."""
 
     async def forget(self) -> None:
-        """Do nothing: no prompt is in flight."""
+        """Do nothing, because no prompt is in flight."""
 
     def state(self) -> dict[str, Any]:
         """Return a JSON-serializable state for `restore`."""
         return {"sampler": self.sampler.state()}
 
     async def begun(self) -> None:
-        """Return None: no answer is in flight."""
+        """Return None, because no answer is in flight."""
 
     async def restore(
         self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0

@@ -1,9 +1,7 @@
-"""Recovery within a step when no engine is left: engines and their workers are restarted and
-receive the same weights as before.
-
-The policy has not changed since the last sync, so the new engines get the same version, and
-unfinished requests are resent. While another engine is alive, `EngineGroup` uses that engine
-instead.
+"""Recovery within a step when no engine is left. The engines and their workers are restarted, and
+unfinished requests are resent. Because the policy has not changed since the last sync, the new
+engines get the same weight version. As long as another engine is alive, `EngineGroup` uses that
+engine instead.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class RestartingSync:
-    """A `WeightSync` that restarts the engines when none is left, either during a sync or during
-    generation (`recover`).
+    """A `WeightSync` that restarts the engines if none is left, during a sync or (through
+    `recover`) during generation.
 
     Args:
-        engines, weights: the engines and the wrapped sync.
-        max_restarts: maximum number of restarts per hour; if 0, the first loss ends the job.
-        told: called with one line for each restart.
+        engines: the engines. weights: the wrapped sync. max_restarts: maximum number of restarts
+            per hour; if 0, the first loss ends the job. told: called with a one-line message for
+            each restart.
     """
 
     def __init__(
@@ -45,8 +43,8 @@ class RestartingSync:
         engines.weights = self
 
     async def recover(self, error: HybridFlowError) -> None:
-        """Restart engines or workers that were lost while generating, with the weights of the last
-        sync.
+        """Restart engines or workers that were lost while generating, and send them the weights of
+        the last sync.
 
         Raises:
             HybridFlowError: `error` itself if `max_restarts` is used up, or an error during a

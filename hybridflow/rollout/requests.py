@@ -1,4 +1,5 @@
-"""Requests for tokens: waiting, in flight on an engine, or finished. Each is scheduled separately.
+"""Requests for tokens, which wait, are in flight on an engine, or have finished. Each is scheduled
+separately.
 
 A request waits until an engine has room, and is sent to the engine with the fewest pending tokens.
 Other samples of the same prompt are sent with it, so that their prefix is computed only once. A
@@ -29,8 +30,10 @@ from hybridflow.rollout.protocols import ROOM, SyncReport
 from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
-_POLL_S = 0.25  # maximum time for which an engine has a free slot before it gets the next request
-# an engine is sent this multiple of the number of requests that it runs concurrently
+_POLL_S = (
+    0.25  # maximum time for which an engine may have a free slot before it gets the next request
+)
+# number of requests sent to an engine, as a multiple of the number that it runs concurrently
 _RUNNING_SETS = 2
 # column [B] of requests with their own sampling settings
 _SAMPLING = "sampling"
@@ -44,13 +47,13 @@ class Request:
         number: identifies the request to the engine's worker.
         order: requests of the same round are scheduled in this order, and those of one `group`
             together.
-        most: tokens that may still be sampled.
-        prompts, row: the batch (possibly in the object store) and the row that contain the prompt.
-        tokens: the prompt's tokens, if they are in this process instead.
-        begun: tokens sampled by engines that were lost; they become part of the prompt.
-        answer: the batch and the row that contain the answer; None until it is complete.
-        is_over: resolved with the answer, if a task of this process awaits it.
-        sampling: the request's own sampling settings; None: those of the run.
+        most: number of tokens that may still be sampled. prompts, row: the batch (possibly in the
+            object store) that contains the prompt, and the prompt's row. tokens: the prompt's
+            tokens, if they are in this process instead. begun: tokens sampled by engines that have
+            been lost; they become part of the prompt.
+        answer: the batch that contains the answer, and its row; None until the answer is complete.
+            is_over: resolved with the answer, if a task of this process awaits it. sampling: the
+            request's own sampling settings; None for the run's.
     """
 
     number: int
@@ -145,11 +148,12 @@ class Requests(ABC):
         begun: DataProto | None = None,
         sampling: SamplingConfig | None = None,
     ) -> Request:
-        """Request up to `most` tokens that continue `tokens`, for a task that awaits `answer`.
+        """Request up to `most` tokens that continue `tokens`, on behalf of a task that then awaits
+        `answer`.
 
         Args:
             order, group, sampling: as in `Request`.
-            begun: an interrupted answer, which is continued.
+            begun: an interrupted answer to continue.
         """
         one = self._request(training, val_set, most, group)
         # converted here, because a round that converts thousands would block all other tasks
@@ -371,8 +375,9 @@ class Requests(ABC):
         self._waiting.extend(together.values())
 
     async def _receive(self, answers: DataProto) -> int:
-        """Process a batch of answers, identified by tickets. Interrupted requests are requeued;
-        returns their number."""
+        """Process a batch of answers, identified by their tickets, and requeue interrupted
+        requests. Returns the number of interrupted requests.
+        """
         if not len(answers):
             return 0
         numbers = answers["ticket"].tolist()
@@ -403,8 +408,9 @@ class Requests(ABC):
             one.is_over.set_result(None)
 
     def _goes_on(self, one: Request, begun: DataProto, added: DataProto) -> bool:
-        """Make a request continue after its last token. Returns False if the answer is already
-        complete."""
+        """Prepare a request to continue after its last token. Returns False if its answer is
+        already complete.
+        """
         one.most -= int(added.lengths("response_ids")[0])
         # the engine was lost after the last token, but before it reported completion
         if one.most < 1:
@@ -422,7 +428,7 @@ class Requests(ABC):
         self._counted |= held.keys()
 
     def _ask_again(self) -> None:
-        """Requeue all requests in flight, because their workers are lost."""
+        """Requeue all requests in flight after their workers have been lost."""
         lost = list(self._under_way.values())
         self._under_way = {}
         self._waiting.extendleft([one] for one in reversed(lost))
@@ -455,7 +461,8 @@ class Requests(ABC):
     @abstractmethod
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         """Send each engine its rows, with the columns ticket, prompt_ids, max_new_tokens and, for a
-        named set, `VAL_SET`."""
+        named validation set, `VAL_SET`.
+        """
 
     @abstractmethod
     async def _collect(
@@ -471,8 +478,9 @@ class Requests(ABC):
 
     @abstractmethod
     async def _leave_out_lost(self, answers: int) -> None:
-        """Exclude lost engines, which interrupted `answers` answers. Raises EnginesLostError if no
-        engine is left."""
+        """Exclude lost engines. `answers` is the number of answers that were interrupted. Raises
+        EnginesLostError if no engine is left.
+        """
 
     @abstractmethod
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
@@ -488,7 +496,7 @@ async def _give_up(error: HybridFlowError) -> None:
 
 
 def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> SamplingConfig:
-    """Return the sampling settings of rows that are sent to an engine together."""
+    """Return the sampling settings shared by rows that are sent to an engine together."""
     if _SAMPLING in asked:
         own: SamplingConfig = asked[_SAMPLING][0]
         return own
@@ -500,15 +508,16 @@ def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> Samplin
 
 
 def extras_for(config: RunConfig, training: bool) -> Extras:
-    """Return the data that engines return in addition to tokens and log-probs. Validation does not
-    need this data, which is large."""
+    """Return the kinds of data that engines must return in addition to tokens and log-probs. None
+    for validation, which does not need this large data.
+    """
     return Extras(
         training and derived.needs_engine_routes(config), training and derived.needs_support(config)
     )
 
 
 def concat(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate parts. If only some columns are deferred, they are fetched."""
+    """Concatenate batches. A column that is deferred in only some of them is fetched."""
     return DataProto.concat(
         [part.fetch() for part in parts] if len({part.deferred for part in parts}) > 1 else parts
     )
@@ -519,7 +528,7 @@ def _ended_as(reason: str, answer: DataProto) -> DataProto:
 
 
 def _tokens_of(requests: Sequence[Request]) -> DataProto:
-    """Return the prompts of requests that were made by this process's tasks."""
+    """Return the prompts of requests made by tasks of this process."""
     ids = Jagged.from_rows([one.tokens for one in requests if one.tokens is not None], np.int64)
     return DataProto.from_columns({"prompt_ids": ids})
 

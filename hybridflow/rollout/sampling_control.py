@@ -27,17 +27,16 @@ def without_rows(batch: DataProto, left_out: np.ndarray) -> DataProto:
 
 
 def without_overlong(batch: DataProto) -> DataProto:
-    """Exclude answers that reached the maximum length: their end, and thus their score, is unknown
-    (DAPO, arXiv 2503.14476, section 3.4: overlong filtering)."""
+    """Exclude answers that reached the maximum length, because their end, and thus their score, is
+    unknown (DAPO's overlong filtering, arXiv 2503.14476, section 3.4).
+    """
     cut_off = batch["finish_reason"] == "length"
     return without_rows(batch, cut_off) if cut_off.any() else batch
 
 
 def groups_that_differ(batch: DataProto) -> np.ndarray:
-    """Return the ids (`uid`) of groups in which two unmasked samples have different scores, in
-    order of appearance.
-
-    In any other group all group-relative advantages are 0.
+    """Return, in order of appearance, the ids (`uid`) of groups in which at least two unmasked
+    samples have different scores. In any other group, all group-relative advantages are 0.
     """
     counts = sampled_tokens(batch) > 0
     uid = batch["uid"][counts]
@@ -60,7 +59,7 @@ class DynamicSampling:
     """Collects groups whose scores differ, over at most `algorithm.dynamic_sampling` batches per
     step (DAPO, arXiv 2503.14476, section 3.2). If there are not enough of them, the step is filled
     up with groups of equal scores, so that its number of rows is constant. `metrics` reports how
-    much was discarded.
+    many groups were discarded.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -107,8 +106,9 @@ class DynamicSampling:
 
 
 def _alike(parts: list[DataProto]) -> list[DataProto]:
-    """Add missing columns, so that all batches have the same columns: some rewards return extra
-    values, or fail, only in some batches."""
+    """Add missing columns so that all batches have the same ones. Columns for extra values and
+    failures exist only in batches in which the reward returned them.
+    """
     names = {name for part in parts for name in part.columns}
     found = []
     for part in parts:

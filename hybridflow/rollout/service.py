@@ -1,5 +1,6 @@
-"""The training loop's rollout service, built on the engines' workers: selects the engines that
-accept requests, and recovers when one is lost."""
+"""The training loop's rollout service, built on the engines' workers. It selects the engines that
+accept requests, and recovers if one is lost.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +80,11 @@ class EngineGroup(Requests):
         return self.group.is_alive() and (self.others is None or self.others.is_alive())
 
     async def restart_workers(self) -> None:
-        """Restart all workers, including their engines. The hooks of `WorkerGroup.restart` restore
-        the connections for weight syncs."""
+        """Restart all workers and their engines. Restart hooks (`WorkerGroup.on_restart`) restore
+        the connections for weight syncs.
+        """
         if self.others is not None and not self.others.is_alive():
-            # before the first nodes, which decide when an engine starts
+            # before the first nodes' workers, which decide when an engine starts
             await self.others.restart()
         await self.group.restart()
 
@@ -100,8 +102,8 @@ class EngineGroup(Requests):
         Engines that have exited are restarted.
 
         Raises:
-            WorkerError: a worker is lost. An engine whose worker on another node is lost could not
-                restart, and would wait forever.
+            WorkerError: a worker is lost. If it is a multi-node engine's worker on another node,
+                the engine could never restart.
         """
         if self.others is not None:
             await self.others.call(RolloutNodeWorker.is_following, timeout=60)
@@ -111,7 +113,9 @@ class EngineGroup(Requests):
         return states
 
     def quarantine(self, stale: Mapping[int, str]) -> None:
-        """Exclude exactly these engines from serving requests. `stale` contains the reasons."""
+        """Exclude these engines, and no others, from serving requests. `stale` contains the reason
+        for each.
+        """
         for number in sorted(stale.keys() - self.stale.keys()):
             _log.warning("engine-%d is excluded from requests: %s", number, stale[number])
         for number in sorted(self.stale.keys() - stale.keys()):

@@ -1,9 +1,10 @@
-"""A weight sync to all engines: selects engines, retries, and excludes engines that fail until the
+"""A weight sync to all engines: selects the engines, retries, and excludes failed engines until the
 next sync.
 
-Each engine is a separate transaction (`Engine.receive`), driven by its worker while the policy's
-ranks send. An engine whose transaction fails stays paused and receives no requests; the others
-continue. An engine that has exited is restarted by its worker and receives weights in a later sync.
+Each engine is a separate transaction (`Engine.receive`), driven by the engine's worker while the
+policy's ranks send. An engine whose transaction fails stays paused and receives no requests; the
+others continue. An engine that has exited is restarted by its worker and receives weights in a
+later sync.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ _MARGIN_S = 30.0
 
 
 class SliceSync:
-    """A `WeightSync` that follows a plan, which is verified before the first step: each slice is
-    sent from a rank that stores it to the engine rank that needs it."""
+    """A `WeightSync` that follows a plan: each slice is sent from a rank that stores it to the
+    engine rank that needs it. The plan is verified before the first step.
+    """
 
     def __init__(self, policy: WorkerGroup, engines: EngineGroup, config: RunConfig) -> None:
         self.policy = policy
@@ -75,8 +77,9 @@ class SliceSync:
         return self._plan.describe()
 
     async def reconnect(self) -> None:
-        """Set up a new store, new schedules and new sessions after the policy's ranks or the
-        engines' workers have been restarted."""
+        """Set up a new store, schedules and sessions after the policy's ranks or the engines'
+        workers have been restarted.
+        """
         self._sessions = [number + 1 for number in self._sessions]
         await self.engines.states(wait_s=self.config.rollout.start_timeout_s)
         await self.prepare()
@@ -127,12 +130,13 @@ class SliceSync:
         return stale, nbytes
 
     async def _attempt(self, numbers: Sequence[int], version: int) -> list[Outcome]:
-        """Execute one attempt at both ends, for these engines. Returns the engines' outcomes,
-        including the senders' errors."""
+        """Execute one attempt, on the senders and on these engines. Returns the engines' outcomes,
+        including the senders' errors.
+        """
         self._attempts += 1
         orders = [self._order(number, version) for number in numbers]
         patience = answer_deadline(self.sync_config.timeout_s)
-        # announce or pause, begin, load, the reports of a pipeline, end
+        # calls in an attempt: announce or pause, begin, load, a pipeline's reports, end
         wait = 5 * patience + _MARGIN_S
         sending = self.policy.call(PolicyWorker.send_weights, orders, 3 * patience, timeout=wait)
         try:
@@ -202,7 +206,7 @@ def _name(number: int) -> str:
 
 
 def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
-    """Return the engine's outcome; after a failure, it includes the senders' errors."""
+    """Return the engine's outcome. After a failure, it also contains the senders' errors."""
     if outcome.status == "served":
         return outcome
     also = [one.error for one in senders if one.error and outcome.error not in one.error]
