@@ -72,7 +72,7 @@ def statistics_by_prompt(
 
 
 def numbers_up_to(samples: int) -> list[int]:
-    """Return the powers of two from 2 up to `samples`, followed by `samples` itself."""
+    """Return the powers of two from 2 that are below `samples`, followed by `samples` itself."""
     powers = (2**power for power in range(1, samples.bit_length()))
     return sorted({*(k for k in powers if k < samples), samples})
 

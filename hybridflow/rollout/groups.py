@@ -88,7 +88,7 @@ class _StepClock:
         self._mark = self._clock()
 
     def waited(self) -> None:
-        """Record that the trainer has stopped waiting."""
+        """Count the time since `wait_begins` or the last call as time spent waiting."""
         now = self._clock()
         if self._training is not None:
             self.time += (now - self._mark) / self._training

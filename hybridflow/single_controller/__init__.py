@@ -1,5 +1,6 @@
-"""The controller: a Ray cluster, resource pools and groups of worker processes. No other package
-imports ray."""
+"""The controller: a Ray cluster, resource pools and groups of worker processes. This is the only
+package that imports ray.
+"""
 
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import colocated

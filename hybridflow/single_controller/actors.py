@@ -1,4 +1,4 @@
-"""Starts the actor processes of a worker group, and looks up those of a detached group."""
+"""Startup of a worker group's actor processes, and lookup of a detached group's processes."""
 
 from __future__ import annotations
 
@@ -106,10 +106,9 @@ def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
 
 
 def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]:
-    """Return the environment variables that bind a process to its slot.
-
-    They set the device type, the visible devices, and the network interface of the node's address.
-    Without the interface, gloo would listen on the address that the host name resolves to.
+    """Return the environment variables that bind a process to its slot: device type, visible
+    devices, and the network interface with the node's address. If the interface were not set, gloo
+    would listen on the address to which the host name resolves.
     """
     env = {"HYBRIDFLOW_PLATFORM": "cuda" if gpus else "cpu"}
     if gpus:
@@ -119,11 +118,9 @@ def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]
 
 
 def _pinned_settings(user: Mapping[str, str]) -> str:
-    """Return the user's allocator settings, extended so that pinned blocks over 128 MB have their
-    exact size.
-
-    By default torch rounds pinned blocks up to a power of two (CachingHostAllocator.h:303).
-    Offloaded weights and checkpoints use such blocks.
+    """Return the user's allocator settings, extended so that pinned blocks over 128 MB are not
+    rounded up. By default, torch rounds pinned blocks, which offloaded weights and checkpoints use,
+    up to a power of two (CachingHostAllocator.h:303).
     """
     settings = user.get("PYTORCH_ALLOC_CONF") or user.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if _PINNED in settings:
@@ -132,8 +129,9 @@ def _pinned_settings(user: Mapping[str, str]) -> str:
 
 
 def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables read by torch.distributed, with one thread per process. `extra` takes
-    precedence."""
+    """Return the environment variables that torch.distributed reads, and a setting of one thread
+    per process. `extra` overrides both.
+    """
     env = {
         "RANK": str(context.rank),
         "WORLD_SIZE": str(context.world_size),

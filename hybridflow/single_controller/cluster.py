@@ -1,7 +1,7 @@
 """Starting, joining and stopping a Ray cluster.
 
-A local cluster listens on loopback only, requires a random token from every client, has a private
-temporary folder, and ends with the driver, even if the driver is killed with SIGKILL.
+A local cluster listens only on loopback, requires a random token from every client, uses a private
+temporary folder, and ends together with the driver, even if the driver is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _POLL_S = 0.3
 
 @dataclass(frozen=True)
 class NodeState:
-    """A live node: its address, and its total and free resources (Ray resource name → amount)."""
+    """A live node's address, and its total and free resources (Ray resource name → amount)."""
 
     node_id: str
     address: str
@@ -138,8 +138,8 @@ class Cluster:
         Args:
             config: address, sizes and deadlines.
             run_dir: Ray's own logs are copied to `run_dir/logs/ray` if it fails to start.
-            num_cpus: logical CPUs of a local cluster. They only count slots and may exceed the
-                number of cores.
+            num_cpus: number of logical CPUs of a local cluster. It only limits the number of slots,
+                and may exceed the number of cores.
 
         Raises:
             ResourceError: Ray cannot be started or reached, or is already running in this process.
@@ -248,9 +248,9 @@ class Cluster:
         return self.temp_dir is not None
 
     def device_kind(self) -> Kind:
-        """Return the device type of the nodes. For a local cluster, it is this machine's. For a
-        joined cluster, it is cuda if a node has GPUs or `cluster.devices_per_node` is set.
-        `HYBRIDFLOW_PLATFORM` overrides it.
+        """Return the nodes' device type. For a local cluster, this is the machine's device type.
+        For a joined cluster, it is cuda if a node has GPUs or `cluster.devices_per_node` is set.
+        `HYBRIDFLOW_PLATFORM` overrides both.
         """
         if self.is_local and self.config.devices_per_node is None:
             return Platform.detect().kind
@@ -262,8 +262,9 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """HOST:PORT at which another program can join this cluster. That program needs the same Ray
-        token in its environment."""
+        """Address (HOST:PORT) at which another program can join this cluster. It needs the same Ray
+        token in its environment.
+        """
         self.require_open()
         return _gcs_address()
 
@@ -289,7 +290,8 @@ class Cluster:
         return sorted(states, key=lambda state: (_ip_key(state.address), state.node_id))
 
     def processes_of(self, address: str) -> RemoteNode | None:
-        """Return the observer for processes on the node at this address, or None for this machine.
+        """Return an observer of the processes on the node at this address, or None for this
+        machine.
 
         Raises:
             ResourceError: the node has left the cluster.
@@ -310,7 +312,9 @@ class Cluster:
         return known
 
     def lost(self) -> str:
-        """Describe the part of Ray that was lost; an empty string if Ray is intact."""
+        """Return a description of the part of Ray that was lost, or an empty string if Ray is
+        intact.
+        """
         return self._watch.lost()
 
     def require_open(self) -> None:
@@ -322,7 +326,7 @@ class Cluster:
             raise ClusterLostError(self.lost())
 
     def shutdown(self) -> None:
-        """Stop a local cluster, or leave a joined one. A second call does nothing."""
+        """Stop a local cluster, or leave a joined one. Idempotent."""
         if not self._open:
             return
         self._open = False
@@ -367,11 +371,10 @@ def wait_for_nodes(
         address: address of the cluster's head. The Ray token is read from the environment.
         nodes: number of nodes that must be alive.
         timeout_s: total timeout in seconds.
-        check: called between polls; raises to abort early.
+        check: called between polls; may raise an error to abort early.
 
-    Raises:
-        ResourceError: by the deadline the head does not respond or nodes are missing. The message
-            lists the nodes that joined.
+    Raises: ResourceError: at the deadline, the head does not respond or nodes are missing. The
+        message lists the nodes that have joined.
     """
     from ray._private.services import GcsClient  # the client that `ray health-check` uses
 
@@ -419,7 +422,7 @@ def _set_environment() -> None:
     # (ray/_private/authentication).
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # may name another cluster, to which Ray's own calls in this process would connect
+    # may refer to another cluster, to which Ray's own calls in this process would connect
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Otherwise a thread that calls Ray after its shutdown would start another cluster unnoticed.
@@ -443,8 +446,9 @@ def _ray_processes() -> dict[str, int]:
 
 
 def _starting_processes() -> dict[str, int]:
-    """Return the same processes while `ray.init` starts them: children of this process, keyed by
-    name, including exited ones."""
+    """Return the processes that `ray.init` is starting: children of this process, keyed by name,
+    including those that have exited.
+    """
     found = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # the thread has ended
@@ -472,8 +476,9 @@ def _restore_sigterm(handler: Any) -> None:
 
 
 def _sweep_stale_dirs() -> None:
-    """Remove folders of killed drivers: folders of this user that are older than a minute and whose
-    lock is not held."""
+    """Remove the folders of killed drivers, i.e. folders of this user that are older than a minute
+    and not locked.
+    """
     for parent in {Path(tempfile.gettempdir()), Path("/tmp")}:
         for path in parent.glob(_PREFIX + "*"):
             try:

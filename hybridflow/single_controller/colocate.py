@@ -1,5 +1,6 @@
-"""Colocated roles: several worker classes in one process that share a rank, its device and its
-process groups."""
+"""Colocated roles: several worker classes in one process. They share its rank, its device and its
+process groups.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from hybridflow.dispatch import MethodSpec, WorkerContext, method_spec
 
 
 class Colocated:
-    """Contains one worker per role, in the order of `roles`. Use `colocated` to create a
-    subclass."""
+    """A worker that contains one worker per role, in the order of `roles`. Use `colocated` to
+    create a subclass.
+    """
 
     roles: ClassVar[Mapping[str, type]] = {}
 
@@ -22,7 +24,7 @@ class Colocated:
         self._workers = {name: role(context, *args) for (name, role), args in pairs}
 
     def __getattr__(self, address: str) -> Any:
-        """Resolve `ROLE.METHOD`, the format returned by `address_of`."""
+        """Look up `ROLE.METHOD`, the format returned by `address_of`."""
         role, _, method = address.partition(".")
         try:
             return getattr(self.__dict__["_workers"][role], method)

@@ -1,4 +1,4 @@
-"""The event loop in which the driver waits. Each waiting thread has a separate loop."""
+"""The driver's event loop. Each thread that waits has a separate loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Selector(selectors.DefaultSelector):
-    """Selector that measures the loop's idle time."""
+    """A selector that measures how long the loop is idle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +42,8 @@ class _Selector(selectors.DefaultSelector):
 
 
 def _log_orphaned_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log the exception of a task that is no longer awaited.
-
-    The first failure was raised where the driver waits, and an interrupt ends every task.
+    """Log the exception of a task that is no longer awaited, because the driver has already raised
+    the first failure or was interrupted.
     """
     error = context.get("exception")
     if not isinstance(error, KeyboardInterrupt):
@@ -54,7 +53,7 @@ def _log_orphaned_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -
 
 
 class _ThreadLoop(threading.local):
-    """This thread's loop. It is kept between calls so that tasks continue where they stopped."""
+    """This thread's loop. It is kept between calls, so that tasks continue in the next call."""
 
     selector: _Selector | None = None
     loop: asyncio.SelectorEventLoop | None = None
@@ -86,7 +85,7 @@ def end_tasks() -> None:
 
 @atexit.register
 def _close() -> None:
-    """Cancel the remaining tasks, because Python would report each of them at exit."""
+    """Cancel the remaining tasks, because Python would otherwise report each of them at exit."""
     if _has_loop():
         with suppress(BaseException):
             end_tasks()
@@ -128,7 +127,8 @@ def interrupter() -> Callable[[Callable[[], bool]], object]:
     """Return a function with which another thread can interrupt this one, as Ctrl-C does.
 
     The interrupt takes effect while this thread waits in `block_on`, or at its next wait. The
-    function's argument is called at that time and returns True if the interrupt is still wanted.
+    function takes a callback, which is called at that time and returns True if the interrupt is
+    still wanted.
     """
     loop = _loop()
 
@@ -164,16 +164,17 @@ async def _result(awaitable: Awaitable[T]) -> T:
 
 
 def waited_seconds() -> float:
-    """Return the number of seconds, since the thread started, that its loop was idle or a worker in
-    this process was computing. Workers and engines were busy during this time.
+    """Return for how many seconds since the thread's start its loop has been idle or a worker in
+    this process has been computing, i.e. the time spent on workers and engines.
     """
     return _computing_s + (_thread.selector.idle_s if _thread.selector else 0.0)
 
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Context manager that counts its duration as work of a worker or engine in this process. Must
-    not be nested."""
+    """Context manager that attributes the time spent in its block to a worker or engine in this
+    process. Must not be nested.
+    """
     global _computing_s
     start = time.monotonic()
     try:

@@ -1,5 +1,6 @@
-"""Waits for a call on all of its ranks, and reports failures as early as possible, as a single
-clear error."""
+"""Waiting for a call to finish on all of its ranks. Failures are reported as early as possible, and
+as a single error.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from hybridflow.single_controller.pieces import Header
 from hybridflow.single_controller.remote_node import RemoteNode
 from hybridflow.single_controller.stored import stored_results
 
-_GRACE_S = 2.0  # a dead rank makes its peers raise; time to look for it before blaming a peer
+_GRACE_S = (
+    2.0  # a dead rank makes its peers raise errors; time to look for it before a peer is blamed
+)
 _NEWS_S = 30.0  # Ray reports an exited process within this time, even on a busy machine
 _POLL_S = 1.0
 _NEWS_POLL_S = 0.2
@@ -93,11 +96,11 @@ class Future:
             refs: object reference to each called rank's reply.
             collect: combines the replies into one value.
             timeout_s: maximum wait for the replies.
-            on_lost: called if a rank died or hangs, which makes its group unusable.
+            on_lost: called if a rank has died or hangs, so that its group is unusable.
             stored: for each rank whose columns stay in the object store, the object that contains
                 each column.
-            check: called about every second while the call is awaited; raises if a reply can no
-                longer arrive.
+            check: called about every second while the call is awaited; raises an error if a reply
+                can no longer arrive.
         """
         self._role = role
         self._method = method
@@ -131,8 +134,8 @@ class Future:
         Raises:
             WorkerError: a rank died, raised an exception, or did not reply in time. The message
                 includes the tail of its log.
-            HybridFlowError: a rank raised one of our errors. It is re-raised with the same type,
-                and the rank is added to the message.
+            HybridFlowError: a rank raised this error. It is re-raised with the same type, and the
+                rank is added to the message.
         """
         if timeout is not None:
             self._timeout_s = timeout
@@ -153,7 +156,7 @@ class Future:
         return self._value
 
     async def _wait(self) -> None:
-        """Set the call's value or error."""
+        """Wait for all replies, then set the call's value or error."""
         self._listen()
         try:
             await self._receive_all(time.monotonic() + self._timeout_s)
@@ -194,7 +197,9 @@ class Future:
         return True
 
     def _listen(self) -> None:
-        """Arrange for `_arrived` to be set by each reply, including those already received."""
+        """Register callbacks so that each reply, including replies already received, sets
+        `_arrived`.
+        """
         loop = asyncio.get_running_loop()
         self._arrived = arrived = asyncio.Event()
 
@@ -206,7 +211,7 @@ class Future:
             reply.add_done_callback(tell)
 
     def _read(self) -> dict[int, Failure | Exception]:
-        """Move received replies to the results. Returns the failures among them."""
+        """Move received replies into the results, and return the failures among them."""
         failed: dict[int, Failure | Exception] = {}
         for rank in sorted(self._open):
             reply = self._replies[rank]
@@ -223,9 +228,9 @@ class Future:
         return failed
 
     def _stopped(self, looks: dict[int, int]) -> int | None:
-        """Return a pending rank that has been in the stopped state for some time. `looks` counts
-        the consecutive polls of each rank in that state. Only the process state is used, because a
-        call may legitimately take long without a reply.
+        """Return a pending rank whose process has been stopped for some time. `looks` counts, for
+        each rank, the consecutive polls in that state. Only the process state is used, because a
+        healthy call may take a long time to reply.
         """
         for rank in self._open:
             looks[rank] = looks.get(rank, 0) + 1 if self._ranks[rank].is_in(STOPPED) else 0

@@ -3,9 +3,9 @@
 It runs as a script and imports only the standard library.
 
 Ray's gcs and raylet exit with the driver, but its agents linger for a minute, trying to send a last
-report to the dead gcs (ray/_private/process_watcher.py, report_raylet_error_logs). They are
-identified by their open file in the cluster's private temporary folder; every process of the
-cluster has one.
+report to the dead gcs (ray/_private/process_watcher.py, report_raylet_error_logs). The guard
+identifies them by their open files in the cluster's private temporary folder, where every process
+of the cluster has one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _PATIENCE_S = 15.0
 
 
 def driver_is_done(driver: int) -> bool:
-    """Wait until the driver exits. Returns True if it wrote to our stdin first, False if it died
-    without doing so."""
+    """Wait until the driver exits. Returns True if it wrote to this process's stdin before, False
+    if it died without doing so.
+    """
     while os.getppid() == driver:
         readable, _, _ = select.select([0], [], [], _POLL_S)
         if readable:
@@ -59,7 +60,7 @@ def _is_under(link: Path, folder: Path) -> bool:
 
 
 def clear_up(folder: Path) -> None:
-    """Kill the remaining processes of the cluster and remove its folder."""
+    """Kill the cluster's remaining processes and remove its folder."""
     deadline = time.monotonic() + _PATIENCE_S
     while (left := processes_in(folder)) and time.monotonic() < deadline:
         for pid in left:

@@ -39,9 +39,8 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker's exception as a plain value.
-
-    It reaches the driver even if the exception itself cannot be pickled.
+    """A worker's exception as a plain value, which can be sent to the driver even if the exception
+    itself cannot be pickled.
     """
 
     kind: str
@@ -51,10 +50,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class HostInfo:
-    """The rank's process id, a free port on its node, the network interface of the node's address,
-    and the running system (`spans.boot_id`).
-
-    The interface is empty if it was not found or is set by the user.
+    """The rank's process id, a free port on its node, the network interface with the node's
+    address, and the id of the machine's boot (`spans.boot_id`). The interface is empty if none was
+    found or the user has set one.
     """
 
     pid: int
@@ -87,7 +85,7 @@ class Host:
         self._identity: Identity | None = None
 
     def describe(self, address: str, ports: range) -> HostInfo:
-        """Return the process id, a free TCP port at `address`, and the address's interface."""
+        """Return this process's `HostInfo`, with a TCP port that is free at `address`."""
         interface = "" if os.environ.get("GLOO_SOCKET_IFNAME") else interface_of(address)
         return HostInfo(os.getpid(), free_port(address, ports), interface, spans.boot_id())
 
@@ -156,8 +154,8 @@ class Host:
         an object in the store.
 
         Args:
-            together: the groups of columns. Empty for a rank whose result is not collected; the
-                result is then dropped.
+            together: the groups of columns. Empty if the rank's result is not collected but
+                dropped.
             inline_bytes: columns up to this size are included in the header.
             request, objects: as for `call`.
         """

@@ -1,6 +1,5 @@
-"""A group of one worker in the driver's process, without Ray, messages or other threads.
-
-Breakpoints work in every method of the worker.
+"""A group with a single worker in the driver's process, without Ray, messages or other threads, so
+that breakpoints work in every method of the worker.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from hybridflow.single_controller.host import free_port
 
 
 class InProcessGroup:
-    """Calls `worker_class(context, *args)` through the same dispatch as a `WorkerGroup` with one
-    rank.
+    """Calls methods of `worker_class(context, *args)` through the same dispatch as a `WorkerGroup`
+    with one rank.
 
     A method's exceptions propagate unchanged. A method that hangs or kills its process also hangs
     or kills the driver.
@@ -83,8 +82,9 @@ class InProcessGroup:
         return _Done(self.run(method, *args, role=role, **kwargs))
 
     def close(self) -> None:
-        """Leave the process groups that the worker joined, so that this process can create another
-        group."""
+        """Leave the process groups that the worker has joined, so that this process can create
+        another worker group.
+        """
         leave_world()
 
 

@@ -1,5 +1,6 @@
-"""Joining a Ray cluster: finding its address and token, checking that it is reachable and
-protected, and enforcing deadlines that Ray does not."""
+"""Joining a Ray cluster: finds its address and token, checks that it is reachable and protected,
+and enforces deadlines that Ray lacks.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +45,10 @@ def within(timeout_s: float, ask: Callable[[], Answer]) -> Answer:
 
 
 def find_address(address: str) -> str:
-    """Return the address at which to join a cluster.
-
-    It is `address` or, for "auto", RAY_ADDRESS or the address of the only Ray cluster that this
-    user runs on this machine. Ray's own "auto" accepts any process of any user that looks like Ray,
-    or the contents of /tmp/ray, which any user can create, and would send the token there.
+    """Return the address at which to join a cluster: `address` itself or, if it is "auto",
+    RAY_ADDRESS or the address of the only Ray cluster that this user runs on this machine. Ray's
+    own "auto" must not be used, because it sends the token to any process of any user that looks
+    like Ray, or to an address in /tmp/ray, which any user can create.
 
     Raises:
         ResourceError: `address` is "auto", and this user runs no or several Ray clusters here.
@@ -73,7 +73,7 @@ def find_address(address: str) -> str:
 
 
 def _running() -> set[str]:
-    """Return the gcs addresses with which this user's raylets on this machine were started."""
+    """Return the gcs addresses that were passed to this user's raylets on this machine."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -120,10 +120,9 @@ def _noted() -> str:
 
 
 def require_listener(address: str, timeout_s: float) -> None:
-    """Raise ResourceError unless the address accepts connections. Ray itself would retry for
-    minutes.
-
-    On this machine the listener must belong to this user or root, because it is sent the token.
+    """Raise ResourceError if nothing listens at the address, because Ray itself would retry for
+    minutes. A listener on this machine must belong to this user or to root, because it will receive
+    the token.
     """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
@@ -154,10 +153,9 @@ def require_listener(address: str, timeout_s: float) -> None:
 
 
 def plain_job_config() -> Any:
-    """Return a job configuration that leaves the workers' import path unchanged.
-
-    Ray would prepend the working directory, where a file random.py would shadow Python's module.
-    `Host.set_up` adds the driver's path.
+    """Return a job configuration that leaves the workers' import path unchanged. By default, Ray
+    prepends the working directory, where a file random.py would shadow Python's module.
+    `Host.set_up` adds the driver's path instead.
     """
     from ray.job_config import JobConfig
 
@@ -168,8 +166,9 @@ def plain_job_config() -> Any:
 
 
 def find_token() -> None:
-    """Make Ray's client use the token in the environment, or the one with which
-    `launch/ray/cluster.sh` started Ray. Ray ignores a token unless RAY_AUTH_MODE is set."""
+    """Make Ray's client use the token in the environment, or else the token with which
+    `launch/ray/cluster.sh` started Ray. Ray ignores a token unless RAY_AUTH_MODE is set.
+    """
     path = Path(TOKEN_OF_SCRIPT).expanduser()
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() and path.is_file():
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
@@ -178,7 +177,7 @@ def find_token() -> None:
 
 
 def answers_strangers(address: str) -> bool:
-    """Return True if Ray's gcs answers a process that has no token."""
+    """Return True if Ray's gcs responds to a process without a token."""
     ask = (
         "import sys; from ray._raylet import GcsClient; "
         "GcsClient(sys.argv[1]).internal_kv_keys(b'', None, 10)"

@@ -1,9 +1,9 @@
 """Messages between processes for columns that stay in the object store. Uses plain data and numpy,
 without Ray.
 
-A rank that returns a batch sends a `Header` and puts the columns in one or more objects. A rank
-that receives such columns gets a `Recipe`, which lists the objects, the column of each, and the
-rows in order.
+A rank that returns a batch sends a `Header` and puts the columns into one or more objects. A rank
+that receives such columns gets a `Recipe`, which lists the objects, the column to read from each,
+and the order of the rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Header:
         rows, meta: number of rows and metadata of the batch.
         nbytes: size of each column.
         lengths: row lengths of the jagged columns.
-        small: columns sent to the driver immediately. They are also in the store, for other groups.
+        small: columns that are sent to the driver with the header. They are also in the store,
+            where other groups read them.
     """
 
     rows: int
@@ -36,7 +37,7 @@ class Header:
 
     @classmethod
     def of(cls, batch: DataProto, inline_bytes: int = 0) -> Header:
-        """Build the header of `batch`, including the columns of up to `inline_bytes`."""
+        """Build the header of `batch`, including all columns of at most `inline_bytes`."""
         sizes = {name: column.nbytes for name, column in batch.items()}
         lengths = {
             name: column.lengths for name, column in batch.items() if isinstance(column, Jagged)
@@ -47,7 +48,9 @@ class Header:
 
 @dataclass(frozen=True)
 class At:
-    """Placeholder for an argument passed as a separate object: the object's position."""
+    """Placeholder for an argument that is passed as a separate object. Contains that object's
+    position.
+    """
 
     position: int
 
@@ -69,12 +72,9 @@ class Request:
 
 @dataclass(frozen=True)
 class ColumnRecipe:
-    """A column assembled from rows of stored parts.
-
-    Args:
-        name: name of the column in the batch.
-        sources: for each part, the object's position among those sent along, and the column's name
-            in that object.
+    """Instructions for assembling a column from rows of stored parts. Args: name: name of the
+    column in the batch. sources: for each part, the position of its object among the objects sent
+    along, and the column's name in that object.
         index: `[B]` row indices into the concatenation of all parts.
     """
 
@@ -85,10 +85,8 @@ class ColumnRecipe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A batch argument, assembled by the receiver.
-
-    `local` columns are included, the others are gathered from stored parts, in the order of
-    `names`.
+    """Instructions with which the receiver assembles a batch argument. `local` columns are
+    included; the others are gathered from stored parts. `names` is the column order.
     """
 
     local: DataProto | int  # an int is a position among the objects sent along

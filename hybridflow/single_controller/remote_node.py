@@ -1,9 +1,7 @@
-"""Observation and control of processes on another node.
-
-An actor on that node reads process states, requests stack dumps and kills processes.
-
-A stopped process does not reply, but neither does one that computes for minutes. Only the process
-state distinguishes them, and it can only be read on the process's machine.
+"""Observation and control of processes on another node, through an actor that reads process states,
+requests stack dumps and kills processes there. Neither a stopped process nor one that computes for
+minutes replies. Only the process state distinguishes the two, and it can be read only on the same
+machine.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class _Observer:
                 os.kill(pid, signal.SIGUSR1)
 
     def end(self, pids: Sequence[int]) -> None:
-        """Wait until the processes have exited, and kill those that do not."""
+        """Wait until the processes have exited, and kill those that do not exit."""
         end_processes(pids)
 
 
@@ -54,8 +52,9 @@ class RemoteNode:
         self._states: Mapping[int, str] = {}
 
     def state(self, pid: int) -> str | None:
-        """Return the state of a process as of a few seconds ago, or None before the first reply.
-        Never blocks."""
+        """Return a process's state, which may be a few seconds old, or None before the first reply.
+        Never blocks.
+        """
         self._take_answer()
         now = time.monotonic()
         if self._asked is None and self._pids and now - self._asked_at >= _ASK_S:
@@ -71,8 +70,9 @@ class RemoteNode:
         self._done(self._actor().dump_stacks.remote(list(pids)))
 
     def end(self, pids: Sequence[int]) -> None:
-        """Wait until these processes have exited, and send SIGKILL to the rest. Ray alone does not
-        kill a stopped process."""
+        """Wait until these processes have exited, and send SIGKILL to the rest, because Ray alone
+        does not kill a stopped process.
+        """
         if self._observer is not None:
             self._done(self._observer.end.remote(list(pids)))
 

@@ -1,8 +1,6 @@
 """Slots for worker processes: the nodes and devices of a placement, reserved in a Ray placement
-group.
-
-Ray reserves the devices of all pools at once, with one bundle per node. The device indices are
-queried afterwards. The processes do not request GPUs from Ray but get explicit device lists.
+group. The devices of all pools are reserved at once, in one bundle per node, and their indices are
+queried afterwards. Processes do not request GPUs from Ray but get explicit device lists.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _REFUSED = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "RAY_ACCEL_ENV_VAR_OV
 
 @dataclass(frozen=True)
 class Slot:
-    """A slot for one process, with the names of its visible devices; empty without GPUs."""
+    """A slot for one process. Its list of visible devices is empty without GPUs."""
 
     node: str
     local_rank: int  # position among the slots of its node
@@ -63,7 +61,7 @@ class ResourcePool:
         timeout_s: float | None = None,
         detached: bool = False,
     ) -> ResourcePool:
-        """Reserve `nodes` x `procs_per_node` slots; the slots of a node are consecutive.
+        """Reserve `nodes` x `procs_per_node` slots. Slots on the same node are consecutive.
 
         Args:
             cluster: the cluster to reserve on.
@@ -72,8 +70,8 @@ class ResourcePool:
             max_colocate: maximum number of groups that share the slots.
             timeout_s: seconds to wait for nodes and free resources; None for
                 `cluster.config.start_timeout_s`.
-            detached: if True, the reservation outlives this driver, for detached groups, until
-                `release`.
+            detached: if True, the reservation outlives this driver and ends with `release`.
+                Required for detached groups.
 
         Raises:
             ResourceError: the slots do not become free in time, or the request can never be met
@@ -102,7 +100,7 @@ class ResourcePool:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Node of each slot, in rank order."""
+        """The node of each slot, in rank order."""
         return tuple(slot.node for slot in self.slots)
 
     def split(self, sizes: Sequence[int]) -> list[ResourcePool]:
@@ -130,9 +128,8 @@ class ResourcePool:
         return ResourcePool(tuple(slots), pools[0].gpus, pools[0].max_colocate)
 
     def release(self) -> None:
-        """Release the reservation, including all pools reserved, split or merged with this one.
-
-        Kill the groups first.
+        """Release the reservation, which is shared by all pools reserved together with, split from
+        or merged with this one. Kill the groups first.
         """
         from ray.util.placement_group import remove_placement_group
 
@@ -160,8 +157,8 @@ def reserve(
 
     Raises:
         ResourceError: the pools do not fit within the timeout or can never fit (raised
-            immediately), a node has fewer GPUs than `cluster.devices_per_node`, or a node's Ray has
-            a setting that puts several processes on one device.
+            immediately), a node has fewer GPUs than `cluster.devices_per_node`, or Ray on a node
+            has a setting that would put several processes on one device.
     """
     wait = cluster.config.start_timeout_s if timeout_s is None else timeout_s
     deadline = time.monotonic() + wait
@@ -232,9 +229,8 @@ def _shape(
 def _reserve(
     placement: Placement, states: Sequence[NodeState], deadline: float, detached: bool
 ) -> PlacementGroup | None:
-    """Reserve a bundle on each node in use.
-
-    Returns None, with nothing reserved, if another driver acquired some of the resources first.
+    """Reserve a bundle on each node in use. If another driver has acquired some of the resources
+    meanwhile, nothing is reserved and None is returned.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -268,7 +264,7 @@ def _used(placement: Placement) -> dict[int, list[int]]:
 def _slots(
     placement: Placement, group: PlacementGroup, max_colocate: int
 ) -> dict[str, ResourcePool]:
-    """Return the slots of each role, with the names of their devices."""
+    """Return the slots of each role, including their device names."""
     gpus = placement.cluster.kind == "cuda"
     used = _used(placement)
     bundle_of = {node: index for index, node in enumerate(used)}
@@ -289,9 +285,8 @@ def _slots(
 def _device_names(
     placement: Placement, group: PlacementGroup, used: dict[int, list[int]]
 ) -> dict[int, dict[int, str]]:
-    """Map the devices of the placement to the indices reserved by Ray: {node: {device: name}}.
-
-    The names are as used in CUDA_VISIBLE_DEVICES.
+    """Map the placement's devices to those reserved by Ray: {node: {device: name in
+    CUDA_VISIBLE_DEVICES}}.
 
     Raises:
         ResourceError: a node has a Ray setting that overrides device lists, or does not reply.
@@ -347,8 +342,9 @@ def _reserved_devices() -> tuple[list[str], list[str]]:
 
 
 def _processors(states: Sequence[NodeState], kind: str) -> str:
-    """Describe the CPU counts of GPU nodes, for errors caused by too few CPUs. A GPU process also
-    needs a CPU."""
+    """Describe how many CPUs each GPU node has, for error messages. A node may have too few,
+    because each GPU process also needs a CPU.
+    """
     if kind == "cpu" or all(
         state.total.get("CPU", 0) >= state.total.get("GPU", 0) for state in states
     ):

@@ -1,4 +1,4 @@
-"""Columns that stay in Ray's object store. The driver only handles references to them."""
+"""Columns that stay in Ray's object store, while the driver handles only references to them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ INLINE_BYTES = 64 << 10  # result columns up to this size are sent to the driver
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One rank's rows of a column. The object `ref` is a batch with a column `name`, described by
-    `header`."""
+    """One rank's rows of a column. `ref` refers to a batch with a column `name`, described by
+    `header`.
+    """
 
     ref: Any
     name: str
@@ -47,7 +48,7 @@ class StoredColumn(Deferred):
         return StoredColumn(self.parts, self.index[index])
 
     def concat(self, others: Sequence[Deferred]) -> StoredColumn:
-        """Append the rows of the other columns to those of this one."""
+        """Append the rows of other columns to this one."""
         columns = [self, *(other for other in others if isinstance(other, StoredColumn))]
         starts = np.cumsum(
             [0, *(sum(part.header.rows for part in column.parts) for column in columns)]
@@ -58,7 +59,7 @@ class StoredColumn(Deferred):
         return StoredColumn(tuple(part for column in columns for part in column.parts), index)
 
     def needed(self) -> StoredColumn:
-        """Return the same rows, dropping parts that contribute no rows."""
+        """Return the same rows without the parts that contribute none of them."""
         starts = np.cumsum([0, *(part.header.rows for part in self.parts)])
         part_of = np.searchsorted(starts, self.index, side="right") - 1
         used = np.unique(part_of) if len(self.index) else np.zeros(1, np.int64)
@@ -89,7 +90,7 @@ class StoredColumn(Deferred):
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """Row lengths `[B]` of a jagged column, read from the headers; None for a dense column."""
+        """Row lengths `[B]` of a jagged column, taken from the headers; None for a dense column."""
         found = [part.header.lengths.get(part.name) for part in self.parts]
         known = [lengths for lengths in found if lengths is not None]
         return np.concatenate(known)[self.index] if len(known) == len(found) else None
@@ -130,7 +131,9 @@ class Outgoing:
         return Recipe(local if at is None else at, tuple(columns), batch.columns)
 
     def add(self, ref: Any) -> int:
-        """Return the position of this object among those sent along, appending it if necessary."""
+        """Return this object's position among the objects sent along. If it is not among them yet,
+        it is appended.
+        """
         if ref not in self._at:
             self._at[ref] = len(self.objects)
             self.objects.append(ref)
@@ -138,9 +141,8 @@ class Outgoing:
 
 
 def keep_in_store(batch: DataProto) -> DataProto:
-    """Move the batch's jagged columns above 64 KiB to the object store.
-
-    They are then sent once even if several calls read them. Requires a running cluster.
+    """Move the batch's jagged columns of more than 64 KiB to the object store, so that they are
+    sent only once even if several calls read them. Requires a running cluster.
     """
     import ray
 
@@ -159,8 +161,8 @@ def keep_in_store(batch: DataProto) -> DataProto:
 def stored_results(
     refs: Mapping[int, Mapping[str, Any]], headers: Mapping[int, Header]
 ) -> dict[int, DataProto]:
-    """Build each rank's result from the columns that every rank sent inline and references to the
-    others.
+    """Build each rank's result: columns that every rank has sent inline, and references to all
+    other columns.
 
     Args:
         refs: for each rank, the object that contains each column.
@@ -180,9 +182,8 @@ def stored_results(
 
 
 def is_small(value: Any) -> bool:
-    """Return True if a value should be sent inline with each call.
-
-    Larger values go through the object store once, which costs a millisecond.
+    """Return True if a value should be sent inline with each call. Larger values are put into the
+    object store once, which costs a millisecond.
     """
     if isinstance(value, (DataProto, np.ndarray)):
         return value.nbytes <= INLINE_BYTES

@@ -1,6 +1,5 @@
-"""A group of workers in the driver's process, each called in a separate thread, without Ray.
-
-It is for workers that only drive other processes, such as the engines'.
+"""A group of workers in the driver's process, without Ray. Each worker is called in a separate
+thread. Intended for workers that only control other processes, such as the engines' workers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _Work = tuple[ThreadFuture[Any], Callable[[], Any]]
 
 
 class Pending(Protocol):
-    """A call that has been made."""
+    """A call in progress."""
 
     def done(self) -> bool:
         """Return True if awaiting it returns immediately."""
@@ -32,8 +31,8 @@ class Pending(Protocol):
 
 
 class ThreadGroup:
-    """Calls `worker_class(context, *args)` of several workers through the same dispatch as a
-    `WorkerGroup`.
+    """Calls methods of several workers, each a `worker_class(context, *args)`, through the same
+    dispatch as a `WorkerGroup`.
 
     Calls on one worker are executed in the order in which they were made. A method's exceptions
     propagate unchanged.
@@ -51,8 +50,9 @@ class ThreadGroup:
         self._threads: list[_WorkerThread] = []
 
     def add(self, count: int) -> None:
-        """Construct this many workers, one after another, in this thread. After an error `workers`
-        contains those before it."""
+        """Construct this many workers, one after another, in this thread. If a constructor fails,
+        `workers` contains the workers constructed before.
+        """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         for rank in range(count):
             log_path = self._log_dir / f"{self._role}-rank{rank}.log"
@@ -66,11 +66,11 @@ class ThreadGroup:
         return len(self.workers)
 
     def is_alive(self) -> bool:
-        """Return True: the workers live as long as the driver."""
+        """Return True, because the workers live as long as the driver."""
         return True
 
     async def restart(self) -> None:
-        """Raise WorkerError: these workers are never lost without the driver."""
+        """Raise WorkerError, because these workers are never lost without the driver."""
         raise WorkerError("workers in the driver's process cannot be restarted")
 
     def call(
@@ -97,7 +97,7 @@ class ThreadGroup:
         return _Calls(spec.name, begun, plan.collect, timeout)
 
     def close(self) -> None:
-        """Let the threads end after the calls that have been made."""
+        """End the threads once they have executed all pending calls."""
         for thread in self._threads:
             thread.end()
 
@@ -116,7 +116,7 @@ class _WorkerThread:
         return result
 
     def end(self) -> None:
-        """End the thread after the calls in its queue."""
+        """End the thread once it has executed the calls in its queue."""
         self._work.put(None)
 
     def _serve(self) -> None:

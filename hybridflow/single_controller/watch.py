@@ -5,8 +5,8 @@ one of the processes exits.
 
 Ray's own client waits a minute for a dead gcs and then aborts the driver; for a stopped gcs it
 waits forever. Here the main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster`
-raises the reason on exit. Ray's C++ code does not handle signals, so if the main thread is stuck
-there, the driver process is terminated.
+raises an error with the reason on exit. Ray's C++ code does not handle signals, so if the main
+thread is stuck there, the driver process is terminated.
 """
 
 from __future__ import annotations
@@ -35,12 +35,9 @@ _AGAIN_S = 0.5
 
 
 class Watch:
-    """Watchdog thread that runs until `stop` is called or something is lost.
-
-    Args:
-        watched: the components to monitor.
-        keep: called on each poll to replace helper processes if necessary; returns the pids of
-            those processes. Their exit also triggers a poll.
+    """A watchdog thread that runs until `stop` is called or a component is lost. Args: watched: the
+    components to monitor. keep: called on each poll to replace helper processes if necessary.
+    Returns the pids of the helpers, whose exit also triggers a poll.
     """
 
     def __init__(self, watched: Watched, keep: Callable[[], Sequence[int]] = tuple) -> None:
@@ -58,7 +55,7 @@ class Watch:
         self._thread.start()
 
     def lost(self) -> str:
-        """Describe the lost component; an empty string if nothing was lost."""
+        """Return a description of the lost component, or an empty string if none was lost."""
         return self._lost or self._watched.ended()
 
     def interrupted_over(self) -> str:
@@ -135,7 +132,9 @@ class Watch:
 
 @contextmanager
 def _ends_of(pids: Sequence[int]) -> Iterator[list[int]]:
-    """Context manager: yield file descriptors that become readable when the processes exit."""
+    """Context manager that yields file descriptors, which become readable when the processes
+    exit.
+    """
     descriptors: list[int] = []
     try:
         for pid in pids:
@@ -154,11 +153,14 @@ class Watched(Protocol):
         """Return the processes whose exit triggers a poll immediately."""
 
     def ended(self) -> str:
-        """Describe a component that has exited; an empty string if there is none."""
+        """Return a description of a component that has exited, or an empty string if there is
+        none.
+        """
 
     def silent(self) -> str:
-        """Describe a component that has not responded for some time; an empty string if there is
-        none. Called once per poll."""
+        """Return a description of a component that has not responded for some time, or an empty
+        string if there is none. Called once per poll.
+        """
 
 
 class Processes:
@@ -189,12 +191,12 @@ class Processes:
 
 
 class Starting:
-    """Processes that are starting up. Once seen running, a process must not exit.
+    """Processes that are starting up. A process that has been seen running must not exit.
 
     Args:
-        running: returns the processes that exist now, keyed by name. Processes that existed before,
-            from an earlier cluster, are ignored.
-        timeout_s: maximum duration of start-up, counted from now.
+        running: returns the current processes, keyed by name. Processes that already exist now
+            belong to an earlier cluster and are ignored. timeout_s: maximum duration of start-up,
+            counted from now.
     """
 
     def __init__(self, running: Callable[[], Mapping[str, int]], timeout_s: float) -> None:
@@ -216,7 +218,7 @@ class Starting:
         return Processes(self._seen).ended()
 
     def silent(self) -> str:
-        """Report that start-up has exceeded its timeout."""
+        """Return a description if start-up has exceeded its timeout."""
         if time.monotonic() < self._deadline:
             return ""
         return f"Ray did not respond within cluster.start_timeout_s={self._timeout_s:g}"
@@ -230,15 +232,15 @@ class Address:
         self._failures = 0
 
     def pids(self) -> Sequence[int]:
-        """Return no processes: the gcs is on another machine."""
+        """Return no process ids, because the gcs is on another machine."""
         return ()
 
     def ended(self) -> str:
-        """Return an empty string: a single failed connection is not conclusive."""
+        """Return an empty string, because a single failed connection is not conclusive."""
         return ""
 
     def silent(self) -> str:
-        """Report a gcs that has refused several connections in a row."""
+        """Return a description if the gcs has refused several connections in a row."""
         host, _, port = self._address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()

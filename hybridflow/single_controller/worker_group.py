@@ -1,5 +1,6 @@
-"""`WorkerGroup`: one actor process per rank, called as a unit through the worker class's
-methods."""
+"""The worker group: one actor process per rank. The group is called as a unit, through the worker
+class's methods.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +43,15 @@ from hybridflow.single_controller.resource_pool import ResourcePool
 from hybridflow.single_controller.stored import INLINE_BYTES, Outgoing, is_small
 
 _ALIVE_S = 5.0  # timeout for a rank on another node to reply; no reply means busy, not dead
-_CLOCK_PROBES = 5  # the one with the shortest round trip is used
+_CLOCK_PROBES = 5  # the measurement with the shortest round trip is used
 _MESH_SPEC = MethodSpec("mesh_position", Dispatch.ONE_TO_ALL, Execute.ALL, True, (), ())
 
 
 class WorkerGroup:
     """Worker processes, one in each slot of a pool, in rank order.
 
-    Calls on one rank are executed in the order in which they were submitted. A cluster or pool can
-    have several groups.
+    Each rank executes calls in the order in which they were submitted. Several groups can share a
+    cluster or a pool.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class WorkerGroup:
             role: name in errors and log files.
             args: picklable arguments, the same for all ranks.
             env: environment of the processes, set before the worker's module is imported.
-            log_dir: folder of `{role}-rank{r}.log`, the stdout and stderr of rank r.
-            name: makes the group detached, so that it outlives this driver and another driver can
-                `join` it. Its pool must be detached as well.
+            log_dir: folder of the log files `{role}-rank{r}.log`, which contain the stdout and
+                stderr of rank r.
+            name: if set, the group is detached: it outlives this driver, and another driver can
+                `join` it. Its pool must also be detached.
             fork_server: name of a fork server on this machine from which to fork the processes; ""
                 starts new interpreters.
 
@@ -130,17 +132,14 @@ class WorkerGroup:
         return group
 
     def on_restart(self, hook: Callable[[], Awaitable[None]]) -> None:
-        """Await `hook` after each `restart`, for example to load a checkpoint or to resend the
-        weights.
-
-        Hooks run in registration order.
+        """Register a hook that is awaited after each `restart`, for example to load a checkpoint or
+        resend the weights. Hooks run in registration order.
         """
         self._restart_hooks.append(hook)
 
     async def restart(self) -> None:
-        """Restart a group that lost a rank or hangs.
-
-        Kills the remaining processes, starts new ones in the same slots, and runs the hooks.
+        """Restart a group that has lost a rank or hangs: kill the remaining processes, start new
+        ones in the same slots, and run the hooks.
 
         Raises:
             ResourceError: the group was joined; only the driver that started it can restart it.
@@ -186,7 +185,7 @@ class WorkerGroup:
         role: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Make a call from code outside an event loop, and wait for its result.
+        """Call a method from code outside an event loop, and wait for its result.
 
         A method registered with `blocking=False` returns a `Future` immediately. Arguments and
         errors are the same as for `call`.
@@ -299,7 +298,7 @@ class WorkerGroup:
         await self._find_positions()
 
     async def _compare_clocks(self, infos: Sequence[HostInfo], deadline: float) -> None:
-        """Record how far the clocks of other machines are ahead of this one."""
+        """Record how far other machines' clocks are ahead of this machine's."""
         file = spans.current()
         if file is None:
             return
@@ -318,7 +317,7 @@ class WorkerGroup:
                     file.write({"clock": f"{self.role} rank {r}", "ahead": ahead, "within": within})
 
     async def _find_positions(self) -> None:
-        """Query the data-parallel positions of the ranks, if the class has `mesh_position`."""
+        """Query the ranks' data-parallel positions, if the class defines `mesh_position`."""
         if hasattr(self.worker_class, "mesh_position"):
             plan = plan_call(_MESH_SPEC, self.world_size, None, (), {})
             self._mesh = Mesh(tuple(await self._launch("mesh_position", plan, None)))
@@ -339,7 +338,7 @@ class WorkerGroup:
     def _everywhere(
         self, step: str, arguments: Sequence[tuple[Any, ...]], deadline: float
     ) -> Future:
-        """Run one step of `Host` on all ranks before the deadline."""
+        """Call one of the start-up methods of `Host` on all ranks, with a deadline."""
         refs = {
             r: getattr(rank.actor, step).remote(*arguments[r]) for r, rank in enumerate(self._ranks)
         }
@@ -355,8 +354,9 @@ class WorkerGroup:
         writes: Sequence[str] = (),
         collectors: Sequence[int] = (),
     ) -> Future:
-        """Send the calls. The columns in `writes` stay in the object store on each collecting
-        rank."""
+        """Send the calls to the ranks. The columns that the method writes stay in the object
+        store.
+        """
         # An object costs about a millisecond, so on a single node all columns of a rank share one.
         # On several nodes each column is a separate object, so that only columns that a call reads
         # are sent to another node.
@@ -400,9 +400,8 @@ class WorkerGroup:
             raise TypeError(f"{self.role}: {error}") from None
 
     def _note_loss(self, ranks: list[Rank], error: HybridFlowError) -> None:
-        """Mark the group as broken, unless `ranks` have been replaced in the meantime.
-
-        After a death or hang, the ranks are out of sync, so every later call would also hang.
+        """Mark the group as broken, unless `ranks` have been replaced in the meantime. After a rank
+        has died or hung, the ranks are out of sync, so every later call would hang as well.
         """
         if ranks is self._ranks:
             self._broken = error
@@ -418,7 +417,7 @@ def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:
 
 
 def _message(name: str, call: RankCall, sent: dict[int, Any]) -> tuple[Any, ...]:
-    """Build a rank's request and the objects sent along with it."""
+    """Build a rank's request, and the objects that are sent along with it."""
     outgoing = Outgoing()
     values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))
     return (Request(name, values, tuple(call.kwargs)), *outgoing.objects)
