@@ -27,7 +27,7 @@ class MegatronPolicy(Policy):
         return parallel.data_parallel_position()
 
     def describe(self) -> dict[str, str]:
-        """Return the backend's name and version for the run record."""
+        """Return the backend's name and versions, for the run's environment record."""
         found = {"backend": bootstrap.backend_name(), "megatron_core": bootstrap.MEGATRON_VERSION}
         if self.adapters:
             facts = self.adapters.facts()
@@ -41,8 +41,9 @@ class MegatronPolicy(Policy):
         return model_parts(self)
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
-        """Gather the coordinates of all ranks. Returns a function that builds the layout from a
-        catalog."""
+        """Gather the coordinates of all ranks, and return a function that builds the weight layout
+        from a catalog.
+        """
         ranks = parallel.all_coordinates()
         dtype = str(self.dtype).removeprefix("torch.")
         return lambda catalog: megatron_layout(self.family, ranks, dtype, catalog)
@@ -67,6 +68,6 @@ class MegatronPolicy(Policy):
         return hf_export.export(self, folder, hf_config, tokenizer, source=source)
 
     def load_from(self, source: WeightSource) -> None:
-        """Replace all weights and drop the optimizer; call `set_optimizer` again afterwards."""
+        """Replace all weights and drop the optimizer. Call `set_optimizer` again afterwards."""
         load_weights(self.stages, self.family, source)
         self.optimizer = None

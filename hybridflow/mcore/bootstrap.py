@@ -44,7 +44,7 @@ HAVE_DEEP_EP: bool = fused_a2a.HAVE_DEEP_EP
 
 
 def backend_name() -> str:
-    """Return the name of the layer implementation for the run record."""
+    """Return the name of the layer implementation, for the run's environment record."""
     if HAVE_TRANSFORMER_ENGINE:
         return "transformer-engine"
     return f"torch ({Platform.detect().kind})"

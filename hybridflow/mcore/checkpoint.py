@@ -29,8 +29,9 @@ class Saver(_Saver):
     collectives."""
 
     def __init__(self, policy: Policy, timeout_s: float = 1800.0) -> None:
-        """`timeout_s` is how long a save waits for the slowest rank, and how long the next save
-        waits for this one."""
+        """`timeout_s` limits both how long a save waits for the slowest rank, and how long the next
+        save waits for this one.
+        """
         super().__init__(
             lambda folder, phase, step, exchange: _job(policy, folder, phase, step, exchange),
             timeout_s,

@@ -1,8 +1,8 @@
 """Zigzag layout of a packed micro-batch across context-parallel ranks.
 
 With c ranks, every segment is split into 2c chunks of equal length. Rank r gets chunks r and
-2c-1-r, so all ranks do the same amount of work under a causal mask. Megatron's rotary embedding
-(rope_utils.py:130) and Transformer Engine require this layout.
+2c-1-r, so that under a causal mask all ranks do the same amount of work. Megatron's rotary
+embedding (rope_utils.py:130) and Transformer Engine require this layout.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def gather_tokens(values: torch.Tensor, places: torch.Tensor | None, total: int)
     """Gather the values [..., n] of each context-parallel rank's response tokens into [..., total]
     on all ranks.
 
-    `places` [n] contains the indices of this rank's tokens; None means all of them (no context
-    parallelism). All ranks then compute the same loss, so the backward pass keeps only each rank's
-    own share.
+    `places` [n] contains the indices of this rank's tokens, or is None without context parallelism.
+    Since all ranks then compute the same loss, the backward pass gives each rank only the gradient
+    of its own tokens.
     """
     if places is None:
         return values

@@ -4,7 +4,7 @@ On CPU, `bootstrap` installs them before megatron is imported; with CUDA they ar
 
 Megatron queries torch.cuda for its device, streams and random state without checking that CUDA
 exists, creates tensors with `device="cuda"`, and compares type strings. Each replacement below
-names its caller. Limitations of gloo are handled in `gloo_guards`.
+names its caller. `gloo_guards` handles the limitations of gloo.
 """
 
 from __future__ import annotations

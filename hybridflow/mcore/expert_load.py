@@ -1,9 +1,9 @@
-"""Corrects the expert load counts from which expert biases are updated.
+"""Corrects the expert load counts that determine the updates of expert biases.
 
 Megatron's router also counts the padding of packed micro-batches. Megatron-Core 0.16.1 has a
 padding mask for this purpose, but it is not passed to later pipeline stages (gpt_model.py:308) and
 has the wrong shape where it is used (router.py:542: [t] against a routing map [t, experts]).
-Instead, each router's count is corrected afterwards with the routing map that the router returns.
+Instead, each router's count is corrected afterwards, using the routing map that the router returns.
 The micro-batch's `PackedSeqParams` marks padding rows; `micro_batch_tracker` identifies the
 micro-batch.
 """
@@ -22,8 +22,9 @@ from hybridflow.mcore.parallel import tensor_share
 
 
 class ExpertLoad:
-    """Corrects the counts of this rank's routers with an expert bias. Other routers keep no
-    counts."""
+    """Corrects the counts of all routers on this rank that have an expert bias. Other routers keep
+    no counts.
+    """
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages` are this rank's model chunks, not yet wrapped for training."""
@@ -35,7 +36,7 @@ class ExpertLoad:
         self._routers = [_Corrected(tracker, router) for router in found]
 
     def begin(self) -> None:
-        """Start a training pass: discard any state left by a failed pass."""
+        """Start a training pass, discarding any state left by a failed pass."""
         for router in self._routers:
             router.queue.clear()
 

@@ -63,13 +63,14 @@ class FusedExpertsMlp(MegatronModule):
     def forward(
         self, x: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Apply expert i to the i-th run of rows in x [rows, hidden] and weight the results by
+        """Apply expert i to the i-th run of rows in x [rows, hidden], and multiply the results by
         probs [rows].
 
         Returns ([rows, hidden], None for the bias).
         """
         counts = getattr(tokens_per_expert, "counts", tokens_per_expert).tolist()
-        # every rank that shares an expert adds its part of the bias, but gets the full gradient
+        # each of the ranks that share an expert adds only a part of the bias, but gets the full
+        # gradient
         bias = self.down_proj_bias
         bias = bias if self.cuts == 1 else bias - bias.detach() * (1 - 1 / self.cuts)
         outs = []

@@ -1,6 +1,5 @@
-"""Layers that Megatron's own specification cannot express, built from a family's blocks.
-
-They apply norms after attention and MLP, omit the norms before them, or normalise queries and keys
+"""Layers that Megatron's own layer specification cannot express, built from a family's blocks. They
+apply norms after attention and MLP, omit the norms before them, or normalise queries and keys
 across all heads.
 """
 
@@ -34,8 +33,9 @@ from hybridflow.models.layout import Coordinates
 
 
 def block_spec(family: Family, config: TransformerConfig, at: Coordinates) -> Any:
-    """Return Megatron's layer spec for the (virtual) stage at `at`, adapted to the blocks of its
-    layers."""
+    """Return Megatron's layer spec for the (virtual) stage with the coordinates `at`, adapted to
+    the blocks of its layers.
+    """
     stage = at.vpp_rank if at.vpp_size > 1 else None
     spec = layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=True, vp_stage=stage
@@ -92,7 +92,7 @@ class LayerWithNormsAfter(TransformerLayer):
     """
 
     def __init__(self, *args: Any, after: tuple[bool, bool], **kwargs: Any) -> None:
-        """`after`: (norm after attention, norm after the MLP)."""
+        """`after`: whether to add a norm after (attention, MLP)."""
         super().__init__(*args, **kwargs)
         names = (("post_self_attn_layernorm", "self_attn_bda"), ("post_mlp_layernorm", "mlp_bda"))
         for (name, add), is_there in zip(names, after, strict=True):
@@ -130,8 +130,9 @@ def _normed(norm: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]
 class WideNorm(nn.Module):
     """RMS norm across all heads of a token, which are sharded across the tensor-parallel ranks.
 
-    Every rank stores the full weight and applies the slice for its own heads. Megatron sums the
-    gradients of `q_layernorm` and `k_layernorm` across these ranks (finalize_model_grads.py).
+    Every rank stores the full weight, and applies the slice that belongs to its heads. Megatron
+    sums the gradients of `q_layernorm` and `k_layernorm` across these ranks
+    (finalize_model_grads.py).
     """
 
     heads = ""  # the field of Megatron's config that contains the number of heads
@@ -144,7 +145,7 @@ class WideNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(self.width, dtype=config.params_dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x [s, b, this rank's heads, head size]."""
+        """Normalise x, of shape [s, b, this rank's heads, head size]."""
         size = parallel_state.get_tensor_model_parallel_world_size()
         flat = x.flatten(-2).float()
         # with fewer key heads than ranks, several ranks share a head

@@ -1,4 +1,5 @@
-"""Low-rank adapters on Megatron's linears: the base is frozen and two small factors are trained.
+"""Low-rank adapters on Megatron's linears: the base weights are frozen, and two small factors are
+trained.
 
 The linears keep their classes, names and weights; a forward hook adds the adapter's output. Family
 maps, checkpoints and the weight sync plan are therefore unchanged. `models.lora` describes the
@@ -84,7 +85,7 @@ class Adapter(torch.nn.Module):
         return F.linear(self._between(F.linear(x, self.A)) * self.scale, self.B)
 
     def _between(self, low: torch.Tensor) -> torch.Tensor:
-        """Run the communication between A's output and B's input, [s, b, r]."""
+        """Communicate A's output [s, b, r] between ranks as needed for B's input."""
         group = parallel_state.get_tensor_model_parallel_group()
         if self.cut == "rows":
             if self.sequence_parallel:
@@ -172,14 +173,14 @@ class Adapters:
 
     @property
     def merged_bytes(self) -> int:
-        """Size in bytes of the merged copies on this rank, which are allocated by `merged` and
-        freed by `release`."""
+        """Size in bytes of the merged copies on this rank. `merged` allocates them, `release` frees
+        them.
+        """
         return sum(linear.weight.nbytes for linear, _ in self._linears)
 
     def release(self) -> None:
-        """Free the memory of the merged copies.
-
-        Senders keep views of the tensors, which stay empty until the next call of `merged`.
+        """Free the memory of the merged copies. Senders keep the tensors themselves, which stay
+        empty until the next call of `merged`.
         """
         for tensor in self._merged.values():
             tensor.untyped_storage().resize_(0)

@@ -1,7 +1,6 @@
-"""Differences between Megatron-Core 0.16 and 0.19 that affect the supported families.
-
-They apply with and without Transformer Engine. Differences that affect only the modules without
-Transformer Engine are in `torch_modules`: its spec provider and `install`.
+"""Handling of differences between Megatron-Core 0.16 and 0.19 that affect the supported families,
+with or without Transformer Engine. Differences that affect only the modules used without
+Transformer Engine are handled in `torch_modules` (its spec provider and `install`).
 """
 
 from __future__ import annotations

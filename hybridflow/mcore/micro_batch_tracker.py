@@ -1,6 +1,5 @@
-"""Identifies the micro-batch that a router is processing.
-
-Megatron does not pass it to routers, and computes some micro-batches twice.
+"""Identifies the micro-batch that a router is processing. Megatron does not pass this information
+to routers, and computes some micro-batches twice.
 
 A forward hook on the model stores an attribute of the micro-batch's `PackedSeqParams`. A router
 called outside of any forward pass is recomputing activations for the backward pass. Under 1F1B,
@@ -70,8 +69,7 @@ class RecomputationQueue:
         self._pending: deque[Any] = deque()
 
     def take(self) -> tuple[Any, bool]:
-        """Return (the tracked attribute of the micro-batch or None, whether this is a
-        recomputation).
+        """Return (the micro-batch's tracked attribute or None, True if this is a recomputation).
 
         Must be called once per router call.
         """

@@ -62,11 +62,10 @@ def recompute_settings(recompute: str, modules: Sequence[str]) -> dict[str, Any]
 
 
 def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the settings for exchanging activations between pipeline stages.
-
-    With an interleaved schedule over two stages, a rank's previous and next neighbours are the same
-    rank. Batched operations have no tags (p2p_communication.py:27-46), so a send to the previous
-    stage would match a receive from the previous stage, and the gradients would be silently wrong.
+    """Return the settings for the exchange of activations between pipeline stages. With an
+    interleaved schedule over two stages, a rank's previous and next neighbours are the same rank.
+    Because batched operations have no tags (p2p_communication.py:27-46), a send to the previous
+    stage would match a receive from the previous stage, and gradients would be silently wrong.
     """
     return (
         {"overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -124,9 +123,9 @@ def transformer_config(
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(parallel),
         "sequence_parallel": parallel.sequence,
-        # the values are overwritten from the HF side, but without initialisation Megatron does not
-        # mark its parameters as tensor-parallel (tensor_parallel/layers.py), and the gradient norm
-        # then misses the other ranks' shares
+        # the values are overwritten with the HF weights, but without initialisation Megatron does
+        # not mark its parameters as tensor-parallel (tensor_parallel/layers.py), and the gradient
+        # norm then misses the other ranks' shares
         "perform_initialization": True,
         "gradient_accumulation_fusion": bootstrap.HAVE_GRADIENT_KERNEL,
         "bias_dropout_fusion": False,  # no dropout, and no bias to fuse with it
@@ -160,8 +159,9 @@ def transformer_config(
 def _made(
     kind: type[TransformerConfig], settings: Mapping[str, Any], further: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Create Megatron's config. Values in `further` come from YAML, where enum members are given by
-    name."""
+    """Create Megatron's config. Values in `further` come from YAML, where enum members are written
+    as their names.
+    """
     if not further:
         return kind(**settings)
     given = dict(further)
@@ -304,8 +304,8 @@ def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:
 def _hidden_states(
     layer: Any, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
 ) -> tuple[torch.Tensor, None]:
-    """Return the input to a ColumnParallelLinear's matrix product: the hidden states [s, b, h] of
-    all tokens.
+    """Return the hidden states [s, b, h] of all tokens, as the input to a ColumnParallelLinear's
+    matrix product.
 
     The backward pass sums the gradient across the tensor-parallel ranks.
     """
@@ -317,8 +317,9 @@ def _hidden_states(
 
 
 def output_weight(model: GPTModel) -> torch.Tensor:
-    """Return this rank's rows [v, h] of a last stage's output layer, whether or not it is tied to
-    the embedding."""
+    """Return this rank's rows [v, h] of the last stage's output layer, whether or not it is tied to
+    the embedding.
+    """
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
@@ -392,8 +393,8 @@ def local_parameters(
 ) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
     """Return every parameter on this rank together with its description in the family's map.
 
-    Includes every buffer stored in checkpoints (expert biases). Adapters are described separately
-    (`mcore.lora`).
+    Also includes the buffers stored in checkpoints (expert biases), but not adapters, which
+    `mcore.lora` describes.
 
     Raises:
         ModelError: a name or shape differs between the model and the family's map.
@@ -424,7 +425,7 @@ def local_parameters(
 
 @torch.no_grad()
 def load_weights(models: Sequence[torch.nn.Module], family: Family, source: WeightSource) -> None:
-    """Load the rank's parameters piece by piece; padding is set to zero."""
+    """Load this rank's parameters piece by piece, and set padding to zero."""
     for parameter, local in local_parameters(models, family).values():
         parameter.zero_()
         for piece in local.pieces:

@@ -1,5 +1,6 @@
-"""Checks for non-finite values (`algorithms.nonfinite`) in Megatron stages: in the gradients
-entering and leaving each stage, and in the flat buffers."""
+"""Checks for non-finite values (`algorithms.nonfinite`) in a Megatron model: in the gradients that
+enter and leave each stage, and in the flat gradient buffers.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +21,8 @@ class Watch(nonfinite.Watch):
 
     @contextlib.contextmanager
     def stage(self, model: Any, micro_batch: int) -> Iterator[None]:
-        """Context manager for a stage's forward pass: watch the gradient that will leave the stage.
-
-        It is the gradient of the embedding's output, or of the received activation.
+        """Context manager for a stage's forward pass. It watches the gradient that will leave the
+        stage, i.e. that of the embedding's output or of the received activation.
         """
         if not model.pre_process:
             self.gradient_of(model.decoder.input_tensor, micro_batch)

@@ -1,5 +1,6 @@
-"""Megatron's optimizer, with fixes for torch's AdamW, the fallback if neither Transformer Engine
-nor Apex is installed."""
+"""Megatron's optimizer, with fixes for torch's AdamW, which is used if neither Transformer Engine
+nor Apex is installed.
+"""
 
 from __future__ import annotations
 
@@ -120,9 +121,8 @@ class Optimizer:
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return the inner optimizers: dense and expert parameters have separate ones.
-
-    Megatron's stubs for ranks without dense or without expert parameters are skipped.
+    """Return the inner optimizers. Dense and expert parameters have separate ones; Megatron's stubs
+    for ranks without one kind of parameters are skipped.
     """
     optimizers: list[Any] = []
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -178,11 +178,9 @@ def adam_step(optimizer: Any) -> int:
 
 
 def set_adam_step(optimizer: Any, step: int) -> None:
-    """Continue counting from `step`.
-
-    Every parameter gets a separate tensor. distrib_optimizer.py:785 shares one tensor between all
-    states, and torch's AdamW then increments it once per parameter. The results would be silently
-    wrong (by 5e-4 after a resume).
+    """Set the number of updates to `step`. Every parameter gets a separate tensor.
+    distrib_optimizer.py:785 shares one tensor between all states, and torch's AdamW then increments
+    it once per parameter. The results would be silently wrong (by 5e-4 after a resume).
     """
     for inner in inner_optimizers(optimizer):
         if _counts_in_state(inner.optimizer):
@@ -196,7 +194,7 @@ def set_adam_step(optimizer: Any, step: int) -> None:
 def _counts_in_state(adam: Any) -> bool:
     """Return True if this Adam stores the step count in each parameter's state, as torch's does.
 
-    Transformer Engine's and Apex's store it in the parameter group, and would treat a `step` in the
-    state as another moment.
+    Those of Transformer Engine and Apex store it in the parameter group, and would treat a `step`
+    in the state as another moment.
     """
     return isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))

@@ -35,8 +35,8 @@ class Cut:
 
     Attributes:
         segment_multiple: each sequence is padded to a multiple of this (2 x context ranks).
-        multiple: the length of a micro-batch is a multiple of this (sequence parallelism splits a
-            rank's share over the tensor ranks).
+            multiple: each micro-batch is padded to a multiple of this, because sequence parallelism
+            splits a rank's tokens across tensor ranks.
         rank, size: rank and size of the context-parallel group.
     """
 
@@ -46,20 +46,21 @@ class Cut:
     size: int = 1
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the padded lengths of sequences in a micro-batch."""
+        """Return the lengths of a micro-batch's sequences, including padding."""
         return -(-lengths // self.segment_multiple) * self.segment_multiple
 
     def total(self, lengths: np.ndarray, bins: Sequence[np.ndarray]) -> int:
-        """Return the length of the longest micro-batch, rounded up. All micro-batches are padded to
-        it."""
+        """Return the length to which all micro-batches are padded: that of the longest one, rounded
+        up.
+        """
         longest = max((int(self.padded(lengths[rows]).sum()) for rows in bins), default=0)
         return max(self.multiple, -(-longest // self.multiple) * self.multiple)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed forward pass. t packed tokens, n response tokens that enter the loss, s samples;
-    t' tokens and n' predictions on this context rank.
+    """The input of one packed forward pass. It has t packed tokens, n response tokens that enter
+    the loss, and s samples; this context rank has t' of the tokens and n' of the predictions.
 
     Attributes:
         samples: rows of the batch, in packed order.
@@ -110,8 +111,8 @@ def build_micro_batches(
         columns: jagged per-response-token columns to include. If they include `response_mask`,
             tokens that the policy did not sample serve only as context.
         cut: sharding over ranks.
-        total: length of every micro-batch; None: use `cut.total`.
-        last_token: whether the model also reads each sample's last token (`lengths_read`).
+        total: length of every micro-batch; None for `cut.total`. last_token: True if the model also
+            reads each sample's last token (see `lengths_read`).
     """
     read = lengths_read(sequence_lengths(batch), last_token)
     length = cut.total(read, bins) if total is None else total

@@ -3,9 +3,9 @@
 Megatron's DotProductAttention does not support packed sequences (dot_product_attention.py:59, 154).
 Segments are grouped by length class (powers of two), and each class runs as one padded causal
 batch. Padded keys come after every real query, so the causal mask alone hides them. Under context
-parallelism every rank gathers all keys and values and masks by position. A layer with a sliding
-window also masks the keys before the window. A layer with sinks computes its softmax here instead
-of using SDPA.
+parallelism every rank gathers all keys and values and masks by position. For a layer with a sliding
+window, keys before the window are also masked. For a layer with sinks, the softmax is computed here
+instead of by SDPA.
 """
 
 from __future__ import annotations
@@ -70,10 +70,9 @@ class SegmentClasses:
 
 
 class _Padded(torch.autograd.Function):
-    """Expand packed rows to the padded rows of all classes.
-
-    No gradient reaches the padding: nothing attends to it, and its outputs are dropped. The
-    gradient of a packed row therefore comes from a single padded row, and no sum is needed.
+    """Expand packed rows to the padded rows of all classes. The padding gets no gradient, because
+    nothing attends to it and its outputs are dropped. A packed row's gradient therefore comes from
+    a single padded row, and nothing has to be summed.
     """
 
     @staticmethod
@@ -162,7 +161,7 @@ class PackedAttention(MegatronModule):
         has_window = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        # tokens that a query attends to, itself included; 0: all before it
+        # number of tokens that a query attends to, including itself; 0: all tokens up to itself
         self.window = config.window_size[0] + 1 if has_window else 0
         self.softmax_offset = None  # the name in Transformer Engine
         if config.softmax_type == "learnable":

@@ -21,7 +21,8 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
     """Join the world described by the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and
     create Megatron's groups.
 
-    `timeout_s` bounds every collective: if a rank dies, the others fail instead of hanging.
+    `timeout_s` limits every collective, so that the other ranks fail instead of hanging if one
+    dies.
     """
     global _shape
     join_world(backend, timeout_s, undo=parallel_state.destroy_model_parallel)
@@ -94,7 +95,8 @@ def data_parallel_position() -> tuple[int, int, bool]:
 
 
 def tensor_share(tokens: Any) -> Any:
-    """Return this tensor-parallel rank's share of the tokens [t] under sequence parallelism.
+    """Return the share of the tokens [t] that this tensor-parallel rank has under sequence
+    parallelism.
 
     `tokens` is a tensor or an array.
     """

@@ -1,6 +1,5 @@
-"""A trainable causal language model on this rank.
-
-It combines the Megatron model, its optimizer, and the forward and training passes of the roles.
+"""A trainable causal language model on this rank: the Megatron model, its optimizer, and the
+forward and training passes that roles use.
 """
 
 from __future__ import annotations
@@ -57,8 +56,9 @@ Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)
 
 
 class Policy(HoldsReference):
-    """Model and optimizer of one rank. Every method is a collective: all ranks call them in the
-    same order."""
+    """One rank's model and optimizer. Every method is a collective: all ranks must call the methods
+    in the same order.
+    """
 
     def __init__(
         self,
@@ -89,7 +89,8 @@ class Policy(HoldsReference):
             recompute, recompute_modules, megatron, logits_chunk_tokens, on_nonfinite: see
                 `ActorConfig`.
             lora: adapters to train instead of the weights.
-            trains: if False, no gradient buffers are allocated and no optimizer can be set.
+            trains: if False, no gradient buffers are allocated and the policy cannot have an
+                optimizer.
         """
         self.family = family
         self.config = parallel_config
@@ -309,10 +310,9 @@ class Policy(HoldsReference):
         return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
     def settle(self) -> None:
-        """Wait for weights that the next forward pass would gather (`overlap_param_gather`).
-
-        Until then, the shards updated by other ranks still hold their values from before the last
-        update.
+        """Gather the weights that otherwise only the next forward pass would gather
+        (`overlap_param_gather`). Until then, shards that other ranks update still have their values
+        from before the last update.
         """
         if self.config.overlap_param_gather and self.trains:
             for chunk in self.chunks:

@@ -1,5 +1,6 @@
 """Rotary embeddings with a family's own frequencies, for types that Megatron's settings cannot
-express, and position-dependent scaling of queries."""
+express, and position-dependent query scaling.
+"""
 
 from __future__ import annotations
 
@@ -108,8 +109,9 @@ def use_kinds(
     local: Rotary,
     windows: Sequence[int],
 ) -> None:
-    """Make each attention layer use the rotary embedding for its kind of layer. `windows` is
-    `Decoder.windows`."""
+    """Make each attention layer use the rotary embedding of its kind (full or sliding-window).
+    `windows` is `Decoder.windows`.
+    """
 
     def choose(number: int) -> Callable[..., Any]:
         def hook(attention: Any, inputs: Any, named: dict[str, Any]) -> Any:

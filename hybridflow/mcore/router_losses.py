@@ -1,11 +1,11 @@
 """Router losses: load balancing (Switch Transformer, arXiv 2101.03961, equation 4, over Megatron's
 choice of the k highest scores) and the z-loss (ST-MoE, arXiv 2202.08906, equation 5).
 
-Megatron's own implementation cannot be used. It includes the padding of packed micro-batches
-(`expert_load` explains why its mask does not help). It also weights a micro-batch by its packed
-tokens, including prompts and padding, while the gradient is divided by the policy loss's count of
-response tokens or sequences. Here, with T_m real tokens in micro-batch m and T in the mini-batch
-over all ranks, the mini-batch's losses are
+Megatron's own implementation cannot be used, for two reasons. It includes the padding of packed
+micro-batches (`expert_load` explains why its mask does not help), and it weights a micro-batch by
+its packed tokens, including prompts and padding, whereas the gradient is divided by the policy
+loss's count of response tokens or sequences. Here, with T_m real tokens in micro-batch m and T in
+the mini-batch over all ranks, the mini-batch's losses are
 
     balancing = sum_m T_m / T * E * sum_i f_mi P_mi
     z = 1 / T * sum_tokens logsumexp(logits)^2
@@ -111,8 +111,8 @@ class RouterLosses:
         return scale * ((scores * real[:, None]).sum(0) * tokens[:-1]).sum()
 
     def end(self) -> dict[str, tuple[float, float]]:
-        """Return (sum, count) for each loss in the finished update, averaged over layers; empty
-        outside the last stage.
+        """Return (sum, count) of each loss in the update that has finished, averaged over layers;
+        empty outside the last stage.
 
         Collective over all ranks.
         """
@@ -124,7 +124,8 @@ class RouterLosses:
         *sums, layers = found.tolist()
         if not is_last_stage():
             return {}
-        # sums cover this data-parallel rank, tokens cover all: the driver adds both up
+        # the driver adds up sums and counts: the sums cover this data-parallel rank, the tokens all
+        # ranks
         share = self._tokens / parallel_state.get_data_parallel_world_size()
         losses: dict[str, tuple[float, float]] = {}
         for name, total in zip(self.coefs, sums, strict=True):

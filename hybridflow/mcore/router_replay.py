@@ -1,9 +1,9 @@
-"""Router replay: during training, a mixture of experts uses the experts selected by an earlier pass
-over the same tokens.
+"""Router replay. During training, a mixture of experts uses the experts that an earlier pass
+selected for the same tokens.
 
 A router that computes with slightly different numerics (another kernel, bfloat16) selects different
 experts for some tokens, and the log-probability of such a token jumps. Replay reuses the
-*selection* of the earlier pass, either the engine's (R3) or the trainer's own old-log-prob pass
+*selection* of an earlier pass: the engine's (R3) or that of the trainer's own old-log-prob pass
 (R2). The probabilities of the selected experts still come from the live logits, with their
 gradient.
 
@@ -11,8 +11,8 @@ Integration with Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py
 whose `get_replay_topk` returns the selection (moe/moe_utils.py:705). Megatron's own class holds one
 set of routes at a time and expects its caller to switch to a second list for recomputations. Under
 1F1B, however, forward passes of later micro-batches alternate with recomputations of earlier ones.
-Our class finds the routes through the micro-batch instead: its `PackedSeqParams` carries them, and
-`micro_batch_tracker` identifies the micro-batch being computed or recomputed.
+The class here instead finds the routes in the micro-batch's `PackedSeqParams`;
+`micro_batch_tracker` identifies the micro-batch that is being computed or recomputed.
 
 The replayed selection determines expert outputs, token dispatch, and the counts behind the expert
 bias (`local_tokens_per_expert`). The auxiliary balancing losses use the live selection
@@ -56,7 +56,7 @@ class MicroRoutes:
     Attributes:
         action: replay, record or compare.
         given: [t, layers, k] expert ids for this rank's share of the packed tokens, `FREE` where
-            the router decides; None when recording.
+            the live router decides; None when recording.
         recorded: [t, k] by layer (counted from 0), filled in by the pass.
     """
 
@@ -137,8 +137,8 @@ class RouterReplay:
 
         Collective over the model's ranks.
 
-        Layers without experts are `FREE`, and so is the last token of a sample, which no pass
-        reads.
+        Entries of layers without experts, and of each sample's last token, which no pass reads, are
+        `FREE`.
         """
         layers = self.config.num_layers
         topk = self.config.moe_router_topk
@@ -153,7 +153,7 @@ class RouterReplay:
         return Jagged.from_rows(rows, np.int16)
 
     def count(self, **masks: torch.Tensor) -> None:
-        """Add the number of True entries in each mask to the count of that name."""
+        """Add the number of True entries in each mask to the count with the mask's name."""
         for name, mask in masks.items():
             self._tally[name] += mask.sum()  # type: ignore[assignment]
 
@@ -161,10 +161,10 @@ class RouterReplay:
         """Return token-layer counts since the last call.
 
         sent: routes sent to this rank's routers; used: routed by them; mismatched: always 0,
-        because an error is raised otherwise. Tokens whose live selection was different are counted
-        as differing in passes without gradient, and as drifted in training passes, where earlier
-        updates have changed the weights. `routers` is the number of this rank's routers. Ranks that
-        process the same tokens as another rank return zeros.
+        because an error is raised otherwise. differing and drifted: tokens for which the live
+        router would have selected other experts, in passes without gradient and in training passes
+        (where earlier updates have changed the weights). `routers` is the number of this rank's
+        routers. Ranks that process the same tokens as another rank return zeros.
         """
         once = self.config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
         taken = {name: count * once for name, count in self._taken.items()}
@@ -250,7 +250,7 @@ class RouterReplay:
     def _given(self, routes: Jagged, micro: MicroBatch, read: np.ndarray) -> torch.Tensor:
         """Return the routes [t, layers, k] of this rank's tokens.
 
-        They are limited to the tokens read from each sample; padding is `FREE`.
+        They cover the tokens that the model reads from each sample; padding is `FREE`.
         """
         bounds = _segment_bounds(micro)
         whole = np.full((int(bounds[-1]), *routes.values.shape[1:]), FREE, dtype=np.int16)
@@ -262,8 +262,8 @@ class RouterReplay:
     def _gathered(self, micro: MicroBatch) -> np.ndarray:
         """Return the routes [t, layers, k] of all stages and token shards.
 
-        They are summed over ranks: each (token, layer) entry is present on one rank and zero on the
-        others.
+        They are summed over ranks, because each (token, layer) entry is set on exactly one rank and
+        zero on the others.
         """
         shape = (
             int(_segment_bounds(micro)[-1]),
@@ -336,7 +336,7 @@ class _RouterHook:
     def _observe(
         self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Compare the routing map [t, experts] that the router used with the given routes."""
+        """Compare the given routes with the routing map [t, experts] that the router used."""
         routes = self._active
         live = self._live
         self._active = None
@@ -363,7 +363,7 @@ class _RouterHook:
             self.replay.count(
                 **{"drifted" if self.replay.tracker.with_gradient else "differing": wanted & other}
             )
-        else:  # a recomputation was counted before, but it must not differ either
+        else:  # a recomputation has been counted before, but it must still match the routes
             self.replay.count(mismatched=wanted & ~same)
 
 

@@ -16,7 +16,7 @@ _LEAST_SUM = 1e-12
 
 
 def install() -> None:
-    """Let Megatron's router use the bias with softmax scores too. Idempotent."""
+    """Make Megatron's router support an expert bias with softmax scores. Idempotent."""
     original = router.topk_routing_with_score_function
     if getattr(original, "from_hybridflow", False):
         return

@@ -94,9 +94,8 @@ class ShardedState:
         return found
 
     def put_back(self) -> None:
-        """Write loaded values back to an optimizer that keeps its state in lower precision.
-
-        In that case `tensors` contains only float32 copies of the state.
+        """Write loaded values back to an optimizer that keeps its state in lower precision, because
+        `tensors` then contains only float32 copies of the state.
         """
         for inner, parameter, tensors in self._copies:
             inner._set_main_param_and_optimizer_states(parameter, tensors)
@@ -265,7 +264,7 @@ def _cut(
         held: (start, end) of these elements in the parameter.
         shard: a shard of the parameter.
         start: offset of the shard in the parameter.
-        owned_once: whether each element is on a single data-parallel rank.
+        owned_once: True if each element is on a single data-parallel rank.
     """
     lead = shard.prepend_axis_num
     end = start + shard.data.numel()
@@ -296,8 +295,9 @@ def _cut(
 
 
 def _states(inner: Any) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torch.Tensor]]]:
-    """Yield (parameter, first element held here, end, {exp_avg, exp_avg_sq and, below fp32, param:
-    flat tensor})."""
+    """Yield (parameter, start and end of this rank's elements, {name of state: flat tensor}).
+    States are exp_avg, exp_avg_sq and, below fp32, param.
+    """
     if isinstance(inner, DistributedOptimizer):
         for parameter in inner.model_param_gbuf_map:
             held = inner._get_model_param_range_map(parameter)["param"]

@@ -121,7 +121,7 @@ def backward_outputs(
         watch.loss(number, total.detach())
         # clone, since the schedule scales the loss in place
         metrics = {"loss": (total.detach().clone(), count), **metrics}
-        # every context-parallel rank computes the same loss, and Megatron sums their counts
+        # every context-parallel rank computes the same loss, and Megatron sums the ranks' counts
         # (finalize_model_grads.py:493)
         divisor = count if context_rank() == 0 else torch.zeros_like(count)
         return total, divisor.to(total.device, torch.int), metrics
@@ -177,13 +177,9 @@ def run(
     on_output: Callable[[int, MicroBatch, torch.Tensor], Any],
     watch: Watch | None = None,
 ) -> list[Any]:
-    """Run Megatron's schedule.
-
-    Returns the results of `on_output(number, micro-batch, output)` in order; empty outside the last
-    stage.
-
-    With `watch`, each forward pass is followed by a backward pass, and `on_output` returns (loss,
-    count, any value).
+    """Run Megatron's pipeline schedule. Returns the results of `on_output(number, micro-batch,
+    output)` in order; empty outside the last stage. If `watch` is given, backward passes are run as
+    well, and `on_output` returns (loss, count, any value).
     """
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -219,9 +215,8 @@ def all_ranks_max(value: int) -> int:
 
 
 def counted(loss_function: LossFunction, micro: MicroBatch) -> torch.Tensor:
-    """Return the loss count of a micro-batch before any forward pass.
-
-    It is the number of tokens, unless the loss defines `count`.
+    """Return a micro-batch's loss count before any forward pass: the number of tokens, unless the
+    loss defines `count`.
     """
     count = getattr(loss_function, "count", None)
     return torch.as_tensor(count(micro.lengths) if count else micro.lengths.sum()).cpu()

@@ -1,8 +1,8 @@
 """Rotary embedding, SwiGLU and RMS norm for machines without Transformer Engine.
 
-They compute the same results as Megatron's and torch's operators, with fewer passes over memory and
-without looping over the sequences of a micro-batch. The first two match bitwise, the norm up to
-rounding.
+They compute the same results as Megatron's and torch's operators (the first two bitwise, the norm
+up to rounding), but with fewer passes over memory and without a loop over the sequences of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def rotate_unfused(
     Args:
         t, cu_seqlens, freqs: as for `rotate`.
         cp_group: the context-parallel group.
-        settings, named: passed on to Megatron's formula.
+        settings, named: positional and keyword arguments passed on to Megatron's formula.
     """
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
@@ -79,7 +79,7 @@ def rotate_unfused(
 
 
 def positions_of(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Return the position [t] of each of this rank's `tokens`.
+    """Return the positions [t] of this rank's `tokens` tokens.
 
     Each sequence is split into 2 cp_size equal pieces, of which the rank holds two.
 
@@ -151,8 +151,9 @@ class SwiGlu(nn.Module):
         return swiglu(x)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return an empty state: `MLP` of Megatron 0.16 calls this on all its submodules
-        (mlp.py:260)."""
+        """Return an empty state, because Megatron 0.16's `MLP` calls this on all its submodules
+        (mlp.py:260).
+        """
         return {}
 
 
@@ -179,7 +180,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def takes_grouped_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether `GroupedProduct` supports rows [t, in] with weights [out, in].
+    """Return True if `GroupedProduct` supports rows [t, in] with weights [out, in].
 
     torch's kernel requires a GPU, bfloat16 and rows that are multiples of 16 bytes.
     """
@@ -196,10 +197,9 @@ def permute(
     fused: bool = False,
     drop_and_pad: bool = False,
 ) -> Any:
-    """Sort tokens [t, h] by expert, like Megatron's `moe_utils.permute`, without a device sync.
-
-    The caller must pass the number of output tokens (`num_out_tokens`). All other calls are
-    forwarded to `original`.
+    """Sort tokens [t, h] by expert, like Megatron's `moe_utils.permute`, but without a device sync.
+    Calls that do not specify the number of output tokens (`num_out_tokens`), and all others that
+    are not supported, are forwarded to `original`.
     """
     if fused or drop_and_pad or not isinstance(num_out_tokens, int):
         return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
@@ -228,7 +228,7 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Compute only the gradients that are needed: frozen experts have none."""
+        """Compute only the gradients that are needed, because frozen experts have none."""
         x, ends, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         of_x = (

@@ -42,10 +42,9 @@ from hybridflow.mcore.torch_functions import (
 
 
 class RMSNorm(nn.Module):
-    """RMS norm whose weight is marked with `sequence_parallel`.
-
-    Megatron's WrappedTorchNorm does not support sequence parallelism (torch_norm.py:32), but
-    tensor-parallel MoE training requires it.
+    """RMS norm whose weight is marked with `sequence_parallel`. Tensor-parallel MoE training
+    requires sequence parallelism, which Megatron's WrappedTorchNorm does not support
+    (torch_norm.py:32).
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -224,7 +223,7 @@ class TorchSpecProvider(BackendSpecProvider):
         return RowParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """Return True: the norm is part of the linear, as in TE."""
+        """Return True, because the norm is part of the linear, as in TE."""
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
@@ -244,7 +243,9 @@ class TorchSpecProvider(BackendSpecProvider):
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
     ) -> Any:
-        """Return TEGroupedMLP with our linears; the class itself does not depend on TE."""
+        """Return TEGroupedMLP with this module's linears. The class itself does not depend on
+        TE.
+        """
         # 0.16: (class, submodules); the caller adds the activation
         if not hasattr(experts, "GroupedMLPSubmodules"):
             return experts.TEGroupedMLP, MLPSubmodules(
@@ -318,9 +319,8 @@ class ExpertCounts:
         self.counts = counts
 
     def tolist(self) -> ExpertCounts:
-        """Return self: `TEGroupedMLP` calls `tolist` and passes the result to `GroupedLinear`.
-
-        No list is needed there.
+        """Return self. `TEGroupedMLP` passes the result of `tolist` to `GroupedLinear`, which needs
+        no list.
         """
         return self
 
@@ -369,7 +369,7 @@ def _without_fp8(**_: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def _to_host(original: Any) -> Any:
-    """Convert the all-to-all's split sizes to numpy on CPU too.
+    """Convert the all-to-all's split sizes to numpy, also on CPU.
 
     gloo's all_to_all_single expects a list, and moe_utils.py:1092 only converts CUDA tensors.
     """

@@ -27,9 +27,8 @@ Pick = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 
 def response_values(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
-    """Return the values [n] of the states in which the response tokens were sampled.
-
-    These are the same rows at which the policy computes the tokens' logits.
+    """Return the values [n] of the states before the response tokens. They are computed at the rows
+    at which a policy computes these tokens' logits.
     """
     return gather_tokens(_chosen(output, micro.predict_rows), micro.places, micro.num_targets)
 
@@ -49,8 +48,9 @@ class ValueModel(MegatronPolicy):
     family: ScalarHead
 
     def values(self, batch: DataProto, *, max_tokens: int) -> Jagged | None:
-        """Compute a value for every response token in batch order; None on ranks outside the last
-        stage."""
+        """Compute the value of every response token, in batch order; None on ranks outside the last
+        stage.
+        """
         micro_batches = self._micro_batches(batch, max_tokens, ())
         found = self._outputs(micro_batches, response_values)
         return unpack(found, micro_batches, len(batch)) if parallel.is_last_stage() else None
@@ -108,5 +108,5 @@ class ValueModel(MegatronPolicy):
 
 
 def _chosen(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the model's output [1, t', 1] at these rows, in fp32."""
+    """Select these rows of the model's output [1, t', 1], in fp32."""
     return output[0, :, 0].float().index_select(0, rows)
