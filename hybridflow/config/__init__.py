@@ -1,2 +1,3 @@
 """Configuration: typed schema, strict loading and cross-field checks. Does not import torch, so
---help is instant."""
+that --help is instant.
+"""

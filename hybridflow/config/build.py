@@ -1,8 +1,8 @@
 """Strict conversion of a plain mapping to frozen dataclasses: every key must exist, and every value
 must have the field's type.
 
-OmegaConf's structured configs would return read-only nodes instead of our dataclasses, and their
-errors do not suggest the nearest key (ADR 0004).
+OmegaConf's structured configs are not used, because they return read-only nodes instead of plain
+dataclasses, and their errors do not suggest the nearest key (ADR 0004).
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def to_plain(value: Any) -> Any:
 
 
 def build_options(defaults: Any, values: Any, prefix: str) -> Any:
-    """Build a dataclass from `values`, the mapping at key `prefix`. Missing fields are taken from
-    `defaults`, which may differ from the class's own defaults (`sft.optim`). Raises ConfigError
-    like `build`."""
+    """Build a dataclass from `values`, the mapping at key `prefix`. Missing fields fall back to
+    `defaults`, which may differ from the class's own defaults (`sft.optim`). Raises ConfigError, as
+    `build` does.
+    """
     hints = hints_of(type(defaults))
     if not isinstance(values, Mapping):
         raise ConfigError(

@@ -1,8 +1,6 @@
-"""Cross-field checks: invalid combinations of individually valid keys. Pure, no torch. They run
-before anything starts.
-
-All problems in a configuration are reported together, each with the keys, their values and the
-remedy.
+"""Cross-field checks for invalid combinations of individually valid keys. Pure, without torch. The
+checks run before anything starts. All problems are reported together, each with the keys, their
+values and a remedy.
 """
 
 from __future__ import annotations
@@ -36,8 +34,9 @@ from hybridflow.errors import ConfigError
 
 
 def check(config: RunConfig, job: str = "train") -> None:
-    """Raise a single ConfigError that lists every problem in `config` for `hybridflow train`, `sft`
-    or `train-reward`."""
+    """Raise a single ConfigError that lists every problem that `config` has for `hybridflow train`,
+    `sft` or `train-reward`.
+    """
     found = problems(config, job)
     if len(found) == 1:
         raise ConfigError(found[0])
@@ -101,8 +100,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
 
 
 def _read_sizes(config: RunConfig) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the model's config and an empty list or, if it cannot be read, an empty config and the
-    problem."""
+    """Read the model's config. Returns (config, []) or, if it cannot be read, ({}, [problem])."""
     try:
         return derived.hf_config(config.model), []
     except ConfigError as error:
@@ -364,8 +362,9 @@ def recipes_for(sizes: Mapping[str, Any]) -> list[str]:
 
 
 def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
-    """Check the model's sizes against the engines and length limits. `hybridflow.models.check`
-    checks the trainer's layout for the model's family."""
+    """Check the model's sizes against the engines and the length limits. The trainer's layout is
+    checked by `hybridflow.models.check`, for each family.
+    """
     tensor = config.actor.parallel.tensor
     experts = derived.num_experts(sizes)
     found = [] if experts else [*_dense_problems(config)]

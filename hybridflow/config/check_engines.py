@@ -1,5 +1,6 @@
-"""Checks of a built-in engine's parallel sizes, on their own and against the model's sizes. Pure,
-no torch."""
+"""Checks of a built-in engine's parallel sizes, by themselves and against the model's sizes. Pure,
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +78,9 @@ def _open_doors(config: RunConfig) -> Iterator[str]:
 
 
 def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the model sizes (from its HF config) that cannot be divided evenly among the engine's
-    ranks. The vocabulary may have any size, because it is padded."""
+    """Yield one problem for each of the model's sizes (from its HF config) that the engine's ranks
+    cannot divide evenly. The vocabulary size may be arbitrary, because the vocabulary is padded.
+    """
     tensor = rollout.tensor
     expert = rollout.expert
     experts = derived.num_experts(sizes)

@@ -28,7 +28,9 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield every problem of the names and options as one line. Imports the configured entries."""
+    """Yield one line for each problem with the names and options. Imports the configured
+    entries.
+    """
     builds: list[tuple[str, Callable[[], object]]] = [
         ("algorithm.adv_estimator_options", lambda: estimator_options(config.algorithm)),
         ("algorithm.flow_options", lambda: flow_options(config.algorithm)),
@@ -45,13 +47,13 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def library_problems(config: RunConfig) -> Iterator[str]:
-    """Yield trackers whose library is not installed here."""
+    """Yield one problem for each tracker whose library is not installed on this machine."""
     for name in config.trainer.loggers:
         try:
             library = TRACKERS.get(name).library
         except ConfigError:  # `problems` reports it
             continue
-        # a folder wandb/ of the working directory is found too, as a package without a file
+        # a folder wandb/ in the working directory is also found, as a package without a file
         found = importlib.util.find_spec(library) if library else None
         if library and (found is None or found.origin is None):
             yield (
@@ -162,8 +164,9 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _unused_critics(config: RunConfig) -> Iterator[str]:
-    """Check that a critic has a model only if the estimator uses one, and that a critic which the
-    flow starts is configured only if it does."""
+    """Check that no critic is configured that the run would not use: by `path` if the estimator
+    uses no critic, or in a section whose critic the flow does not call.
+    """
     estimator = config.algorithm.adv_estimator
     if config.critic.path is not None and not ESTIMATORS.get(estimator).needs_critic:
         yield (
@@ -185,9 +188,10 @@ def _unused_critics(config: RunConfig) -> Iterator[str]:
 
 
 def preference_problems(config: RunConfig) -> Iterator[str]:
-    """Check the settings used with a preference loss. Such a loss weights each answer by the
-    log-probs at the start of the step and includes its own KL term. With several updates per step,
-    later ones would use stale weights; another KL term would penalize the divergence twice."""
+    """Check the settings used with a preference loss. Such a loss weights each answer based on the
+    log-probs at the start of the step, so with several updates per step, later ones would use stale
+    values. It also includes a KL term, so another one would penalize the divergence twice.
+    """
     name = config.algorithm.adv_estimator
     if not ESTIMATORS.get(name).preferences:
         return
@@ -256,8 +260,9 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _bound_problem(name: str, bound: Any) -> str:
-    """Return the problem with the name or bound of a rejection statistic; empty if there is
-    none."""
+    """Return the problem with a rejection statistic's name or bound, or an empty string if there is
+    none.
+    """
     if name not in STATISTICS:
         near = difflib.get_close_matches(name, STATISTICS, n=1, cutoff=0.0)[0]
         return f"unknown statistic; did you mean {near}? (choose one of {', '.join(STATISTICS)})"
@@ -276,8 +281,9 @@ def _bound_problem(name: str, bound: Any) -> str:
 
 
 def sample_problems(config: RunConfig) -> Iterator[str]:
-    """Check that an estimator that compares the samples of a prompt gets at least two and that
-    ReMax has a greedy answer, and check how a step's samples are selected."""
+    """Check that a step has the samples that the estimator needs (at least two per prompt, if it
+    compares them; a greedy answer for ReMax), and check how these samples are selected.
+    """
     algorithm = config.algorithm
     rollout = config.rollout
     reward = config.reward

@@ -1,5 +1,6 @@
-"""Checks that each input file of a job exists or will be written by `data.prepare`. Pure, no
-torch."""
+"""Checks that each input file of a job exists or will be written by `data.prepare`. Pure, without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str) -> Iterator[str]:
-    """Yield inputs that are missing and will not be written by `data.prepare`."""
+    """Yield one problem for each input that is missing and will not be written by
+    `data.prepare`.
+    """
     wanted = _prompts(config, job)
     if job == "train" and not config.data.train_files:
         yield (
@@ -60,7 +63,7 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
 
 
 def _prompts(config: RunConfig, job: str) -> dict[str, tuple[str, ...]]:
-    """Return {key: files} of the prompts that a job reads."""
+    """Return the prompt files that a job reads, as {key: files}."""
     wanted: dict[str, tuple[str, ...]] = {}
     if job == "train":
         wanted["data.train_files"] = config.data.train_files
@@ -105,8 +108,9 @@ def _output_folders(config: RunConfig) -> Iterator[str]:
 
 
 def _absent(file: str) -> str:
-    """Return why a name matches no file. The name is a path, or a dataset's hub id with or without
-    a pattern."""
+    """Explain why a name matches no file. The name is a path, or a dataset's hub id with or without
+    a pattern.
+    """
     repository = file.partition(":")[0]
     if not hub.is_hub_id(repository):
         return "does not exist; check the path, or prepare it with `hybridflow prepare`"

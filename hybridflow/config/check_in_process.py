@@ -1,5 +1,6 @@
 """Checks for settings that are not supported in a single-process job (`cluster.in_process`). Pure,
-no torch."""
+without torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Checks of the training loop's settings: training on tokens from stale weights, generation without
-training, and training on rollout dumps. Pure, no torch."""
+training, and training on rollout dumps. Pure, without torch.
+"""
 
 from __future__ import annotations
 

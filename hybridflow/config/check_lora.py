@@ -1,4 +1,4 @@
-"""Checks for unsupported settings of `actor.lora`. Pure, no torch."""
+"""Checks for unsupported settings of `actor.lora`. Pure, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Checks of the sampling settings against the engines and the trainer's log-probs. No torch."""
+"""Checks of the sampling settings against the engines and the trainer's log-probs. Does not import
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values derived from a configuration. The configuration itself is not modified."""
+"""Values derived from a configuration, which is never modified."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def scores_before_update(config: RunConfig) -> bool:
 
     Without it, the first update reports the values for its own rows, which it computes anyway with
     the same weights. The separate pass is needed if the reward, the estimator or the loss reads the
-    values, or if the pass must also record or compare experts.
+    values, or if it also has to record or compare experts.
     """
     actor = config.actor
     algorithm = config.algorithm
@@ -215,11 +215,9 @@ def share_scored_before_update(config: RunConfig) -> float:
 
 
 def old_log_probs_column(config: RunConfig) -> str | None:
-    """Return the column that updates compare their log-probs with; None means their own detached
-    values.
-
-    If no pass has computed old_log_probs for its rows, the first of several updates also
-    uses its own values.
+    """Return the column that updates use as old log-probs, or None if they use their own detached
+    values. If no pass computes old_log_probs for the rows of the first of several updates, this
+    update also uses its own values.
     """
     if config.actor.old_log_probs == "engine":
         return "rollout_log_probs"
@@ -249,7 +247,8 @@ def max_sequence_length(config: RunConfig) -> int:
 
 def engine_margin(config: RunConfig) -> int:
     """Return the number of tokens at the end of an engine's context that prompts must leave free.
-    In a conversation, everything so far is the prompt of the next answer."""
+    In a conversation, the prompt of an answer is everything before it.
+    """
     return _PROMPT_MARGIN if config.rollout.agent.loop != "single_turn" else 0
 
 
@@ -265,8 +264,9 @@ def needs_sum_pi_squared(config: RunConfig) -> bool:
 
 
 def short_round_prompts(config: RunConfig) -> int:
-    """Return the number of prompts that a step with tail batching submits; it trains on
-    `data.train_batch_size` of them."""
+    """Return the number of prompts that a step with tail batching submits. The step trains on
+    `data.train_batch_size` of them.
+    """
     size = config.data.train_batch_size
     return size + max(1, round(size * config.trainer.tail_batching))
 
@@ -277,8 +277,10 @@ def needs_engine_routes(config: RunConfig) -> bool:
 
 
 def needs_support(config: RunConfig) -> bool:
-    """Return True if engines must return each token's support, from which the trainer computes
-    log-probs. False for top_k=1, for which log-probs are over the whole vocabulary."""
+    """Return True if engines must return each token's sampling support, over which the trainer
+    normalizes log-probs. False for top_k=1, for which log-probs are computed over the whole
+    vocabulary.
+    """
     sampling = config.rollout.sampling
     cut = sampling.top_p < 1 or sampling.top_k != -1 or sampling.min_p > 0
     return config.data.answers == "sampled" and cut and sampling.top_k != 1
@@ -338,8 +340,9 @@ def is_colocated(config: RunConfig, role: str) -> bool:
 
 
 def models_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
-    """Return the models that `hybridflow train`, `sft` or `train-reward` uses, in start order. A
-    reference stored as a second set of weights on the policy's ranks is included."""
+    """Return the models that `hybridflow train`, `sft` or `train-reward` uses, in start order.
+    Includes a reference that is stored as a second set of weights on the policy's ranks.
+    """
     if job == "train-reward":
         needs_policy = bool(config.sft.steps) or is_colocated(config, "reward_model")
         return ("actor", "reward_model") if needs_policy else ("reward_model",)
@@ -349,8 +352,9 @@ def models_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
 
 
 def roles_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
-    """Return the roles with their own workers: `models_in_use` except for a reference on the
-    policy's ranks."""
+    """Return the roles that have separate workers: `models_in_use` without a reference on the
+    policy's ranks.
+    """
     swapped = "reference" if is_colocated(config, "reference") else None
     return tuple(name for name in models_in_use(config, job) if name != swapped)
 
@@ -373,8 +377,9 @@ def generates(config: RunConfig) -> bool:
 
 
 def alternates(config: RunConfig) -> bool:
-    """Return True if engines release the devices that they share with the trainer whenever the
-    trainer uses them, including right after their creation."""
+    """Return True if engines share devices with the trainer and release them whenever the trainer
+    needs them, including right after start-up.
+    """
     return (
         generates(config)
         and shares_devices(config)
@@ -391,7 +396,7 @@ def role_layout(config: RunConfig, role: str) -> ParallelConfig:
 
 
 def layout_section(config: RunConfig, role: str) -> str:
-    """Return the configuration section whose `parallel` applies to a role."""
+    """Return the name of the configuration section whose `parallel` applies to a role."""
     return "actor" if is_colocated(config, role) else role
 
 
@@ -406,13 +411,14 @@ def role_data_parallel_size(config: RunConfig, role: str) -> int:
 
 
 def role_mini_batch_size(config: RunConfig, role: str) -> int:
-    """Return the prompts per optimizer update of the actor or of a critic."""
+    """Return the number of prompts per optimizer update of the actor or of a critic."""
     return getattr(config, role).ppo_mini_batch_size or config.actor.ppo_mini_batch_size
 
 
 def role_samples_per_mini_batch(config: RunConfig, role: str) -> int:
-    """Return the responses per optimizer update of the actor or of a critic, over all data-parallel
-    ranks of the role."""
+    """Return the number of responses per optimizer update of the actor or of a critic, over all
+    data-parallel ranks of the role.
+    """
     return role_mini_batch_size(config, role) * config.rollout.n
 
 
@@ -425,8 +431,9 @@ def role_updates_per_step(config: RunConfig, role: str) -> int:
 
 
 def policy_view(config: RunConfig, name: str) -> RunConfig:
-    """Return the configuration as the additional policy `roles.NAME` uses it. Its sections and
-    process count replace those of the first policy, and its reference is the only other model."""
+    """Return the configuration for the additional policy `roles.NAME`: its sections and process
+    count replace those of the first policy, and the only other model is its reference.
+    """
     own = config.roles[name]
     batch = own.train_batch_size or config.data.train_batch_size
     return replace(
@@ -451,8 +458,9 @@ def run_dir(config: RunConfig) -> Path:
 def differing_size(
     wanted: Mapping[str, Any], sizes: Mapping[str, Any]
 ) -> tuple[str, Any, Any] | None:
-    """Return (name, wanted, other) for the first size that differs, or for the family; None if all
-    match. Length limits are ignored, because they only bound positions."""
+    """Return (name, wanted, other) for the first size that differs, or for the family if it
+    differs; None if all match. Length limits are ignored, because they only bound positions.
+    """
     for name, value in wanted.items():
         other = sizes.get(name, value)
         is_size = (

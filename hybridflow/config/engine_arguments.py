@@ -1,6 +1,7 @@
 """Engine server arguments that `rollout.extra_args` must not set, because they affect sampling,
-weights, the data returned to the trainer, or access to the engine. Uses the names of SGLang and
-vLLM; `*` matches any ending."""
+weights, the data returned to the trainer, or access to the engine. Names are those of SGLang and
+vLLM; `*` matches any ending.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +120,9 @@ def refusals(arguments: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _why(given: str) -> str:
-    """Return why this argument is rejected; empty if it is allowed."""
+    """Return the reason for which this argument is rejected, or an empty string if it is
+    allowed.
+    """
     name = given.lstrip("-").replace("_", "-").partition(".")[0]  # vLLM accepts --group.key
     for why, patterns in _WHY.items():
         if any(fnmatchcase(name, pattern) or _is_short_for(name, pattern) for pattern in patterns):

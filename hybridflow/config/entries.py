@@ -42,13 +42,13 @@ class Estimator:
 
     Attributes:
         reads: per-token columns that it needs in addition to the scores, e.g. "values".
-        needs_critic: it needs a critic, which computes `values` and is trained on the returns.
-        compares_samples: it needs at least two samples per prompt.
+            needs_critic: True if it needs a critic, which computes `values` and is trained on the
+            returns. compares_samples: True if it needs at least two samples per prompt.
         options: a frozen dataclass; every field has a default.
         aggregations: values of actor.loss_agg_mode that match the definition in its paper; empty
             allows any.
-        takes_parts: it uses the rewards of individual turns or tokens.
-        preferences: it learns from preferred answers, which may be recorded (`data.answers=pairs`).
+        takes_parts: True if it uses rewards of individual turns or tokens. preferences: True if it
+            learns from preferred answers, which may be recorded (`data.answers=pairs`).
     """
 
     function: Callable[..., Any]
@@ -66,13 +66,14 @@ class Flow:
     """The algorithm of a run; `hybridflow.flows.base` defines its interface.
 
     Attributes:
-        body: the async function that executes the run.
-        roles: names of the run's roles that it calls, for example "critic".
+        body: the async function that executes the run. roles: names of the roles that the function
+            calls, for example "critic".
         options: a frozen dataclass; every field has a default.
-        policy_losses: the values of actor.policy_loss that match its paper's definition; empty:
-            any.
+        policy_losses: values of actor.policy_loss that match the definition in its paper; empty
+            allows any.
         rewards: the numbers that the reward must return besides the score.
-        name: the name that it is registered under. line: the line of its registration in its file.
+        name: the name under which it is registered. line: line number of the registration in its
+            file.
     """
 
     body: Callable[[Any], Coroutine[Any, Any, None]]
@@ -106,10 +107,9 @@ class TrackerEntry:
     """A tracker; `hybridflow.observe.trackers.base` defines its protocol.
 
     Attributes:
-        make: creates it for a run folder.
-        in_driver: it runs in the driver, because it only writes local files. Otherwise it runs in
-            its own process.
-        library: import name of the package that it needs; empty: none.
+        make: creates the tracker for a run folder. in_driver: True if it runs in the driver,
+            because it only writes local files; otherwise it runs in a separate process. library:
+            import name of the package that it requires; empty if none.
     """
 
     make: Callable[[Path], Any]
@@ -195,8 +195,9 @@ def policy_loss_options(actor: ActorConfig) -> Any:
 
 
 def _options(wanted: type, section: Any, name: str, given: Mapping[str, Any], key: str) -> Any:
-    """Build the options. Options that are also keys of the section (`algorithm.gamma`) are read
-    from the section, all others from the mapping."""
+    """Build an entry's options. Options that are also keys of the section (`algorithm.gamma`) are
+    read from the section, all others from the mapping.
+    """
     fields = [field.name for field in dataclasses.fields(wanted)]
     shared = {field: getattr(section, field) for field in fields if hasattr(section, field)}
     for field in shared.keys() & given.keys():

@@ -63,7 +63,7 @@ class Origins:
         return cls(frozenset(word.lstrip("+~").partition("=")[0] for word in overrides), files)
 
     def of(self, key: str) -> str:
-        """Return `command line`, the file, or `schema default`."""
+        """Return the origin of a key's value: `command line`, a file, or `schema default`."""
         # an override of a section may be a group choice (`algorithm=grpo`), which sets no key
         for prefix in _prefixes(key):
             if prefix in self.overrides and (prefix == key or prefix not in hints_of(RunConfig)):
@@ -423,7 +423,7 @@ def _up(a: int, b: int) -> int:
 
 
 def _prefixes(key: str) -> Iterator[str]:
-    """Yield `a.b.c`, `a.b`, `a`."""
+    """Yield a dotted key and its prefixes, longest first: `a.b.c`, `a.b`, `a`."""
     parts = key.split(".")
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 

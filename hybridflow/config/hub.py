@@ -33,8 +33,9 @@ def is_hub_id(text: str) -> bool:
 
 
 def cached(hub_id: str, kind: Kind) -> Path | None:
-    """Return the folder of the cached snapshot, or None if there is none or some of its weight
-    files are missing."""
+    """Return the folder of the cached snapshot, or None if there is no snapshot or it lacks weight
+    files.
+    """
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -158,7 +159,7 @@ def _words(path: Path) -> set[str]:
 
 
 def missing(hub_id: str, kind: Kind) -> str:
-    """Return why a hub id is unavailable, and the command that downloads it."""
+    """Explain why a hub id is unavailable, and name the command that downloads it."""
     repository, _, revision = hub_id.partition("@")
     words = [
         "hf",

@@ -1,8 +1,8 @@
-"""Metadata of the schema's keys, and the schema as a list of keys.
+"""Metadata of configuration keys, and the schema as a list of keys.
 
-A key's annotation contains everything: its type, `| None`, the choices (`Literal`), the range
-(`Annotated[int, AtLeast(1)]`) and the registry of its entries (`Annotated[str, Entry(...)]`). The
-comment after a key, or on the lines before it, is its description.
+A key's annotation contains its type, `| None`, its choices (`Literal`), its range (`Annotated[int,
+AtLeast(1)]`) and the registry of its entries (`Annotated[str, Entry(...)]`). The comment after a
+key, or on the lines before it, is its description.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ Decay = Annotated[float, AtLeast(0), Below(1)]
 
 @dataclasses.dataclass(frozen=True)
 class Aliases:
-    """Alternative names for values, used by other trainers, as pairs (name, value)."""
+    """Alternative names that other trainers use for values, as pairs (name, value)."""
 
     pairs: tuple[tuple[str, str], ...]
 
@@ -170,7 +170,9 @@ class Kind:
         )
 
     def __str__(self) -> str:
-        """Return the type in user-facing terms: `whole number or null`, `list of strings`."""
+        """Return the type in user-facing terms, such as `whole number or null` or `list of
+        strings`.
+        """
         names = {str: "string", bool: "true/false", int: "whole number", float: "number"}
         name = "mapping" if self.is_mapping else names.get(self.plain, "group of keys")
         return (f"list of {name}s" if self.is_list else name) + (
@@ -263,10 +265,11 @@ def exists(root: type, dotted: str) -> bool:
 
 
 def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: str) -> ConfigError:
-    """Return the error for `dotted`, whose `part` does not exist in the group `prefix`. It suggests
-    the first of these that exists: the equivalent of a verl key, a key in the group with the same
-    ending (`data.batch_size` -> `data.train_batch_size`), a key with the same name in another
-    group, the nearest name in this or another group."""
+    """Return the error for `dotted`, whose `part` does not exist in the group `prefix`. The error
+    suggests the first of these that exists: the equivalent of a verl key, a key in the same group
+    with the same ending (`data.batch_size` -> `data.train_batch_size`), a key with the same name in
+    another group, or the nearest name in this or another group.
+    """
     if (known := _of_verl(root, dotted)) is not None:
         return known
     longer = [name for name in valid if name.endswith(f"_{part}")]
@@ -313,8 +316,9 @@ def value_at(config: Any, dotted: str) -> Any:
 
 
 def differing(config: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, its value, the wanted value) for each key of `wanted` whose value differs,
-    formatted as in YAML."""
+    """Yield (key, actual value, wanted value) for each key of `wanted` whose value differs. Values
+    are formatted as in YAML.
+    """
     for key, value in wanted.items():
         if (given := value_at(config, key)) != value:
             shown, other = (
@@ -351,14 +355,14 @@ def _carried(key: str, kind: Kind) -> tuple[Bound, ...]:
 
 
 def description(root: type, dotted: str) -> str:
-    """Return the comment of a key; empty if it has none."""
+    """Return a key's comment, or an empty string if it has none."""
     *groups, name = dotted.split(".")
     names = iter(groups)
     for group in names:
         root = hints_of(root).get(group, root)
         if (of_names := named_group(root)) is not None:
             root = of_names
-            next(names, None)  # the user's name for it
+            next(names, None)  # the name under which users know it
         if not dataclasses.is_dataclass(root):
             return ""  # an option of an entry
     return descriptions(root).get(name, "")

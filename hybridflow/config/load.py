@@ -1,8 +1,8 @@
 """Loading of a recipe and command-line overrides into a `RunConfig`.
 
-Hydra composes the YAML groups and parses the overrides; everything it accepts is then checked
-against the schema by `build`. Hydra is used only through its compose API: it neither changes the
-working directory nor creates folders.
+Hydra composes the YAML groups and parses the overrides. `build` then checks the result against the
+schema. Hydra is used only through its compose API: it neither changes the working directory nor
+creates folders.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
-    """Return all overrides in Hydra's form. The ConfigError lists all invalid overrides, because a
-    command line written for another trainer has many."""
+    """Convert all overrides to Hydra's form. Raises a single ConfigError that lists every invalid
+    override, because a command line written for another trainer may contain many.
+    """
     accepted: list[str] = []
     refused: list[str] = []
     for item in overrides:
@@ -74,7 +75,7 @@ def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
 def normalise_override(text: str, dirs: Sequence[Path]) -> str:
     """Rewrite an override so that Hydra accepts it even if no YAML file contains its key.
 
-    Hydra rejects such keys unless they are prefixed with `+`. Our schema defines all keys, so the
+    Hydra rejects such keys unless they are prefixed with `+`. The schema defines all keys, so the
     key is checked here and then set with `++`. Group choices (`algorithm=grpo`) are left to Hydra.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -121,8 +122,8 @@ def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -
     return plain containers.
 
     Hydra needs a tenth of a second to compose groups, so the groups of a shipped recipe are
-    composed once per process and keys are set in a copy. If an override deletes a key, it and all
-    overrides before it are left to Hydra, which applies them in order.
+    composed once per process and keys are set in a copy. An override that deletes a key, and all
+    overrides before it, are left to Hydra, which applies them in order.
     """
     import yaml
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -175,7 +176,7 @@ def _over_defaults(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) 
 
 
 def _of_shipped(recipe: str, overrides: Sequence[str], folder: Path) -> Any:
-    """Compose from the shipped folder only, cached until a file in it changes."""
+    """Compose from the shipped folder only. The result is cached until a file in it changes."""
     stats = [(file, file.stat()) for file in folder.rglob("*.yaml")]
     versions = tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
     return copy.deepcopy(_kept(recipe, tuple(overrides), folder, versions))
@@ -222,8 +223,9 @@ def files_of(
 def _ask_hydra(
     ask: Callable[[list[str]], Any], recipe: str, overrides: list[str], dirs: Sequence[Path]
 ) -> Any:
-    """Configure Hydra to search for recipes and groups in these folders, and return the result of
-    `ask`."""
+    """Configure Hydra to search these folders for recipes and groups, then call `ask` and return
+    its result.
+    """
     from hydra import initialize
     from hydra.core.config_store import ConfigStore
     from hydra.errors import ConfigCompositionException
@@ -293,9 +295,9 @@ def _reason(error: Exception) -> str:
 
 
 def _files_meant(error: Exception, recipe: str, dirs: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files that an error may refer to: the recipe's own files, then the files in the
-    user's folder that the message names. Encoding errors name no file, so all files are
-    candidates."""
+    """Yield the files that an error may refer to: the recipe's own files, then files in the user's
+    folder that the message names. An encoding error names no file, so all files are candidates.
+    """
     yield from (folder / f"{recipe}.yaml" for folder in dirs)
     for folder in dirs[:-1]:
         for path in sorted(folder.rglob("*.yaml")):
@@ -305,7 +307,9 @@ def _files_meant(error: Exception, recipe: str, dirs: Sequence[Path]) -> Iterato
 
 
 def _file_problem(path: Path) -> str:
-    """Return why a file is neither a recipe nor a group; empty if it may be one."""
+    """Return the reason why a file can be neither a recipe nor a group, or an empty string if it
+    may be one.
+    """
     import yaml
 
     if not path.is_file():

@@ -12,15 +12,16 @@ from hybridflow.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class Recipe:
-    """A runnable file in a configs folder: its name and first comment line."""
+    """A recipe in a configs folder: its name and the first line of its comment."""
 
     name: str
     summary: str
 
 
 def shipped_dir(name: str) -> Path:
-    """Return the folder `name` in the checkout, or the copy installed with the package. Raises
-    ConfigError if neither exists."""
+    """Return the folder `name` in the checkout, or else the copy that is installed with the
+    package. Raises ConfigError if neither exists.
+    """
     root = Path(__file__).resolve().parents[2]
     checkout = root / name
     # A site-packages folder may contain another package's "configs"; ours is next to setup.py.

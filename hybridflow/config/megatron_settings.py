@@ -1,6 +1,6 @@
 """Validation of the fields of Megatron's TransformerConfig that are set in `actor.megatron`.
 
-A field is rejected if another key controls it, if it is derived from config.json, or if the job
+A field is rejected if another key controls it, if it is derived from config.json, or if HybridFlow
 depends on the value that it sets itself. Names and types are read from Megatron's source file,
 because importing Megatron would import torch.
 """
@@ -136,7 +136,9 @@ def _unknown(name: str) -> str:
 
 
 def refusal(name: str) -> str:
-    """Return why `actor.megatron` must not set this field; empty if it is allowed."""
+    """Return the reason why `actor.megatron` must not set this field, or an empty string if it
+    may.
+    """
     for why, patterns in _WHY.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return why

@@ -1,6 +1,6 @@
-"""Reader of a model's config.json. The fields used to compute layouts and plans are checked for
-type and range, so an untrusted or corrupt file leads to a one-line error and cannot exhaust
-memory."""
+"""Reader of a model's config.json. The type and range of every field used for layouts and plans are
+checked, so that an untrusted or corrupt file causes a one-line error and cannot exhaust memory.
+"""
 
 from __future__ import annotations
 

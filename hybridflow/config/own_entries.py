@@ -1,6 +1,7 @@
 """Checks of custom entries, `path/to/file.py:name`, for every key that refers to a registry: the
-file exists, can be imported in a separate process, and registers an entry of the right kind. They
-run before anything starts."""
+file exists, can be imported in a separate process, and registers an entry of the right kind. The
+checks run before anything starts.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ _CHECKED_HERE = (
 )
 # an engine whose `generate` has this argument can return supports
 _SUPPORT = "with_support"
-_MARK = "\nown entries: "  # marks the start of the result, because a user's file may print
+_MARK = (
+    "\nown entries: "  # marks the start of the result, because a user's file may print other text
+)
 
 
 def named(config: RunConfig) -> Iterator[tuple[str, Entry, str]]:
@@ -139,7 +142,7 @@ def main(asked: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _registry_of(package: str) -> Registry[Any]:
-    """Return the registry whose built-in entries are defined in this package."""
+    """Return the registry that belongs to this package of built-in entries."""
     for module in (f"{package}.base", package):
         if importlib.util.find_spec(module) is None:
             continue

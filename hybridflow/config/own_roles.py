@@ -1,6 +1,7 @@
-"""Checks of additional policies (`roles`): their names, features that runs with several policies do
-not support, and the settings of each policy, which are checked like those of a separate run. Part
-of `config.check`."""
+"""Checks of additional policies (`roles`): their names, features that are not supported with
+several policies, and each policy's settings, which are checked like those of a separate run. Part
+of `config.check`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def problems(
     """Yield the problems, one line each.
 
     Args:
-        own_problems: returns the problems of one policy's configuration (`derived.policy_view`).
+        own_problems: returns the problems with one policy's configuration (`derived.policy_view`).
     """
     if not config.roles or job != "train":
         return

@@ -1,6 +1,7 @@
-"""The configuration in a run folder (`config.yaml`), with settings that override it. The folder may
-come from another user: only plain values are read, and code that they refer to runs only if it is
-allowed."""
+"""Loading of a run folder's configuration (`config.yaml`), with settings that override it. The
+folder may come from another user, so only plain values are read, and code that they refer to runs
+only if the user allows it.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ def read_recorded(file: Path) -> dict[str, Any]:
 
 
 def load_values(values: Mapping[str, Any], words: Sequence[str]) -> RunConfig:
-    """Return the configuration of plain values and settings that override them. No other file is
-    used as a recipe or a group, apart from the shipped ones."""
+    """Build a configuration from plain values and settings that override them. The only recipes and
+    groups used are the shipped ones.
+    """
     import yaml
 
     from hybridflow.config.load import load_config
@@ -52,11 +54,9 @@ def load_values(values: Mapping[str, Any], words: Sequence[str]) -> RunConfig:
 
 
 def located_from_elsewhere(values: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Return a run's values with the paths of its data, model, reward and rollout made absolute, so
-    that they are found from any working directory.
-
-    The run's own working directory follows from its folder, which is `output_dir/name` below it. A
-    run folder that has moved keeps its values.
+    """Make the paths of a run's data, model, reward and rollout absolute, so that they are found
+    from any working directory. The run's own working directory is derived from its folder, which is
+    `output_dir/name` below it. If the run folder has been moved, the values are returned unchanged.
     """
     below = Path(str(values.get("output_dir", ""))) / str(values.get("name", ""))
     parts = run_dir.resolve().parts
@@ -78,7 +78,7 @@ def _absolute(value: Any, base: Path) -> Any:
     if not isinstance(value, str) or len(value) > 4096 or "\0" in value:
         return value
     path, _, name = value.rpartition(":") if is_user_entry(value) else (value, "", "")
-    # a single word is a name, even if a file has the same
+    # a single word is a name, even if a file has the same name
     is_path = ("/" in path or "." in path) and not Path(path).is_absolute()
     if not is_path or not (base / path).exists():
         return value
@@ -92,9 +92,8 @@ def refuse_code(
     unless the command line does too.
 
     Args:
-        file: the run's configuration, for the message.
-        words: the settings of the command line.
-        what: the command: "the replay".
+        file: the run's configuration file, for the message. words: the settings on the command
+            line. what: the command in words, such as "the replay".
         unused: keys, or the beginnings of keys, that the command does not use.
     """
     given = {word.lstrip("+").partition("=")[0] for word in words}

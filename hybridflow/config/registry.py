@@ -3,7 +3,7 @@ rewards and custom code.
 
 A built-in entry is a module with the same name in the registry's package. Listing the names
 requires no imports, so `--help` and the loader do not need torch. A custom entry is written
-`path/to/file.py:name`. There is no other list of entries; an entry declares its requirements where
+`path/to/file.py:name`. There is no other list of entries. An entry declares its requirements where
 it is registered.
 """
 
@@ -39,8 +39,8 @@ class Registry(Generic[T]):
         package: dotted name of the package whose modules are the built-in entries; `base` and
             modules with a leading underscore are not entries.
         key: the configuration key that names an entry, for messages.
-        packages: entries are subpackages of `package` rather than modules; the module `engine` of
-            each registers it.
+        packages: True if entries are subpackages of `package` instead of modules; each is
+            registered by its module `engine`.
     """
 
     def __init__(self, kind: str, package: str, key: str, *, packages: bool = False) -> None:
@@ -101,8 +101,9 @@ class Registry(Generic[T]):
         return None
 
     def names(self) -> tuple[str, ...]:
-        """Return the sorted names of the built-in entries, as listed in the package's folder, and
-        of the entries registered at run time."""
+        """Return the sorted names of all entries: the built-in ones in the package's folder, and
+        those registered at run time.
+        """
         files = package_folder(self.package).glob("*/__init__.py" if self._packages else "*.py")
         stems = {path.parent.name if self._packages else path.stem for path in files}
         builtin = set()
@@ -248,8 +249,8 @@ def is_offered(path: Path) -> bool:
 def attribute_of(
     module: ModuleType, name: str, key: str, wanted: Callable[[Any], bool], what: str
 ) -> Any:
-    """Return `module.name`, which must satisfy `wanted`. `what` describes the expected kind in
-    messages, for example "a function".
+    """Return the attribute `module.name`, which must satisfy `wanted`. `what` describes the
+    expected kind in messages, for example "a function".
 
     Raises:
         ConfigError: the module has no such name, or its value is of the wrong kind; the message
@@ -272,8 +273,9 @@ def attribute_of(
 
 
 def describe_error(error: BaseException, path: Path) -> str:
-    """Return the type and message of an error in user code, with the line in the user's file. For a
-    HybridFlowError, return only its message."""
+    """Describe an error in user code by its type, its message and the line in the user's file; a
+    HybridFlowError only by its message.
+    """
     line = line_of(error, path)
     # the text of a SyntaxError already contains the line
     text = error.msg if isinstance(error, SyntaxError) else str(error)

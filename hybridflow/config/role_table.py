@@ -1,5 +1,6 @@
-"""The models that a run may have besides its engines: when each is used, its head, whether it
-trains, and its pass in a step."""
+"""Table of the models that a run may have in addition to its engines: when each is used, its head,
+whether it trains, and its pass in a step.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ class ModelRole:
     """A model of `hybridflow train`.
 
     Attributes:
-        is_used: returns True if a run with these settings has it.
+        is_used: returns True if a run with these settings uses the model.
         turn: position of its pass among the passes of a step.
         phase: name of its pass in timelines and metrics.
         planned_as: name of its pass in a plan.
         head: over the vocabulary, one value per token, or one score per sequence.
         trains: whether its weights are updated.
-        comes_with: for messages ("set ..."), the settings that start it.
-        predicts: of a critic, the column of the samples whose sum its values predict. prefix: of
-            its own columns, PREFIXvalues and PREFIXreturns, and of PREFIXadvantages.
+        comes_with: the settings that start it, for messages ("set ..."). predicts: for a critic,
+            the column of the samples whose sum its values predict. prefix: for a critic, the prefix
+            of its columns values, returns and advantages.
     """
 
     is_used: Callable[[RunConfig], bool]

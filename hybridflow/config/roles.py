@@ -1,5 +1,6 @@
-"""Checks of the keys of roles other than the policy (critic, reference, reward model, teacher), and
-of sections that share devices. Part of `config.check`."""
+"""Checks of the settings of roles other than the policy (critic, reference, reward model, teacher),
+and of sections that share devices. Part of `config.check`.
+"""
 
 from __future__ import annotations
 
@@ -268,8 +269,9 @@ def _pairs(config: RunConfig) -> Iterator[str]:
 
 
 def pool_problems(config: RunConfig, job: str) -> Iterator[str]:
-    """Check for pools that no section creates and for pool keys that have no effect. `placement`
-    checks whether the pools fit the cluster."""
+    """Reject pools that no section creates, and pool keys that have no effect. Whether the pools
+    fit the cluster is checked in `placement`.
+    """
     roles = derived.roles_in_use(config, job)[1:]
     apart = [
         *(role for role in roles if not derived.is_colocated(config, role)),

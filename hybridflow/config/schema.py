@@ -68,8 +68,9 @@ LoraTarget = Literal[
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The policy: `path` (a Hugging Face folder with weights), or without it `hf_config` (random
-    initialisation)."""
+    """The policy's model: `path` (a Hugging Face folder with weights) or, without a path,
+    `hf_config` (random initialisation).
+    """
 
     # HF folder with weights, or a hub id in the local cache; null: random weights of hf_config
     path: str | None = None
@@ -223,9 +224,10 @@ class TeacherConfig(RoleConfig):
 
 @dataclass(frozen=True)
 class CriticConfig(RoleConfig):
-    """A value model: like the policy, with a scalar head. `critic` predicts rewards, if
-    `algorithm.adv_estimator` needs one (gae), `cost_critic` costs, if the flow calls it
-    (safe_rlhf)."""
+    """A value model: like the policy, but with a scalar head. `critic` predicts rewards and is used
+    if `algorithm.adv_estimator` needs it (gae); `cost_critic` predicts costs and is used if the
+    flow calls it (safe_rlhf).
+    """
 
     # HF folder (*ForTokenClassification, or a causal model: new head); null: the policy at the
     # start of RL

@@ -25,8 +25,9 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class DatasetClassConfig:
-    """Your own dataset class instead of `PromptDataset`; `hybridflow.data.custom.Prompts` defines
-    its interface."""
+    """Your own dataset class, used instead of `PromptDataset`. Its interface is
+    `hybridflow.data.custom.Prompts`.
+    """
 
     path: str | None = None  # Python file; null: the built-in class
     name: str = "Dataset"  # name of the class in the file

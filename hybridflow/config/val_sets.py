@@ -57,8 +57,9 @@ def tag(name: str) -> str:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems with the entries of `data.val_sets`, and with the temperature and number
-    of answers of each set."""
+    """Yield the problems with the entries of `data.val_sets`, and with each set's temperature and
+    number of answers.
+    """
     unnamed = _unnamed(config)
     found = dict[str, ValSet]()
     for name, given in config.data.val_sets.items():

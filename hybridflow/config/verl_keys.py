@@ -1,6 +1,7 @@
-"""Mapping of verl's keys to ours. The prefix `actor_rollout_ref.` is omitted; ROLE stands for the
-sections actor, ref, critic and reward_model. A name that ends with `.*` stands for all keys below
-it."""
+"""Mapping of verl's keys to HybridFlow's. The prefix `actor_rollout_ref.` is omitted, and ROLE
+stands for each of the sections actor, ref, critic and reward_model. A name that ends with `.*`
+stands for all keys below it.
+"""
 
 from __future__ import annotations
 
@@ -393,11 +394,10 @@ ABSENT |= dict.fromkeys(
 
 
 def counterpart(name: str) -> tuple[str, str]:
-    """Look up a name that may be a verl key. Return (our key, how its values differ), ("", reason)
-    if there is no equivalent, or ("", "") if the name is not in the tables.
-
-    If the section has a different name here (`actor_rollout_ref.actor.ppo_epochs`), the key is
-    returned with our section's name; if we have no such key, the second value is the reason.
+    """Look up a name that may be a verl key. Returns (HybridFlow's key, how its values differ),
+    ("", reason) if there is no equivalent, or ("", "") if the name is not in the tables. If only
+    the section has a different name here (`actor_rollout_ref.actor.ppo_epochs`), the key is
+    returned under HybridFlow's section name.
     """
     own = name.removeprefix(_PREFIX)
     section, _, rest = own.partition(".")
