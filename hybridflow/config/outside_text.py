@@ -44,6 +44,6 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes such as \\x1b in place of characters that move the cursor, set
-    colours or change the writing direction."""
+    """Escape characters that move the cursor, set colours or change the writing direction, for
+    example as \\x1b."""
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

@@ -1,7 +1,6 @@
-"""Nodes that a preflight has excluded, remembered for later jobs of the site (`site.bad_nodes`).
-
-One JSON line per exclusion: node, why, job and Unix time. A node is used again after
-`limits.bad_node_hours`, or when its lines are removed.
+"""Record of nodes that a preflight has excluded, so that later jobs on the site avoid them
+(`site.bad_nodes`). The file has one JSON line per exclusion: node, reason, job and Unix time. A
+node is used again after `limits.bad_node_hours`, or once its lines are removed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,9 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Why a node is excluded, by which job's preflight, and how many hours ago."""
+    """An excluded node: the reason, the job whose preflight excluded it, and how many hours ago
+    that was.
+    """
 
     why: str
     job: str
@@ -31,8 +32,9 @@ class Exclusion:
 
 
 def remember(path: Path, bad: Mapping[str, str], job: str) -> str:
-    """Append the excluded nodes and their problems. Returns the reason if the file cannot be
-    written, because a job must not fail for it."""
+    """Append the excluded nodes and their problems. If the file cannot be written, returns an error
+    message instead of raising, because a job must not fail because of it.
+    """
     lines = []
     for node, why in bad.items():
         record = {"node": node, "why": why[:_MOST_WHY], "job": job, "time": round(time.time())}
@@ -46,7 +48,9 @@ def remember(path: Path, bad: Mapping[str, str], job: str) -> str:
 
 
 def excluded(site: Site) -> dict[str, Exclusion]:
-    """Return the nodes that a new job must not use; none without `site.bad_nodes`."""
+    """Return the nodes that a new job must not use; an empty result if `site.bad_nodes` is not
+    set.
+    """
     if site.bad_nodes is None:
         return {}
     found = {}

@@ -1,9 +1,9 @@
 """Supervisor of a job's driver: waits until every node has joined Ray, runs `hybridflow train` or a
 user's program, and forwards stop requests.
 
-On SIGUSR1 or SIGTERM, it asks the driver for a checkpoint (with SIGUSR1), and terminates it if that
-takes too long. On SIGUSR2, it terminates the driver immediately. The driver runs in a separate
-session, because Slurm may signal a step's entire process group.
+On SIGUSR1 or SIGTERM, the supervisor sends SIGUSR1 to the driver to request a checkpoint, and
+terminates the driver if this takes too long. On SIGUSR2, it terminates the driver immediately. The
+driver runs in a separate session, because Slurm may signal a step's entire process group.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _POLL_S = 0.2
 
 
 class Driver:
-    """A `hybridflow` command or a user's program, whose output is copied to a log and to this
-    process's stdout."""
+    """The driver process: a `hybridflow` command or a user's program. Its output is copied to a log
+    and to this process's stdout.
+    """
 
     def __init__(self, folder: Path, grace_s: float) -> None:
-        """`grace_s`: seconds that a requested checkpoint may take."""
+        """`grace_s`: maximum time for a requested checkpoint, in seconds."""
         self.folder = folder
         self.grace_s = grace_s
         self.process: subprocess.Popen[bytes] | None = None
@@ -46,28 +47,30 @@ class Driver:
         signal.signal(signal.SIGUSR2, lambda number, frame: self.end())
 
     def ask(self) -> None:
-        """Ask the driver to write a checkpoint and stop."""
+        """Request that the driver write a checkpoint and stop."""
         if self.asked_at is None:
             self.asked_at = time.monotonic()
             self._send(signal.SIGUSR1)
 
     def end(self) -> None:
-        """Ask the driver to stop immediately, as with Ctrl-C."""
+        """Stop the driver immediately, as with Ctrl-C."""
         if self.ended_at is None:
             self.ended_at = time.monotonic()
             self._send(signal.SIGTERM)
 
     def check(self) -> None:
-        """Before the driver starts, raise ResourceError if Ray has exited on a node, or RunStopped
-        if the job was asked to stop."""
+        """Called before the driver starts. Raises ResourceError if Ray has exited on a node, or
+        RunStopped if the job was asked to stop.
+        """
         if failed := records.failures(self.folder):
             raise ResourceError(f"{failed[0]['node']}: {failed[0]['what']}")
         if self.asked_at is not None or self.ended_at is not None:
             raise RunStopped("stopped on request before the driver had started")
 
     def run(self, words: Sequence[str], address: str) -> int:
-        """Run the driver (see `command`) until it exits. `address` is that of the Ray head. Returns
-        the driver's exit status, or STOPPED if it was asked to stop."""
+        """Run the driver (see `command`) until it exits. `address` is the address of the Ray head.
+        Returns the driver's exit status, or STOPPED if a stop was requested.
+        """
         with (self.folder / records.DRIVER_LOG).open("ab") as log:
             self.process = subprocess.Popen(
                 command(words, address),
@@ -91,8 +94,9 @@ class Driver:
         return status if status >= 0 else 128 - status
 
     def _escalate(self) -> None:
-        """Escalate when a deadline has passed: from a stop request to SIGTERM, and from SIGTERM to
-        SIGKILL. Also terminate the driver if the job has been restarted elsewhere."""
+        """Escalate once a deadline has passed: from a stop request to SIGTERM, and from SIGTERM to
+        SIGKILL. Also terminate the driver if the job has been restarted elsewhere.
+        """
         now = time.monotonic()
         # Slurm has lost this node and started the job on others
         if records.has_later_start(self.folder):
@@ -118,8 +122,9 @@ class Driver:
 
 def command(words: Sequence[str], address: str) -> list[str]:
     """Return the driver's command: `hybridflow WORDS` with the address of the Ray head, or, if the
-    first word is `PROGRAM`, Python with the remaining words. Such a program starts as if from a
-    shell, so it can import modules from its own folder."""
+    first word is `PROGRAM`, Python with the remaining words. Such a program is started as from a
+    shell, so that it can import modules from its own folder.
+    """
     if words[0] == PROGRAM:
         return [sys.executable, *words[1:]]
     address_word = f"cluster.address={address}"
@@ -135,8 +140,8 @@ def run(
         folder: the `restart-N` folder of this start of the job.
         nodes: number of nodes that must join.
         words: see `command`.
-        start_timeout_s: seconds within which the nodes must join.
-        grace_s: seconds that a requested checkpoint may take.
+        start_timeout_s: time within which the nodes must join, in seconds. grace_s: maximum time
+            for a requested checkpoint, in seconds.
     """
     driver = Driver(folder, grace_s)
     deadline = time.monotonic() + start_timeout_s

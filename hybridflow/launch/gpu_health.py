@@ -1,7 +1,6 @@
-"""Health of this node's GPUs: faults that fail or slow a job although every GPU is visible.
-
-Sources are `nvidia-smi -q -x`, `nvidia-smi nvlink --status`, the kernel's log, and DCGM if its host
-engine runs. A field that a GPU or driver does not have is skipped.
+"""Health checks of this node's GPUs, for faults that make a job fail or slow it down although every
+GPU is visible. The sources are `nvidia-smi -q -x`, `nvidia-smi nvlink --status`, the kernel log,
+and DCGM if its host engine is running. Fields that a GPU or driver does not report are skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
-_TIMEOUT_S = 8.0  # of each query; a prolog has 25 s in all
+_TIMEOUT_S = 8.0  # timeout of each query; a prolog has 25 s in total
 _XID_HOURS = 24
 # Xid errors after which the GPU needs a reset, a reboot or a repair (docs.nvidia.com, Xid catalog)
 _XIDS = {
@@ -80,7 +79,7 @@ def _xml_problems(text: str) -> Iterator[str]:
 
 
 def _faults(gpu: ElementTree.Element) -> Iterator[tuple[str, str]]:
-    """Yield (fault, remedy) of a GPU."""
+    """Yield (fault, remedy) for each fault of a GPU."""
     errors = sum(_number(gpu, f"ecc_errors/volatile/{name}") for name in _UNCORRECTABLE)
     if errors:
         yield f"{errors} uncorrectable ECC error(s) since the driver was loaded", _RESET
@@ -109,13 +108,13 @@ def _faults(gpu: ElementTree.Element) -> Iterator[tuple[str, str]]:
 
 
 def _number(gpu: ElementTree.Element, path: str) -> int:
-    """Return a count such as `3` or `16x`; 0 if the GPU does not have it."""
+    """Parse a count such as `3` or `16x`; 0 if the GPU does not report it."""
     match = re.match(r"\s*(\d+)", gpu.findtext(path, ""))
     return int(match[1]) if match else 0
 
 
 def _link_problems(text: str) -> Iterator[str]:
-    """Find inactive NVLinks of GPUs that also have active ones."""
+    """Find inactive NVLinks of GPUs on which other NVLinks are active."""
     for part in re.split(r"(?m)^(?=GPU \d+)", text):
         match = re.match(r"GPU (\d+)", part)
         links = re.findall(r"(?m)^\s*Link (\d+):\s*(.*)$", part)
@@ -128,8 +127,9 @@ def _link_problems(text: str) -> Iterator[str]:
 
 
 def _xid_problems(text: str) -> Iterator[str]:
-    """Find recent Xid errors that a GPU does not recover from by itself. The kernel's log may be
-    readable by root only, as in a prolog."""
+    """Find recent Xid errors from which a GPU does not recover by itself. On some systems, only
+    root (as in a prolog) can read the kernel log.
+    """
     since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=_XID_HOURS)
     seen: set[tuple[str, int]] = set()
     for line in text.splitlines():
@@ -149,15 +149,16 @@ def _xid_problems(text: str) -> Iterator[str]:
 
 
 def _dcgm_problems(text: str) -> Iterator[str]:
-    """Read the verdict of DCGM's background health watches."""
+    """Return the problem reported by DCGM's background health watches, if any."""
     match = re.search(r"Overall Health\s*\|\s*(\w+)", text)
     if match and match[1] not in ("Healthy", "Pass"):
         yield f"DCGM: overall health is {match[1]}; see `dcgmi health --check`"
 
 
 def _output(*command: str) -> tuple[str, str]:
-    """Return a command's output, and the reason if there is none. A command that is not installed
-    has neither."""
+    """Return a command's output, and an error message if it failed. Both are empty if the command
+    is not installed.
+    """
     if shutil.which(command[0]) is None:
         return "", ""
     try:

@@ -1,5 +1,6 @@
-"""The sbatch file of a job: #SBATCH lines and settings, followed by the body that all jobs share
-(launch/slurm/job.sh)."""
+"""Generation of a job's sbatch file: #SBATCH lines and settings, followed by the body that all jobs
+share (launch/slurm/job.sh).
+"""
 
 from __future__ import annotations
 
@@ -30,13 +31,11 @@ class Job:
         words: the driver's command (`launch.driver.command`), for example ("train",
             "--config-name", "x").
         nodes: number of nodes that the run uses, including `other_nodes`.
-        other_nodes: how many of them are the second part of a heterogeneous job, with
-            `other_options` of sbatch.
-        spares: additional nodes, which replace bad ones.
-        grace_s: seconds for a checkpoint before Slurm takes the nodes.
-        drain: a benchmark job drains the nodes that stand out.
-        body: the file of launch/slurm/ that follows the settings; a site's `body` replaces only
-            job.sh.
+        other_nodes: how many of them form the second part of a heterogeneous job, which uses the
+            sbatch options `other_options`. spares: number of additional nodes that replace bad
+            ones. grace_s: time for a checkpoint before Slurm reclaims the nodes, in seconds. drain:
+            True if a benchmark job drains the nodes that are outliers. body: the file in
+            launch/slurm/ that follows the settings; a site's `body` replaces only job.sh.
     """
 
     name: str
@@ -60,8 +59,8 @@ class Job:
 
 
 def nodes_of(config: RunConfig, job: str = "train") -> int:
-    """Return the number of nodes required by the run's processes and engines. If
-    `cluster.devices_per_node` is set, placement determines it.
+    """Return the number of nodes that the run's processes and engines require. If
+    `cluster.devices_per_node` is set, it is computed by the placement.
 
     Raises:
         ResourceError: the run does not fit on any number of nodes with this many GPUs.
@@ -181,8 +180,9 @@ def _settings(job: Job, site: Site) -> list[str]:
 
 
 def _launchers(job: Job, site: Site) -> list[str]:
-    """Return the command prefixes: srun's options (SRUN), for commands inside srun (CONTAINER), and
-    for commands on this node only (HERE)."""
+    """Return three shell settings: srun's options (SRUN), and the prefixes of commands inside srun
+    (CONTAINER) and of commands that run only on this node (HERE).
+    """
     container = site.container
     folders = [job.workdir] if job.out.is_relative_to(job.workdir) else [job.workdir, job.out]
     mounts = [*(f"{folder}:{folder}" for folder in folders), *container.mounts]

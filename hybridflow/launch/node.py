@@ -1,8 +1,9 @@
-"""Ray on one node of a job: starts it, monitors it, reports why it ended, and cleans up.
+"""Ray on one node of a job. This process starts and monitors Ray, reports why it exited, and cleans
+up.
 
 Slurm sends SIGTERM to every process of a step when it is about to reclaim the nodes. Ray must keep
 running until the driver has written its checkpoint, so it runs in a separate session, and this
-process only records the signal. SIGUSR2, sent by the job's script, ends Ray. If this process is
+process only records the signal. SIGUSR2, sent by the job's script, stops Ray. If this process is
 killed, a guard cleans up.
 """
 
@@ -60,9 +61,11 @@ class RayOptions:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Remove the variables set by Slurm and MPI launchers, which would make libraries mistake Ray's
-    workers for MPI ranks. Also remove variables that a local run sets in the submitting process: a
-    Ray token, which would override the job's, and the variable that confines Ray to one machine."""
+    """Remove the environment variables set by Slurm and MPI launchers, which would make libraries
+    mistake Ray's workers for MPI ranks. Also remove variables that a local run has set in the
+    submitting process: a Ray token, which would override the job's token, and the variable that
+    confines Ray to one machine.
+    """
     dropped = ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
     kept: dict[str, str] = {}
     for name, value in environment.items():
@@ -98,7 +101,7 @@ def choose_ports(job_id: int, position: int, address: str) -> dict[str, int]:
 
 
 def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
-    """Start Ray on this node if preflight has chosen it, and wait until Ray ends or SIGUSR2
+    """Start Ray on this node if preflight has chosen it, and wait until Ray exits or SIGUSR2
     arrives.
 
     Returns:
@@ -202,9 +205,10 @@ def _wait(
     asked: list[int],
     announce: Callable[[], bool] | None,
 ) -> int | None:
-    """Wait for Ray and return its exit status if it exits by itself. Returns None if `asked` is no
-    longer empty, or if Slurm has lost this node and restarted the job elsewhere. `announce` is
-    called until it returns True."""
+    """Wait until Ray exits by itself, and return its exit status. Returns None as soon as `asked`
+    is not empty, or if Slurm has lost this node and restarted the job elsewhere. Meanwhile,
+    `announce` is called repeatedly until it returns True.
+    """
     while (status := ray.poll()) is None and not asked and not records.has_later_start(folder):
         if announce is not None and announce():
             announce = None
@@ -215,8 +219,9 @@ def _wait(
 def ray_command(
     head: str | None, address: str, ports: Mapping[str, int], temporary: Path, options: RayOptions
 ) -> list[str]:
-    """Return the command that runs `ray start` in the foreground. If `head` is None, it starts the
-    head."""
+    """Return the command that runs `ray start` in the foreground. If `head` is None, the command
+    starts the head.
+    """
     # Ray uses CPUs only to count slots; a small machine may run more processes than it has cores.
     words = [
         sys.executable,
@@ -294,7 +299,7 @@ def _await_head(folder: Path, timeout_s: float) -> str:
         time.sleep(_POLL_S)
     where = f"at {address}" if address else f"({folder / records.HEAD} does not exist)"
     raise ResourceError(
-        f"Ray's head did not answer {where} within {timeout_s:.0f} s; see the head node's log"
+        f"the Ray head node did not respond {where} within {timeout_s:.0f} s; see that node's log"
     )
 
 
@@ -335,7 +340,7 @@ def _ray_log(temporary: Path) -> str:
 
 
 def _keep_logs(temporary: Path, target: Path) -> None:
-    """Copy the daemons' logs from the node's local disk to the job's folder."""
+    """Copy the logs of Ray's daemons from the node's local disk to the job's folder."""
     for source in temporary.glob("session_2*/logs/*"):
         if source.name.startswith(("raylet", "gcs_server", "ray_process_exit")):
             target.mkdir(parents=True, exist_ok=True)
@@ -343,8 +348,9 @@ def _keep_logs(temporary: Path, target: Path) -> None:
 
 
 def _stop(ray: subprocess.Popen[bytes]) -> None:
-    """Kill `ray start`; `guard.clear_up` ends the daemons. On a regular stop, Ray would drain the
-    node for 30 seconds."""
+    """Kill `ray start`, and let `guard.clear_up` end the daemons. A regular stop of Ray would first
+    drain the node for 30 seconds.
+    """
     with suppress(ProcessLookupError):  # it has exited
         os.killpg(ray.pid, signal.SIGKILL)
     ray.wait()

@@ -39,8 +39,9 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """Requirements for a node. If `gpus` is 0, their number is not checked, only the health of
-    those that it has."""
+    """Requirements for a node. If `gpus` is 0, only the health of the node's GPUs is checked, not
+    their number.
+    """
 
     gpus: int = 0
     min_free_gib: float = 5.0
@@ -51,7 +52,7 @@ class Wanted:
 
 @dataclass
 class Record:
-    """A node's findings about itself and the other nodes."""
+    """The results of one node's checks of itself and of the other nodes."""
 
     node: str
     address: str = ""
@@ -197,8 +198,9 @@ def print_record(record: Record) -> None:
 def usable(
     hosts: Sequence[str], found: Mapping[str, Record], max_clock_skew_s: float, errors: str = ""
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the usable nodes in the allocation's order, and the problem of each excluded one.
-    `errors` is what srun printed."""
+    """Return the usable nodes in the allocation's order, and the problem with each excluded node.
+    `errors` is srun's error output.
+    """
     bad = {
         host: (
             f"it did not answer{_said(host, errors)}; see its state with `sinfo -R`, and exclude "
@@ -229,7 +231,8 @@ def choose(
     """Return the first `nodes` usable nodes, in the allocation's order.
 
     Raises:
-        ResourceError: fewer are usable. Names each bad node, its problem, and the remedy.
+        ResourceError: fewer nodes are usable. The message lists each bad node, its problem and the
+            remedy.
     """
     good, bad = usable(hosts, found, max_clock_skew_s, errors)
     if len(good) < nodes:
@@ -244,8 +247,9 @@ def choose(
 def _complaints(
     good: Sequence[str], found: Mapping[str, Record], max_clock_skew_s: float
 ) -> list[tuple[str, str, str]]:
-    """Return (accuser, accused, problem) for each problem that a usable node reported about
-    another."""
+    """Return (reporting node, affected node, problem) for each problem that a usable node reported
+    about another node.
+    """
     pairs = []
     for host in good:
         record = found[host]
@@ -273,8 +277,7 @@ def _said(host: str, errors: str) -> str:
 
 
 def problems_here(folder: Path, wanted: Wanted) -> list[str]:
-    """Return this node's problems, including errors while writing and syncing a file in
-    `folder`."""
+    """Return this node's problems, including errors when writing and syncing a file in `folder`."""
     _, problems = _resources(folder, wanted)
     probe = folder / f".hybridflow-{os.getpid()}"
     try:
@@ -337,7 +340,7 @@ def _free_gib(path: Path) -> float:
 
 
 def _answer(server: socket.socket, record: Record, clock: Callable[[], float]) -> None:
-    """Send this node's name and time to every client, until the server is closed."""
+    """Send this node's name and time to every client that connects, until the server is closed."""
     while True:
         try:
             connection, _ = server.accept()
@@ -352,8 +355,9 @@ def _answer(server: socket.socket, record: Record, clock: Callable[[], float]) -
 def _visit(
     record: Record, other: str, found: Mapping[str, Any], clock: Callable[[], float]
 ) -> None:
-    """Connect to another node at the address in its file, compare its answer with the file, and
-    record its clock offset."""
+    """Connect to another node at the address in its file, compare its reply with the file, and
+    record its clock offset.
+    """
     address = (str(found.get("address", "")), int(found.get("port", 0)))
     try:
         started = clock()

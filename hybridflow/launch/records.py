@@ -1,5 +1,6 @@
-"""Small JSON files in a job's folder, in which the job's processes publish their addresses and the
-reason why they ended."""
+"""Small JSON files in a job's folder. The job's processes use them to publish their addresses, and
+the reasons why they ended.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +36,15 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def failures(folder: Path) -> list[dict[str, Any]]:
-    """Return the failure records of this start's nodes on which Ray exited, earliest first."""
+    """Return the failure records of the nodes on which Ray has exited in this start, earliest
+    first.
+    """
     found = filter(None, map(read, folder.glob(FAILED.format("*"))))
     return sorted(found, key=lambda value: float(value.get("time", 0.0)))
 
 
 def has_later_start(folder: Path) -> bool:
-    """Return True if the job has been restarted after the start that uses this folder."""
+    """Return True if the job has been restarted since the start that uses this folder."""
     restart = int(folder.name.rpartition("-")[2])
     return folder.with_name(f"restart-{restart + 1}").exists()
 

@@ -1,4 +1,4 @@
-"""The site file: settings that an admin writes once for all users of a cluster."""
+"""The site file: settings that an administrator defines once for all users of a cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Limits:
-    """Preflight's requirements for each node, and deadlines."""
+    """Preflight requirements for each node, and deadlines."""
 
     min_free_gib: float = 5.0  # in the node's temporary folder and in the output folder
     min_shm_gib: float = 1.0  # /dev/shm, where Ray keeps objects
@@ -49,8 +49,9 @@ class Limits:
     start_timeout_s: int = 300
 
     def join_timeout_s(self, nodes: int) -> int:
-        """Return the number of seconds within which every node must join Ray. It grows with the
-        number of nodes, because they all read Ray's libraries from a shared disk."""
+        """Return the time within which every node must join Ray, in seconds. It increases with the
+        number of nodes, because all nodes read Ray's libraries from a shared disk.
+        """
         return self.start_timeout_s + _JOIN_NODE_S * max(nodes - _JOIN_NODES, 0)
 
 

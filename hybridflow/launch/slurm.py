@@ -40,7 +40,7 @@ def submit(job: Job, script: str) -> str:
 
 
 def submitted(job: Job, number: str, site: Site) -> str:
-    """Return the lines that tell a user about a submitted job."""
+    """Return the lines shown to the user about a submitted job."""
     spares = f" and {job.spares} spare" if job.spares else ""
     avoided = "".join(f"{line}\n" for line in bad_nodes.described(bad_nodes.excluded(site)))
     return (
@@ -53,7 +53,8 @@ def submitted(job: Job, number: str, site: Site) -> str:
 
 def status(job: str, out: Path) -> str:
     """Return Slurm's status line for the job, followed by one line for each start that has ended.
-    Raises ResourceError if Slurm does not answer."""
+    Raises ResourceError if Slurm does not respond.
+    """
     lines = _queued(job) or [f"{job} is not in Slurm's queue"]
     attempts = verdict.read_attempts(out / job)
     lines += [f"  start {one.restart}: {one.outcome}, {one.why}" for one in attempts]
@@ -65,7 +66,7 @@ def follow(job: str, out: Path) -> Iterator[str]:
     until the job ends.
 
     Raises:
-        ResourceError: the job is unknown, or Slurm does not answer.
+        ResourceError: the job is unknown, or Slurm does not respond.
     """
     if not _queued(job):
         log_files(job, out)

@@ -55,7 +55,7 @@ class Options:
 
 
 def in_a_job(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration that the job will use, with a placeholder for the address of Ray's
+    """Return the configuration that the job will use, with a placeholder for the address of the Ray
     head.
 
     Args:

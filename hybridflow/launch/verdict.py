@@ -1,5 +1,6 @@
-"""The verdict on a job: the reason why it ended, in one line, and whether it is done, requeued or
-given up."""
+"""The verdict on a job: one line with the reason why it ended, and whether it is done, requeued or
+given up.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from hybridflow.errors import ConfigError, RunStopped
 from hybridflow.launch import records
 
 STOPPED = RunStopped.exit_code
-SAME_STEP = 3  # the job is given up if this many consecutive starts end at the same checkpoint
+SAME_STEP = 3  # the job is given up if this many consecutive starts end with the same checkpoint
 _TAIL = "--- last lines of its log ---"
 
 
@@ -46,14 +47,13 @@ def judge(
     Args:
         job_dir: the job's folder. Earlier attempts are read from it, and this one is recorded
             there.
-        restart: number of times that Slurm has restarted the job.
-        max_restarts: a failure after this many restarts is final; stopping on request does not
-            count.
+        restart: number of times that Slurm has restarted the job. max_restarts: after this many
+            restarts, a failure is final; stops on request are not counted.
         run_dir: the run's folder, which contains the current checkpoint.
         driver_status: the driver's exit status; None if it did not run.
         asked: True if Slurm had asked the job to stop.
         state: the job's state in Slurm; only a running job is requeued.
-        why: the reason, if the script has determined one.
+        why: the reason, if the job's script has already determined it.
     """
     folder = job_dir / f"restart-{restart}"
     checkpoint = str(
@@ -134,8 +134,9 @@ def _cause(folder: Path, driver_status: int | None, why: str) -> tuple[str, str]
 
 
 def _killed_agent(errors: Path) -> str:
-    """Return srun's message about a node on which the process watching Ray exited, for example
-    because a user or the kernel killed it."""
+    """Return srun's message about a node on which the process that monitors Ray has exited, for
+    example because a user or the kernel killed it.
+    """
     for line in records.tail(errors, 50).splitlines():
         if found := re.match(
             r"srun: error: (?:(\S+): tasks? \S+ (.+)|(Node failure on \S+|Task launch .+))", line

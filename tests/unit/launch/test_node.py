@@ -58,7 +58,7 @@ def test_a_head_that_never_answers_is_said_within_the_deadline(tmp_path: Path) -
     use = [{"node": name, "address": "127.0.0.1"} for name in ("n1", "n2")]
     records.write(tmp_path / records.CHOSEN, {"use": use})
     assert run("n2", tmp_path, RayOptions(start_timeout_s=0.3), 9) == 1
-    assert "Ray's head did not answer" in records.failures(tmp_path)[0]["what"]
+    assert "the Ray head node did not respond" in records.failures(tmp_path)[0]["what"]
 
 
 @pytest.mark.parametrize(("joined", "starts"), [(False, 3), (True, 1)])
