@@ -1,8 +1,8 @@
-"""Base of trackers whose records cannot be changed later: each is published once, over kills and
-resumes of a run.
+"""Base class of trackers whose records cannot be changed later. Each record is published only once,
+even if the run is killed and resumed.
 
-`RUN_DIR/trackers/NAME-DESTINATION.jsonl` lists what is published. Steps that a resumed run repeats
-keep the values of the first time; records that are missing are read from `metrics.jsonl`.
+`RUN_DIR/trackers/NAME-DESTINATION.jsonl` lists the published records. Steps that a resumed run
+repeats keep their first values. Missing records are read from `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,8 @@ _MOST_GROUP_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Published:
-    """A run as its tracker shows it.
-
-    Attributes:
-        config: the run's configuration, nested.
-        samples: rows of a sample table.
+    """The properties of a run that a tracker shows. Attributes: config: the run's configuration, as
+    nested mappings. samples: number of rows in each sample table.
     """
 
     name: str
@@ -57,12 +54,9 @@ class Published:
 
 @dataclass(frozen=True)
 class Dump:
-    """Samples and distributions of one dump.
-
-    Attributes:
-        kind: name of its folder, for example validation.
-        rows: a sample per row, with the values of `columns`.
-        distributions: {column: values [B]}, finite ones.
+    """The samples and distributions in one dump. Attributes: kind: name of the dump's folder, for
+    example validation. rows: one list per sample, with the values of `columns`. distributions:
+    {column: finite values [B]}.
     """
 
     kind: str
@@ -73,7 +67,9 @@ class Dump:
 
 
 class AppendOnly:
-    """A tracker over a library. Subclasses open the library's run and publish to it."""
+    """A tracker that publishes through a library. Subclasses open the library's run and publish to
+    it.
+    """
 
     name: str
 
@@ -88,7 +84,9 @@ class AppendOnly:
     # ---- for subclasses
 
     def destination(self) -> str:
-        """Return where records go, for example an address; each has its own list of records."""
+        """Return the destination of the records, for example an address. A separate list of
+        published records is kept for each destination.
+        """
         raise NotImplementedError
 
     def open(self, run_id: str | None) -> str:
@@ -96,7 +94,9 @@ class AppendOnly:
         raise NotImplementedError
 
     def publish(self, number: int, step: int, wall_time: float, metrics: dict[str, float]) -> None:
-        """Publish a record. `number` counts the records of all sessions, from 0."""
+        """Publish a record. `number` is its number among the records of all sessions, starting from
+        0.
+        """
         raise NotImplementedError
 
     def publish_dump(self, number: int, dump: Dump) -> None:
@@ -108,13 +108,13 @@ class AppendOnly:
         raise NotImplementedError
 
     def finish(self, complete: bool) -> None:
-        """End the library's run; `complete` is False if the job may go on later."""
+        """End the library's run. `complete` is False if the job may be continued later."""
         raise NotImplementedError
 
     # ---- the sink
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
-        """Publish a record, unless it already is."""
+        """Publish a record, unless it has already been published."""
         self._start()
         if (phase, step) not in self._known:
             found = {own_name(phase, name): value for name, value in metrics.items()}
@@ -122,13 +122,13 @@ class AppendOnly:
             self._mark(phase, step)
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Publish what is missing of the records that stay."""
+        """Publish those of the remaining records that have not been published yet."""
         for record in self._records():
             if record["phase"] == phase and record["step"] <= step:
                 self._log(record)
 
     def rollouts(self, step: int, path: Path) -> None:
-        """Publish a dump's samples and distributions, unless they already are."""
+        """Publish a dump's samples and distributions, unless this has already been done."""
         self._start()
         kind = path.parent.name
         if (kind, step) not in self._known and self.run.samples:
@@ -144,7 +144,7 @@ class AppendOnly:
             self._mark(kind, 0)
 
     def catch_up(self) -> Iterator[tuple[Phase, int]]:
-        """Publish what is missing, records first."""
+        """Publish everything that has not been published yet, records first."""
         for record in self._records():
             if self._log(record):
                 yield record["phase"], record["step"]
@@ -154,10 +154,10 @@ class AppendOnly:
                 self.rollouts(step, path)
 
     def close(self) -> None:
-        """End the run. A later record continues it."""
+        """End the library's run. A later record reopens it."""
         if self._open:
             self._open = False
-            # written at the end of a job, and removed when it goes on
+            # written at the end of a job, and removed when the job is continued
             self.finish((self.run_dir / "summary.json").exists())
             self._ledger.close()
             self._lock.close()
@@ -225,7 +225,7 @@ def published(run_dir: Path) -> Published:
 
 
 def read_dump(path: Path, step: int, samples: int) -> Dump:
-    """Read distributions and at most `samples` rows, evenly spaced, of a dump."""
+    """Read a dump's distributions, and at most `samples` of its rows, evenly spaced."""
     count = parquet_rows(path)
     picked = np.unique(np.linspace(0, max(count - 1, 0), min(samples, count)).astype(int))
     found = pick_parquet(path, picked.tolist(), _SHOWN, _MOST_GROUP_BYTES)
@@ -235,7 +235,7 @@ def read_dump(path: Path, step: int, samples: int) -> Dump:
 
 
 def read_distributions(path: Path) -> dict[str, np.ndarray]:
-    """Return the finite values [B] of the columns `DISTRIBUTIONS` that a dump has."""
+    """Return the finite values [B] of those columns in `DISTRIBUTIONS` that a dump contains."""
     pieces = list(iter_parquet(path, (), DISTRIBUTIONS))
     found = {}
     for name in pieces[0].columns if pieces else ():
@@ -245,14 +245,16 @@ def read_distributions(path: Path) -> dict[str, np.ndarray]:
 
 
 def own_name(phase: Phase, name: str) -> str:
-    """Return the name of a metric in a tracker, where records of all phases share their steps:
-    timing_s/step of a warm start is sft/timing_s/step."""
+    """Return a metric's name in a tracker. Because records of all phases share the same step axis
+    there, names of other phases get a prefix: timing_s/step of a warm start becomes
+    sft/timing_s/step.
+    """
     shared = phase in ("sft", "reward") and not name.startswith(f"{phase}/")
     return f"{phase}/{name}" if shared else name
 
 
 def plain(value: Any) -> Any:
-    """Return a number as Python's own, and any other value as text."""
+    """Convert a number to a plain Python number, and any other value to text."""
     if isinstance(value, np.generic):
         return value.item()
     return value if isinstance(value, int | float | str) else json.dumps(value, default=str)

@@ -1,8 +1,9 @@
-"""A tracker in its own process, so that one that fails or hangs neither stops nor slows the run.
+"""Running a tracker in a separate process, so that a tracker that fails or hangs neither stops nor
+slows the run.
 
 The driver puts messages into a bounded queue and never waits. A thread writes them to the process
-(`hybridflow.observe.tracker_host`), which acknowledges every record. What is not acknowledged when
-the deadline after the end of the run has passed is lost, and counted.
+(`hybridflow.observe.tracker_host`), which acknowledges every record. Records that are not
+acknowledged by the deadline after the end of the run are lost, and are counted.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ _log = logging.getLogger(__name__)
 
 
 class Background:
-    """A `Sink` that runs the tracker `name` in a process, started by the first message.
-
-    Args:
-        timeout_s: seconds that `close` waits for the tracker to record what is left.
+    """A `Sink` that runs the tracker `name` in a separate process, which is started by the first
+    message. Args: timeout_s: how long `close` waits for the tracker to record the remaining
+    messages, in seconds.
     """
 
     def __init__(self, name: str, run_dir: Path, timeout_s: float) -> None:
@@ -56,28 +56,30 @@ class Background:
         self.killed = False
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
-        """Pass on a record."""
+        """Send a record to the tracker."""
         # logged again after a resume: it counts once
         self._done.discard((phase, step))
         self._sent[(phase, step)] = None
         self._put("log", step=step, phase=phase, wall_time=wall_time, metrics=dict(metrics))
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Pass on that later records will be repeated."""
+        """Tell the tracker that records after `step` will be repeated."""
         for key in [key for key in self._sent if key[0] == phase and key[1] > step]:
             del self._sent[key]
         self._put("truncate", phase=phase, step=step)
 
     def rollouts(self, step: int, path: Path) -> None:
-        """Pass on a dump."""
+        """Send a dump to the tracker."""
         self._put("rollouts", step=step, path=str(path))
 
     def report(self, path: Path) -> None:
-        """Pass on the report."""
+        """Send the report to the tracker."""
         self._put("report", path=str(path))
 
     def end(self) -> None:
-        """Tell the tracker that nothing follows. Its deadline for what is left begins."""
+        """Tell the tracker that no more messages follow. This starts its deadline for the remaining
+        ones.
+        """
         if not self._closing:
             self._closing = True
             self._deadline = time.monotonic() + self._timeout_s
@@ -85,7 +87,7 @@ class Background:
                 self._messages.put_nowait(None)
 
     def close(self) -> None:
-        """Let the tracker finish until its deadline, then kill it. Sets `lost`."""
+        """Wait until the tracker has finished, and kill it at its deadline. Sets `lost`."""
         self.end()
         if self._thread is None or self._closed:
             return
@@ -100,8 +102,9 @@ class Background:
                 self.lost.setdefault(phase, []).append(step)
 
     def loss(self) -> str:
-        """Return a sentence about the lost records, or about a tracker that did not end; empty if
-        there is neither."""
+        """Return a sentence about lost records, or about a tracker that did not exit; empty if
+        there is nothing to report.
+        """
         if not self.lost:
             return self.killed * (
                 f"tracker {self.name}: it took all records, but did not end within "
@@ -161,7 +164,7 @@ class Background:
             while (line := self._next()) is not None:
                 process.stdin.write(line)
                 process.stdin.flush()
-            # not the end of the stream: processes that the driver forked may hold it open
+            # not the end of the stream, because processes forked by the driver may keep it open
             process.stdin.write(b'{"kind": "end"}\n')
             process.stdin.close()
         except OSError:  # it has exited
@@ -172,7 +175,9 @@ class Background:
         reader.join(_KILL_WAIT_S)
 
     def _next(self) -> bytes | None:
-        """Return the next message; None at the end, also if there was no room for its mark."""
+        """Return the next message, or None at the end, even if the queue had no room for the end
+        marker.
+        """
         while True:
             try:
                 return self._messages.get(timeout=0.5)

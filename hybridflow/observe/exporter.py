@@ -1,8 +1,7 @@
-"""The latest metrics of a running job for Prometheus: `http://127.0.0.1:PORT/metrics`, with
-`trainer.prometheus_port`.
-
-`critic/score/mean` is the gauge `hybridflow_critic_score_mean{run,phase,metric}`. The server
-listens on the loopback interface only, can only be read, and serves nothing but numbers.
+"""Export of a running job's latest metrics to Prometheus, at `http://127.0.0.1:PORT/metrics` if
+`trainer.prometheus_port` is set. For example, `critic/score/mean` becomes the gauge
+`hybridflow_critic_score_mean{run,phase,metric}`. The server is read-only, listens only on loopback,
+and serves nothing but numbers.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ _PATIENCE_S = 10.0
 
 
 class Exporter:
-    """A `Sink` that serves the last record of each phase.
-
-    Args:
-        run: the run's name, a label of every sample.
+    """A `Sink` that serves the last record of each phase. Args: run: the run's name, used as a
+    label of every sample.
 
     Raises:
         ConfigError: the port is taken.
@@ -73,11 +70,11 @@ class Exporter:
         ).start()
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
-        """Serve this record instead of the phase's earlier one."""
+        """Replace the phase's previous record with this one."""
         self._latest = {**self._latest, phase: (step, wall_time, dict(metrics))}
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Forget a later record."""
+        """Drop the phase's record if it is from a later step."""
         if phase in self._latest and self._latest[phase][0] > step:
             self._latest = {name: one for name, one in self._latest.items() if name != phase}
 
@@ -87,7 +84,7 @@ class Exporter:
         self._server.server_close()
 
     def text(self) -> str:
-        """Return the exposition text (Prometheus' format 0.0.4)."""
+        """Return the metrics in Prometheus' text exposition format (0.0.4)."""
         families: dict[str, list[str]] = {}
 
         def add(family: str, about: str, labels: str, value: float) -> None:
@@ -108,8 +105,9 @@ class Exporter:
 
 
 def family_of(name: str) -> str:
-    """Return the name of a metric's gauge. Different metrics may share one: their label `metric`
-    differs."""
+    """Return the name of the gauge for a metric. Several metrics may share a gauge; their label
+    `metric` distinguishes them.
+    """
     return "hybridflow_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 

@@ -1,7 +1,6 @@
-"""The timeline of all processes of a run on the driver's clock.
-
-The driver's phases are in `timeline.jsonl`; the calls of each rank and engine worker are in
-`logs/*.spans.jsonl` (`hybridflow.process.spans`).
+"""The timeline of all processes of a run, on the driver's clock. The driver's phases are read from
+`timeline.jsonl`, the calls of ranks and engine workers from `logs/*.spans.jsonl`
+(`hybridflow.process.spans`).
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ _EPOCH_2200 = 7258118400.0
 
 @dataclass(frozen=True)
 class Span:
-    """A named interval in Unix seconds of the driver's clock. `step` is known for the driver's
-    phases only."""
+    """A named interval, in Unix seconds on the driver's clock. `step` is set only for the driver's
+    phases.
+    """
 
     name: str
     start: float
@@ -41,10 +41,9 @@ class Process:
     """The spans, counters and events of one process.
 
     Attributes:
-        threads: {thread: spans in order of their start}.
-        counters: {name: (time, value) in order}.
-        marks: (time, text) of events without duration.
-        clock_error: largest error of its times relative to the driver's, in seconds.
+        threads: {thread: its spans, ordered by start}. counters: {name: (time, value) pairs,
+            ordered by time}. marks: (time, text) of events without duration. clock_error: maximum
+            error of its times relative to the driver's clock, in seconds.
     """
 
     name: str
@@ -56,13 +55,15 @@ class Process:
 
 @dataclass
 class JoinedTimeline:
-    """The processes of a run, the driver first, and what is missing, in sentences."""
+    """The processes of a run, starting with the driver. `missing` contains a sentence about each
+    missing part.
+    """
 
     processes: list[Process]
     missing: list[str] = field(default_factory=list)
 
     def steps(self) -> dict[int, Span]:
-        """Return the whole span of each step."""
+        """Return the span of each step as a whole."""
         found = {}
         for span in self.processes[0].threads.get("main", []):
             if span.name == WHOLE_STEP and span.step is not None:
@@ -86,8 +87,8 @@ class JoinedTimeline:
 def join(
     run_dir: Path, most_files: int = _MOST_FILES, most_bytes: int = _MOST_BYTES
 ) -> JoinedTimeline:
-    """Read the timeline of a run folder: at most this many files of spans, and this many bytes of
-    each.
+    """Read the timeline of a run folder, from at most this many span files and at most this many
+    bytes of each.
 
     Raises:
         DataError: the folder has no timeline.
@@ -136,8 +137,9 @@ def _phases(path: Path, most_bytes: int, missing: list[str]) -> list[Span]:
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Distribute spans over lanes so that in each lane, any two spans are disjoint or nested.
-    Each span goes into the first lane that has room for it."""
+    """Distribute spans over lanes such that any two spans in the same lane are disjoint or nested.
+    Each span is put into the first lane that has room for it.
+    """
     found: list[list[Span]] = []
     open_of: list[list[Span]] = []
     for span in sorted(spans, key=lambda one: (one.start, -one.end)):
@@ -155,7 +157,7 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def busy_seconds(spans: Iterable[Span], start: float, end: float) -> float:
-    """Return the seconds of an interval that are covered by spans."""
+    """Return how many seconds of an interval are covered by spans."""
     covered = 0.0
     reached = start
     for span in sorted(spans, key=lambda one: one.start):
@@ -168,7 +170,7 @@ def busy_seconds(spans: Iterable[Span], start: float, end: float) -> float:
 
 
 def _fill(process: Process, records: Sequence[Mapping[str, Any]]) -> None:
-    """Add the records of a file of spans."""
+    """Add the records of a span file to a process."""
     for record in records:
         at = record.get("at")
         start = record.get("start")
@@ -187,7 +189,9 @@ def _fill(process: Process, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _clocks(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Return {process: (seconds ahead of the driver's clock, error)}, of the last measurement."""
+    """Return {process: (seconds ahead of the driver's clock, error)}, according to the last
+    measurement of each.
+    """
     found = {}
     for record in records:
         ahead = record.get("ahead")
@@ -198,7 +202,7 @@ def _clocks(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, floa
 
 
 def _shifted(process: Process, ahead: Mapping[str, tuple[float, float]]) -> Process:
-    """Move a process's times to the driver's clock."""
+    """Convert a process's times to the driver's clock."""
     by, error = ahead.get(process.name, (0.0, 0.0))
     if not by:
         return process

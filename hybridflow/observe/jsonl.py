@@ -83,7 +83,7 @@ def read_jsonl(
     path = Path(path)
     if not path.exists():
         return
-    if not path.is_file():  # a pipe would block, and a device would never end
+    if not path.is_file():  # reading a pipe would block, and reading a device would never end
         raise DataError(f"{path}: not a regular file")
     with path.open("rb") as file:
         for number, line in enumerate(_lines(file, most_bytes), 1):
@@ -95,8 +95,9 @@ def read_jsonl(
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Format ascending numbers as ranges: `3, 7-9`. After a few ranges, only the number of
-    remaining ones is given."""
+    """Format ascending numbers as ranges, such as `3, 7-9`. After a few ranges, only the number of
+    omitted ones is shown.
+    """
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -149,7 +150,7 @@ def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def removed_lines(skipped: list[int]) -> str:
-    """Return an explanation for the skipped lines of a file."""
+    """Return a sentence that explains a file's skipped lines."""
     return (
         f"skipped line {number_ranges(skipped)}, which is not a complete record: the run was "
         "killed while writing it, or the file was damaged"

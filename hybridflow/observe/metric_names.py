@@ -1,8 +1,7 @@
-"""All metrics that a run logs, with unit and meaning: the source of docs/metrics.md, and of the
-texts of the Prometheus exporter.
+"""All metrics that a run logs, with their unit and meaning. docs/metrics.md and the Prometheus
+exporter's help texts are generated from this list.
 
-A name in capitals stands for a part that differs, for example `timing_s/PHASE`. `SPREAD` stands for
-mean, max and min.
+A word in capitals is a placeholder, as in `timing_s/PHASE`. `SPREAD` stands for mean, max and min.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class Line:
-    """A metric, or all metrics of a pattern."""
+    """A metric, or all metrics whose names match a pattern."""
 
     section: str
     name: str
@@ -36,14 +35,15 @@ class Line:
     meaning: str
 
     def matches(self, name: str) -> bool:
-        """Return True for a metric that this line describes."""
+        """Return True if this line describes the metric."""
         return _pattern(self.name).fullmatch(name) is not None
 
 
 @cache
 def line_of(name: str) -> Line | None:
-    """Return the line that describes a metric; None if there is none. A further policy's metrics
-    (`NAME/critic/score/mean`) are described as those of the policy."""
+    """Return the line that describes a metric; None if there is none. Metrics of a further policy
+    (`NAME/critic/score/mean`) have the same description as the first policy's.
+    """
     of_policy = name.partition("/")[2]
     return next((line for line in LINES if line.matches(name)), None) or next(
         (line for line in LINES if line.matches(of_policy)), None
@@ -69,7 +69,7 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(expression)
 
 
-# what a word in capitals stands for; a data source may have slashes
+# patterns for the words in capitals; a data source may contain slashes
 _WORDS = {
     "SPREAD": "(?:mean|max|min)",
     "SOURCE": ".+",

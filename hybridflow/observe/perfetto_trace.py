@@ -1,4 +1,4 @@
-"""A joined timeline as a Perfetto trace, which ui.perfetto.dev opens."""
+"""Export of a joined timeline as a Perfetto trace, which can be opened in ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _NS = 1_000_000_000
 
 
 def write_trace(timeline: JoinedTimeline, path: Path) -> int:
-    """Write the trace to a new file, and return its number of slices.
-
-    Each process of the run is a process of the trace, with a track for each thread (several, if
-    spans of a thread overlap without nesting), counter tracks, and instant events for marks.
-    Timestamps are nanoseconds of Unix time.
+    """Write the trace to a new file, and return the number of slices in it. Each process of the run
+    becomes a process of the trace, with a track per thread (several if the thread's spans overlap
+    without nesting), counter tracks, and an instant event for each mark. Timestamps are nanoseconds
+    of Unix time.
     """
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
@@ -36,7 +35,7 @@ def write_trace(timeline: JoinedTimeline, path: Path) -> int:
 
 
 def _packets(process: Process, number: int, uuids: Iterator[int]) -> Iterator[Any]:
-    """Yield a function for each packet, which fills it."""
+    """Yield one function per packet, which fills in that packet."""
     parent = next(uuids)
     yield _described(parent, None, process.name, number)
     for thread, spans in process.threads.items():
@@ -62,14 +61,15 @@ def _packets(process: Process, number: int, uuids: Iterator[int]) -> Iterator[An
 
 
 def _events(spans: list[Span]) -> Iterator[tuple[int, Span | None]]:
-    """Yield (nanoseconds, span that begins; None: the innermost one ends) in order of time. The
-    spans are a lane, sorted by start."""
+    """Yield (nanoseconds, span that begins) in order of time; None as the span means that the
+    innermost span ends. `spans` is a lane, sorted by start.
+    """
     is_open: list[int] = []
     for span in spans:
         start = _ns(span.start)
         while is_open and is_open[-1] <= start:
             yield is_open.pop(), None
-        # rounding must not let a span end after the one around it
+        # rounding must not make a span end after the span around it
         end = max(start, _ns(span.end))
         is_open.append(min(end, is_open[-1]) if is_open else end)
         yield start, span

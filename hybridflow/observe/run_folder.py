@@ -239,7 +239,7 @@ def _chartable(value: Any) -> float | None:
 
 
 def _is_span(record: Mapping[str, Any]) -> bool:
-    """Return True if a timeline record is a finished phase."""
+    """Return True if a timeline record describes a finished phase."""
     for name in ("seconds", "start", "end"):
         time = record.get(name, 0.0)
         if not (isinstance(time, int | float) and 0 <= time < _MOST_STEP):
@@ -253,8 +253,9 @@ def _is_step(value: object) -> bool:
 
 
 def _lost_steps(run: RunFolder) -> Iterator[str]:
-    """Yield a sentence for each kind of record that lacks some steps. A run that started from
-    another run's dumps may begin at any step."""
+    """Yield a sentence for each kind of record in which some steps are missing. A run that trains
+    on another run's dumps may begin at any step.
+    """
     first = None if run.setting("trainer.rollouts_from") else 1
     for phase in ("train", "sft", "reward"):
         yield from _gaps(

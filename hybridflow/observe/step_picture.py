@@ -1,4 +1,4 @@
-"""A picture of one step on all processes as inline SVG."""
+"""A picture of one step on all processes, drawn as inline SVG."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ GENERATING = "requests in flight"
 
 
 def step_pictures(run_dir: Path) -> list[Drawn]:
-    """Return the picture of a step of median length; empty if the ranks recorded no spans."""
+    """Return the picture of the step with the median duration; empty if the ranks recorded no
+    spans.
+    """
     try:
         timeline = join(run_dir, _MOST_FILES, _MOST_BYTES)
     except (DataError, OSError):
@@ -62,7 +64,7 @@ def _draw(step: int, whole: Span, timeline: JoinedTimeline) -> Drawn:
 
 
 def _by_seconds(rows: Sequence[tuple[str, Sequence[Span]]]) -> list[str]:
-    """Return the names of all spans, the one with the most seconds first."""
+    """Return the names of all spans, in order of decreasing total duration."""
     seconds: dict[str, float] = {}
     for _, spans in rows:
         for span in spans:
@@ -71,8 +73,9 @@ def _by_seconds(rows: Sequence[tuple[str, Sequence[Span]]]) -> list[str]:
 
 
 def _rows(timeline: JoinedTimeline, whole: Span) -> list[tuple[str, list[Span]]]:
-    """Return (process, spans) of the rows. Nested phases of the driver are left out, and requests
-    in flight come from the driver's counters."""
+    """Return (process, spans) for each row. Nested phases of the driver are omitted. The row of
+    requests in flight is derived from the driver's counters.
+    """
     driver = timeline.processes[0]
     phases = [
         s for s in driver.threads.get("main", []) if s.name != WHOLE_STEP and "/" not in s.name

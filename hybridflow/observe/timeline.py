@@ -1,5 +1,5 @@
-"""Timing of the controller's phases: `timeline.jsonl`, and the `timing_s/*` metrics derived from
-it.
+"""Timing of the controller's phases. They are recorded in `timeline.jsonl`, from which the
+`timing_s/*` metrics are derived.
 
 One line per finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ...,
 "depth": 1}`. Start and end are Unix timestamps; `seconds` comes from a monotonic clock. A nested
@@ -23,7 +23,9 @@ from typing import Any
 from hybridflow.observe.jsonl import JsonlWriter, read_jsonl
 
 WHOLE_STEP = "step"
-_STEPS_HELD = 256  # steps whose sums are kept in memory; metrics are read right after a step
+_STEPS_HELD = (
+    256  # number of steps whose sums are kept in memory; metrics are read right after a step
+)
 
 
 class Span:

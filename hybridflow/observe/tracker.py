@@ -14,13 +14,13 @@ from hybridflow.observe.trackers.base import PHASES, RESERVED, Phase, ShowsRollo
 
 
 class Tracker:
-    """Sends metrics to several trackers. Those that do more than write local files run in their own
-    processes (`Background`).
+    """Sends metrics to several trackers. Trackers that do more than write local files run in
+    separate processes (`Background`).
 
     Args:
         run_dir: the run folder, to which trackers write once the first metrics arrive.
         loggers: names of trackers (`hybridflow.observe.trackers`), or `path/to/file.py:name`.
-        timeout_s: seconds that `close` waits for each tracker in its own process.
+        timeout_s: how long `close` waits for each tracker in a separate process, in seconds.
         exporter: serves the metrics of the running job.
 
     Raises:
@@ -63,7 +63,7 @@ class Tracker:
             sink.truncate_after(phase, step)
 
     def rollouts(self, step: int, path: Path) -> None:
-        """Show a dump, if it has been written."""
+        """Send a dump to the trackers, if it has been written."""
         for sink in self._sinks if path.exists() else ():
             if isinstance(sink, ShowsRollouts):
                 sink.rollouts(step, path)
@@ -75,13 +75,15 @@ class Tracker:
                 sink.report(path)
 
     def close_files(self) -> None:
-        """Flush and close the files of this process. A later record opens them again."""
+        """Flush and close this process's files. A later record reopens them."""
         for sink in self._sinks:
             if not isinstance(sink, Background | Exporter):
                 sink.close()
 
     def close(self) -> list[str]:
-        """Close all trackers. Returns a sentence for each that has lost records or did not end."""
+        """Close all trackers. Returns a sentence for each one that has lost records or did not
+        exit.
+        """
         for one in self._apart:
             one.end()  # all have the same deadline
         for sink in self._sinks:

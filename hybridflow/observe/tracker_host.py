@@ -1,8 +1,6 @@
-"""The process of a tracker (`hybridflow.observe.background`): reads messages from its standard
-input, one JSON object a line, and acknowledges each record on its standard output.
-
-It outlives a driver that was killed: at the end of its input it records what is left, until its
-deadline.
+"""The process in which a tracker runs (see `hybridflow.observe.background`). It reads messages from
+standard input, one JSON object per line, and acknowledges each record on standard output. If the
+driver is killed, this process continues until its deadline, to record the remaining messages.
 """
 
 from __future__ import annotations
@@ -26,8 +24,11 @@ _CHUNK = 1 << 16
 
 
 def main(name: str, run_dir: str, timeout_s: float) -> int:
-    """Serve one tracker until the end of the input. Returns 1 if it did not start."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # also sent to a job's processes at its end
+    """Run one tracker until the end of the input. Returns 1 if the tracker could not be started."""
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # also sent to all of a job's processes at its end
         signal.signal(number, signal.SIG_IGN)
     answers = Answers()
     made: list[Sink] = []
@@ -56,7 +57,9 @@ def main(name: str, run_dir: str, timeout_s: float) -> int:
 
 
 class Answers:
-    """Answers to the driver on the standard output, which is then no longer that of libraries."""
+    """Sends answers to the driver on the original standard output. Output of libraries is
+    redirected elsewhere.
+    """
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "w", buffering=1)
@@ -68,7 +71,9 @@ class Answers:
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """Report an error of a library or of the user's code, and go on."""
+        """Context manager that reports an error raised by a library or by user code, and
+        continues.
+        """
         try:
             yield
         except Exception as error:
@@ -100,8 +105,9 @@ def _other(sink: Sink, message: dict[str, Any]) -> None:
 
 
 def messages(parent: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages until the message `end`, or until the process `parent` has ended.
-    Processes that the driver forked may hold the input open longer than the driver lives."""
+    """Yield messages until the message `end` arrives or the process `parent` has exited. The end of
+    the input alone is not reliable, because processes forked by the driver may keep it open.
+    """
     left = b""
     while True:
         ready, _, _ = select.select([0], [], [], _POLL_S)

@@ -1,7 +1,5 @@
-"""The protocol of a tracker, and its registration.
-
-A built-in tracker is the file of that name in this package; `trainer.loggers` also accepts
-`path/to/file.py:name`.
+"""The protocol of a tracker, and its registration. A built-in tracker is defined in the file of the
+same name in this package; `trainer.loggers` also accepts `path/to/file.py:name`.
 """
 
 from __future__ import annotations
@@ -37,20 +35,22 @@ class ShowsRollouts(Protocol):
     """A sink that also shows samples, distributions and the report."""
 
     def rollouts(self, step: int, path: Path) -> None:
-        """Record a dump of `hybridflow.observe.rollouts` that has been written. The name of its
-        folder is its kind: rollouts, validation, or one of these with `-NAME`."""
+        """Record a dump (`hybridflow.observe.rollouts`) that has been written. The name of its
+        folder is the kind of dump: rollouts or validation, possibly followed by `-NAME`.
+        """
 
     def report(self, path: Path) -> None:
-        """Record the report of a run that has ended."""
+        """Record the report of a finished run."""
 
 
 @runtime_checkable
 class CatchesUp(Protocol):
-    """A sink that can record what it lacks from the files of the run folder."""
+    """A sink that can read records that it lacks from the run folder."""
 
     def catch_up(self) -> Iterator[tuple[Phase, int]]:
-        """Record everything that is missing, and yield phase and step of each record of
-        `metrics.jsonl` that is recorded now."""
+        """Record everything that is missing. Yields the phase and step of each record of
+        `metrics.jsonl` that is added.
+        """
 
 
 F = TypeVar("F", bound=Callable[[Path], Sink])
@@ -60,8 +60,9 @@ def tracker(name: str, *, in_driver: bool = False, library: str = "") -> Callabl
     """Register a class or function that creates a `Sink` for a run folder.
 
     Args:
-        in_driver: run in the driver, whose steps wait for it; only for local files. Otherwise the
-            tracker runs in its own process, which cannot stop or slow down the run.
-        library: import name of the package that it needs, checked before the run starts.
+        in_driver: True to run the tracker in the driver, whose steps wait for it; only for trackers
+            that write local files. Otherwise, it runs in a separate process and cannot stop or slow
+            down the run. library: import name of the package that it requires; checked before the
+            run starts.
     """
     return TRACKERS.entry(name, lambda make: TrackerEntry(make, in_driver, library))

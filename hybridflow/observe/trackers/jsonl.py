@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one flat object per line.
 
 `{"step": 3, "phase": "train", "wall_time": 1700000000.0, "critic/score/mean": 0.5, ...}`. A NaN or
-infinite value is written as null, and the line gets a `"warning"` that names it.
+infinite value is written as null, and a `"warning"` in the line names the metric.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class JsonlTracker:
         self._writer.write(record)
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Rewrite the file without the later lines of the phase."""
+        """Rewrite the file without the phase's later lines."""
         self._writer.keep(
             lambda record: record.get("phase") != phase or record.get("step", 0) <= step
         )

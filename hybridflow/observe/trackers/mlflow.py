@@ -1,5 +1,7 @@
-"""MLflow. Without MLFLOW_TRACKING_URI it writes `RUN_DIR/mlflow/mlflow.db` and files next to it,
-which `mlflow ui` shows; `hybridflow track RUN_DIR --to mlflow` sends a run to a server later."""
+"""The MLflow tracker. If MLFLOW_TRACKING_URI is not set, it writes `RUN_DIR/mlflow/mlflow.db` and
+files next to it, which `mlflow ui` can show; `hybridflow track RUN_DIR --to mlflow` sends a run to
+a server later.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from hybridflow.observe.append_only import AppendOnly, Dump
 from hybridflow.observe.jsonl import finite
 from hybridflow.observe.trackers.base import tracker
 
-_MOST_PARAMETER = 500  # characters that every version of the server takes
-_AT_ONCE = 100  # parameters of a call
+_MOST_PARAMETER = 500  # characters that every version of the server accepts
+_AT_ONCE = 100  # maximum number of parameters per call
 _BINS = 30
 _OTHER = re.compile(r"[^\w.\- /:]")
 
@@ -40,7 +42,7 @@ class MlflowTracker(AppendOnly):
         return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self._folder / 'mlflow.db'}"
 
     def open(self, run_id: str | None) -> str:
-        """Create the run with its parameters, or set it to running again."""
+        """Create the run with its parameters, or set the status of an existing run to running."""
         from mlflow.tracking import MlflowClient
 
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +69,7 @@ class MlflowTracker(AppendOnly):
         self._client.log_batch(self._id, metrics=found)
 
     def publish_dump(self, number: int, dump: Dump) -> None:
-        """Write the samples as a table, and the distributions as counts between edges."""
+        """Write the samples as a table, and the distributions as histograms (edges and counts)."""
         name = f"{dump.kind}/samples_{dump.step:06d}.json"
         table = {"columns": ["step", *dump.columns], "data": [[dump.step, *r] for r in dump.rows]}
         self._text(name, table)
@@ -98,8 +100,9 @@ class MlflowTracker(AppendOnly):
         return str(self._client.create_experiment(self.run.project, artifact_location=where))
 
     def _parameters(self) -> None:
-        """Log the configuration: as parameters, which cannot be changed later, and as a file, which
-        a resume with other settings replaces."""
+        """Log the configuration both as parameters, which cannot be changed later, and as a file,
+        which is replaced if the run is resumed with other settings.
+        """
         from mlflow.entities import Param
 
         known = self._client.get_run(self._id).data.params
@@ -117,12 +120,14 @@ class MlflowTracker(AppendOnly):
 
 
 def metric_name(name: str) -> str:
-    """Return the name as MLflow permits it: `val/pass@4` is `val/pass_at_4`, as in verl."""
+    """Convert a name to one that MLflow permits. As in verl, `val/pass@4` becomes
+    `val/pass_at_4`.
+    """
     return _OTHER.sub("_", name.replace("@", "_at_"))
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of a nested mapping."""
+    """Yield (dotted key, value) for each value in a nested mapping."""
     for name, value in config.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{name}.")

@@ -44,8 +44,9 @@ class TensorBoardTracker:
         self._records.flush()
 
     def rollouts(self, step: int, path: Path) -> None:
-        """Write the distributions of a dump, in the subfolder of its kind: a run of its own for
-        TensorBoard."""
+        """Write a dump's distributions to a subfolder for its kind, which TensorBoard shows as a
+        separate run.
+        """
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -62,7 +63,7 @@ class TensorBoardTracker:
         self._distributions[folder].flush()
 
     def report(self, path: Path) -> None:
-        """Do nothing: TensorBoard shows no pages."""
+        """Do nothing, because TensorBoard cannot show HTML pages."""
 
     def truncate_after(self, phase: Phase, step: int) -> None:
         """Rewrite the earlier records from metrics.jsonl. If that file is missing, TensorBoard
@@ -110,7 +111,7 @@ class TensorBoardTracker:
         )
 
     def _forget_after(self, folder: Path, step: int) -> None:
-        """Write the mark at which TensorBoard drops what it has read of later steps."""
+        """Write a marker that makes TensorBoard drop the later steps that it has already read."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         mark = Event(step=step + 1, wall_time=time.time())
@@ -122,7 +123,7 @@ class TensorBoardTracker:
         records.close()
 
     def _open(self, folder: Path) -> Any:
-        """Start an event file in a folder. Returns its writer."""
+        """Start a new event file in a folder, and return its writer."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 

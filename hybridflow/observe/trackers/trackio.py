@@ -1,5 +1,7 @@
-"""Trackio, which keeps a project in one local file. Without TRACKIO_DIR it is in `RUN_DIR/trackio`;
-`TRACKIO_DIR=RUN_DIR/trackio trackio sync --project PROJECT --space-id SPACE` uploads it later."""
+"""The Trackio tracker. Trackio stores a project in one local file, in `RUN_DIR/trackio` unless
+TRACKIO_DIR is set. `TRACKIO_DIR=RUN_DIR/trackio trackio sync --project PROJECT --space-id SPACE`
+uploads it later.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,13 @@ class TrackioTracker(AppendOnly):
         self._run: Any = None
 
     def destination(self) -> str:
-        """Return the space, or the folder of the local files."""
+        """Return the Space to which metrics are uploaded, or the folder with the local files."""
         return os.environ.get("TRACKIO_SPACE_ID") or os.environ["TRACKIO_DIR"]
 
     def open(self, run_id: str | None) -> str:
-        """Start or continue the run. Its name is its id: Trackio finds a run by its name."""
+        """Start or continue the run. Trackio looks up a run by its name, so the name is also the
+        id.
+        """
         import trackio
 
         run_id = run_id or f"{self.run.name}-{uuid.uuid4().hex[:6]}"
@@ -50,7 +54,7 @@ class TrackioTracker(AppendOnly):
         self._run.log(metrics, step=step)
 
     def publish_dump(self, number: int, dump: Dump) -> None:
-        """Log a table, and histograms."""
+        """Log the samples as a table and the distributions as histograms."""
         import trackio
 
         found: dict[str, Any] = {
@@ -68,5 +72,5 @@ class TrackioTracker(AppendOnly):
         self._run.log_artifact(path, name="report", type="report")
 
     def finish(self, complete: bool) -> None:
-        """End the run; the library's queue is written first."""
+        """End the run, after the library's queue has been written."""
         self._run.finish()

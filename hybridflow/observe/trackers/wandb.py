@@ -1,5 +1,7 @@
-"""Weights & Biases. Without a key it writes `RUN_DIR/wandb/offline-run-*`, which `wandb sync`
-uploads later; WANDB_MODE, WANDB_RUN_ID and the library's other variables apply."""
+"""The Weights & Biases tracker. If no API key is found, it writes `RUN_DIR/wandb/offline-run-*`,
+which `wandb sync` uploads later. WANDB_MODE, WANDB_RUN_ID and the library's other environment
+variables are honoured.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 from hybridflow.observe.append_only import AppendOnly, Dump
 from hybridflow.observe.trackers.base import tracker
 
-_STEP = "step"  # the x-axis; also in rows that have no metrics of training
+_STEP = "step"  # the x-axis; also set in rows without training metrics
 
 
 @tracker("wandb", library="wandb")
@@ -29,7 +31,7 @@ class WandbTracker(AppendOnly):
         os.environ.setdefault("WANDB_CACHE_DIR", str(self.run_dir / "wandb" / "cache"))
 
     def destination(self) -> str:
-        """Return the mode and, if it is online, the server."""
+        """Return W&B's mode and, in online mode, the server."""
         import wandb
 
         # also finds a key that `wandb login` stored; contacts no server
@@ -63,11 +65,11 @@ class WandbTracker(AppendOnly):
         return run_id
 
     def publish(self, number: int, step: int, wall_time: float, metrics: dict[str, float]) -> None:
-        """Log a row of the history."""
+        """Log the metrics of a step as one row of the run's history."""
         self._run.log({**metrics, _STEP: step}, step=number)
 
     def publish_dump(self, number: int, dump: Dump) -> None:
-        """Log a table, and histograms."""
+        """Log the samples as a table and the distributions as histograms."""
         import wandb
 
         found = {
@@ -87,7 +89,7 @@ class WandbTracker(AppendOnly):
         self._run.log_artifact(artifact)
 
     def finish(self, complete: bool) -> None:
-        """End the run; uploads of an online run end first."""
+        """End the run. In online mode, waits for pending uploads."""
         self._run.finish(exit_code=0 if complete else 1)
 
 
