@@ -38,7 +38,7 @@ class Block(Protocol):
         """Return the divisibility requirements of this sharding."""
 
     def __hash__(self) -> int:
-        """Blocks are value objects: equal blocks hash alike and are counted once."""
+        """Return a hash by value, so that equal blocks are counted only once."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class GroupedAttention:
     """Grouped-query attention, including its norms.
 
     `linear_qkv` interleaves by KV group: [query heads of the group, key, value] for each group, and
-    ranks take equal shares of these rows. With fewer groups than ranks, groups are split as well,
-    as in Megatron (`get_query_key_value_tensors`). `qk_norm` normalises each query and key head;
-    with `wide_norm`, one norm spans all query heads and another all key heads, and every rank has
-    their full weights (`mcore.layers`). `sinks` adds one logit per head to each softmax.
+    ranks take equal shares of these rows. With fewer groups than ranks, the groups themselves are
+    split, as in Megatron (`get_query_key_value_tensors`). `qk_norm` normalises each query and key
+    head; with `wide_norm`, one norm spans all query heads and another all key heads, and every rank
+    has their full weights (`mcore.layers`). `sinks` adds one logit per head to each softmax.
     """
 
     hidden: int

@@ -80,9 +80,8 @@ def check_fsdp(family: Family) -> None:
 
 
 def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
-    """Raise ModelError if a model of this config cannot be sharded this way.
-
-    The vocabulary is padded, so any size works.
+    """Raise ModelError if a model with this config cannot be sharded this way. The vocabulary may
+    have any size, because it is padded.
     """
     family = family_of({"vocab_size": 1, **hf_config})
     family.check(ParallelShape.of(parallel, derived.model_parallel_size(parallel)).place())

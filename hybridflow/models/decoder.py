@@ -26,8 +26,8 @@ class Decoder:
 
     Args:
         hf: the contents of config.json.
-        mtp: whether the multi-token-prediction heads declared in the config are in the checkpoint.
-            Published checkpoints contain them, but transformers drops them on save.
+        mtp: True if the checkpoint contains the multi-token-prediction heads that the config
+            declares. Published checkpoints do, but transformers drops the heads on save.
 
     Raises:
         ModelError: config.json lacks a field, or has a value that the family does not support.
@@ -185,7 +185,7 @@ class Decoder:
     # ---- sharding
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """Return the parameters of the (virtual) stage at `at`.
+        """Return the parameters of the (virtual) stage with the coordinates `at`.
 
         Raises:
             ModelError: a size is not divisible by its parallel size; the message names the field
@@ -280,8 +280,9 @@ class Decoder:
         ]
 
     def _listed_stages(self, at: Coordinates) -> list[Division]:
-        """Check that the listed layers per stage fit this model. Divisibility rules do not apply to
-        a valid list."""
+        """Check that the listed layers per stage match this model. Divisibility rules do not apply
+        to a valid list.
+        """
         listed = at.layers_per_stage
         stages = at.pp_size * at.vpp_size
         key = f"actor.parallel.layers_per_stage {list(listed)}"

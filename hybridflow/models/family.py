@@ -55,8 +55,8 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
     """Return the family for an HF config (the contents of config.json).
 
     Args:
-        mtp: whether the multi-token-prediction heads declared in the config belong to the model. If
-            False, they are neither imported nor exported, as in transformers.
+        mtp: True to include the multi-token-prediction heads that the config declares. If False,
+            they are neither imported nor exported, as in transformers.
 
     Raises:
         ModelError: `model_type` is missing or unsupported, or the config lacks a field or has an
@@ -98,8 +98,9 @@ def num_parameters(family: Family) -> int:
 
 
 def kept_dtypes(family: Family) -> dict[str, torch.dtype]:
-    """Return {HF tensor: dtype} for tensors whose dtype is independent of the model's (expert
-    biases)."""
+    """Return {HF tensor: dtype} for tensors whose dtype does not depend on the model's dtype
+    (expert biases).
+    """
     import torch
 
     local = family.local_tensors(Coordinates())

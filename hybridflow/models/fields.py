@@ -1,5 +1,5 @@
-"""How each field of a Hugging Face config is handled: used, supported only with certain values, or
-without effect.
+"""Declaration of how each field of a Hugging Face config is handled: used, supported only with
+certain values, or without effect.
 
 A family declares one `Fields`; `Fields.read` is the only place where values of a config are read
 and validated. `tests/dist/test_config_fields.py` fails if a family does not declare some field of
@@ -60,7 +60,7 @@ class Fields:
         fixed: fields with their supported values, including transformers' default; in a list-valued
             field every element must be a supported value.
         unused: fields that do not change log-probs.
-        nullable: used fields for which null has a different meaning than absence.
+        nullable: used fields for which null and a missing field have different meanings.
         aliases: alternative names of used fields in config.json.
     """
 

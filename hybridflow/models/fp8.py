@@ -33,8 +33,9 @@ _BLOCK_WISE: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class BlockQuantisation:
-    """Block size (rows, columns), and the modules that are not quantised, named as in HF's
-    `modules_to_not_convert`."""
+    """A block-wise fp8 format: the block size (rows, columns), and the modules that are not
+    quantised, named as in HF's `modules_to_not_convert`.
+    """
 
     block: tuple[int, int] = (128, 128)
     skipped: tuple[str, ...] = ()
@@ -48,8 +49,8 @@ class BlockQuantisation:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> BlockQuantisation:
-        """Return the engines' weight format as specified in config.json. Blocks default to 128 x
-        128.
+        """Return the engines' weight format as specified in config.json. The default block size is
+        128 x 128.
 
         Raises:
             ModelError: config.json specifies another quantisation, static activation scales, or

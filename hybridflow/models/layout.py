@@ -106,10 +106,9 @@ class Coordinates:
         return not (self.first_stage_layers or self.last_stage_layers or self.layers_per_stage)
 
     def chunk_layers(self, num_layers: int) -> list[int]:
-        """Return the number of layers of each virtual stage in model order.
-
-        The order is the first virtual stage of every pipeline stage, then the second of every one,
-        and so on. All code that needs a rank's layers calls this method.
+        """Return the number of layers of each virtual stage in model order, i.e. the first virtual
+        stage of every pipeline stage, then the second of every pipeline stage, and so on. All code
+        that needs a rank's layers calls this method.
         """
         if self.layers_per_stage:
             return list(self.layers_per_stage)

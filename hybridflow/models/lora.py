@@ -1,4 +1,5 @@
-"""Low-rank adapters as data: the adapted linears, and the sharding of their two factors.
+"""Description of low-rank adapters as data: the adapted linears, and the sharding of their two
+factors.
 
 An adapted linear uses the weight W + scale * B A, where scale = alpha / rank, A [rank, in], B [out,
 rank] (arXiv 2106.09685). The factors of a Megatron linear are sharded like the linear: B's rows
@@ -96,7 +97,7 @@ class AdapterMap:
         return shapes
 
     def aliases(self) -> dict[str, str]:
-        """Return {A of an HF linear: the A under which it is stored}."""
+        """Return {A of an HF linear: name of the A under which it is stored}."""
         pairs = {names_of(source)[0]: self._a_of(source) for source in self._uncut}
         return {name: kept for name, kept in pairs.items() if name != kept}
 

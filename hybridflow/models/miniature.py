@@ -1,6 +1,6 @@
 """Scaled-down copies of a model's architecture.
 
-They show the effect of a checkpoint's config at sizes that a laptop can handle.
+They preserve the behaviour of a checkpoint's config at sizes that a laptop can handle.
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ def published(name: str) -> dict[str, Any]:
 
 @functools.cache
 def published_names() -> tuple[str, ...]:
-    """Return the models whose sizes are known: the configuration groups that set a vocabulary size.
-    The tiny models do not."""
+    """Return the names of models with known sizes, i.e. of the configuration groups that set a
+    vocabulary size. The tiny models do not set one.
+    """
     return tuple(
         sorted(
             file.stem for file in _group("*").parent.glob("*.yaml") if "vocab_size" in _sizes(file)

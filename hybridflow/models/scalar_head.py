@@ -30,8 +30,8 @@ class ScalarHead:
     Args:
         backbone: the causal language model's family.
         task: TOKENS or SEQUENCE; affects only the names in config.json.
-        bias: whether the head has a bias (transformers' token classifiers have one unless
-            `token_classification_bias` is false).
+        bias: True if the head has a bias, as transformers' token classifiers do unless
+            `token_classification_bias` is false.
     """
 
     def __init__(self, backbone: Family, task: str, bias: bool = False) -> None:
@@ -74,7 +74,7 @@ class ScalarHead:
         return shapes
 
     def check(self, at: Coordinates) -> None:
-        """Check the backbone only: the head is never split."""
+        """Check only the backbone, because the head is never split."""
         self.backbone.check(at)
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:

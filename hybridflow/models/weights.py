@@ -17,7 +17,8 @@ from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
 from hybridflow.models.model_folder import INDEX, SINGLE, read_weight_map
 from hybridflow.models.mxfp4 import BLOCKS, SCALES, packed_names, read_packed
 
-# files copied along with weights: tokenizers, templates, generation settings, remote code, licences
+# files copied together with weights: tokenizers, templates, generation settings, remote code,
+# licences
 _COMPANIONS = (
     *(
         "tokenizer*.json",
@@ -169,7 +170,9 @@ class SafetensorsFolder:
             return view[...]
 
     def form(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return the shape and the safetensors dtype name of a tensor as `read` returns it."""
+        """Return the shape and the safetensors dtype name that a tensor has when returned by
+        `read`.
+        """
         if name in self.packed:
             (experts, columns, groups, half), _ = self.form(f"{name}{BLOCKS}")
             return (experts, 2 * groups * half, columns), "BF16"

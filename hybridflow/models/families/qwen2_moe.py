@@ -1,5 +1,6 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, a softmax router, and a shared expert behind a
-gate."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, a softmax router, and a gated shared
+expert.
+"""
 
 from __future__ import annotations
 
