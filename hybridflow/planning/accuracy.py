@@ -1,4 +1,6 @@
-"""Comparison of the planner's predictions with published runs, including inaccurate ones."""
+"""Comparison of the planner's predictions with published runs. Inaccurate predictions are
+included.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""HybridFlow's auto-mapping (arXiv 2409.19256, section 6): chooses which models share devices, the
-number of devices per pool and each model's layout, to minimise the step time.
+"""HybridFlow's auto-mapping (arXiv 2409.19256, section 6). It chooses which models share devices,
+the number of devices per pool and each model's layout, such that the step time is minimal.
 
 The search tries every set partition of the models into pools, every allocation of devices to the
 pools, and every choice of layouts that fit in memory together. It is exact: it only prunes options
@@ -38,8 +38,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A mapping: pools of (model, option), the number of devices in each pool, and the seconds per
-    step."""
+    """A mapping: pools as lists of (model, option), the number of devices in each pool, and the
+    step time in seconds.
+    """
 
     pools: tuple[tuple[tuple[str, Option], ...], ...]
     devices: tuple[int, ...]
@@ -134,8 +135,9 @@ def _added(one: Seconds, other: Seconds) -> Seconds:
 
 
 def _undominated(found: list[Any], key: Callable[[Any], tuple[float, ...]]) -> list[Any]:
-    """Return the Pareto-optimal elements (smallest keys), sorted by key. If several elements have
-    equal keys, one is kept."""
+    """Return the Pareto-optimal elements (those with the smallest keys), sorted by key. Among
+    elements with equal keys, one is kept.
+    """
     if not found:
         return []
     ordered = sorted(((key(one), one) for one in found), key=lambda pair: pair[0])

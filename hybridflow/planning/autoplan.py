@@ -1,5 +1,6 @@
-"""Auto-mapping of a configuration: generates its models' options with the planner, and converts the
-best mapping to settings."""
+"""Auto-mapping of a configuration: generates the options of each model with the planner, and
+converts the best mapping to settings.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ class Search:
 
     def _engines_of(self, ranks: int, size: int) -> int:
         """Return the number of engines with `ranks` ranks each that fit on `size` devices. An
-        engine is within one node or spans whole nodes."""
+        engine either fits into one node or occupies whole nodes.
+        """
         node = self.job.machines.devices_per_node
         if ranks > node:
             return 0 if ranks % node else size // ranks
@@ -197,7 +199,7 @@ class Search:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """Engines of one shape."""
+    """A choice of engines, all with the same shape."""
 
     engine: Engine
     count: int
@@ -230,11 +232,9 @@ def cuts(training: Training, size: int) -> Iterator[Cut]:
 
 
 def end_stages(layers: int, pipeline: int) -> tuple[int, int]:
-    """Return the numbers of layers in the first and last stage that leave equal numbers for the
-    others; 0 means the same as the others.
-
-    The end stages never have more layers than the others, because they also hold the embedding and
-    the output layer.
+    """Return the numbers of layers in the first and in the last stage such that all other stages
+    have equal numbers; 0 means the same number as the others. The end stages never have more layers
+    than the others, because they also contain the embedding and the output layer.
     """
     if layers % pipeline == 0:
         return 0, 0
@@ -330,7 +330,7 @@ def _layout(name: str, cut: Cut) -> dict[str, Any]:
 
 
 def _simplified(config: RunConfig, change: dict[str, Any]) -> dict[str, Any]:
-    """Colocate roles with the actor's pool and layout in the actor's processes."""
+    """Move roles that share the actor's pool and layout into the actor's processes."""
     for name in ROLES:
         if name in ("actor", "teacher"):
             continue

@@ -1,8 +1,6 @@
-"""The efficiency constants of the time and memory model: one set for all models, devices and
-layouts.
-
-They are fitted jointly to the published points of `hybridflow.planning.published_points`.
-docs/planning.md lists the prediction for every point, accurate or not. The planner has no other
+"""The efficiency constants of the time and memory model. A single set, used for all models, devices
+and layouts, is fitted jointly to the published runs in `hybridflow.planning.published_points`.
+docs/planning.md lists the prediction for every run, accurate or not. The planner has no other
 fitted numbers.
 """
 

@@ -1,7 +1,8 @@
-"""Start-up deadlines of a run: the configured timeouts plus an allowance for ranks and bytes.
+"""Start-up deadlines of a run: the configured timeouts, plus an allowance that depends on the
+number of ranks and bytes.
 
-These are deadlines, not estimates. They assume a slow disk and a busy cluster, so that a slow start
-is not aborted but a hanging one is.
+These are deadlines, not estimates. They assume a slow disk and a busy cluster, so that only a start
+that hangs is aborted, not a slow one.
 """
 
 from __future__ import annotations

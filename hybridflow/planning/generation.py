@@ -33,8 +33,9 @@ class Lengths:
 
     @cached_property
     def quantiles(self) -> tuple[float, ...]:
-        """Lengths at the midpoints of `_QUANTILES` equal shares of the responses, in ascending
-        order."""
+        """Lengths at the midpoints of `_QUANTILES` equally sized groups of responses, in ascending
+        order.
+        """
         normal = NormalDist()
         shape = []
         for i in range(_QUANTILES):
@@ -86,8 +87,7 @@ class Engine:
 
     @cached_property
     def numbers(self) -> Numbers:
-        """Number of weights on the largest rank, derived from the layout that a weight sync
-        fills."""
+        """Number of weights on the largest rank, derived from the layout used for weight syncs."""
         most = Numbers()
         share = self.decoder.num_layers // self.shape.pipeline
         for stage in {0, self.shape.pipeline - 1}:
@@ -117,7 +117,9 @@ class Engine:
 
     @cached_property
     def kv_room(self) -> float:
-        """Tokens that fit in the engine's KV cache, given the memory fraction and `kv_tokens`."""
+        """Number of tokens that fit into the engine's KV cache, given the memory fraction and
+        `kv_tokens`.
+        """
         left = self.device.memory_gb * 1e9 * self.memory_fraction - self.weights
         return max(min(left / self.kv_token * self.shape.data_attention, self.kv_tokens), 0)
 
@@ -160,8 +162,9 @@ class Engine:
     def seconds(
         self, requests: float, prompts: float, prompt_tokens: float, lengths: Lengths
     ) -> float:
-        """Return the seconds that one engine needs to complete `requests` responses to `prompts`
-        prompts, including the longest."""
+        """Return how long one engine takes to complete `requests` responses to `prompts` prompts,
+        including the longest response, in seconds.
+        """
         prefill = prompts * prompt_tokens * self._flops / self.ranks
         prefill /= self.device.peak(False) * self.constants.gemm * self.constants.prefill
         slots = max(min(self.running, self.kv_room / (prompt_tokens + lengths.mean)), 1.0)

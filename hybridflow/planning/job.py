@@ -28,8 +28,9 @@ def recomputed(config: RunConfig) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Assumed:
-    """Assumptions beyond the configuration: mean tokens per prompt and per response. None means
-    half of the maximum."""
+    """Assumptions that the configuration does not contain: mean tokens per prompt and per response.
+    None means half of the maximum.
+    """
 
     prompt: float | None = None
     response: float | None = None
@@ -133,9 +134,9 @@ def job_of(
     """Build the job of a checked configuration.
 
     Args:
-        hf: the policy's Hugging Face config, for configurations that do not determine it (the
-            vocabulary size may come from the tokenizer).
-        frozen: the policy has no optimizer (`roles.NAME.frozen`).
+        hf: the policy's Hugging Face config, needed if the configuration does not determine it (the
+            vocabulary size may come from the tokenizer). frozen: True if the policy has no
+            optimizer (`roles.NAME.frozen`).
 
     Raises:
         ConfigError, ModelError: the model's folder or sizes are incomplete.

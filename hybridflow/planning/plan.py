@@ -1,5 +1,6 @@
-"""The plan of a step, phase by phase: memory per device, duration, bottleneck, and whether it
-fits."""
+"""The plan of a step, phase by phase: memory per device, duration, bottleneck, and whether the job
+fits.
+"""
 
 from __future__ import annotations
 
@@ -176,8 +177,9 @@ def make_plan(job: Job) -> Plan:
 
 
 def resident(job: Job) -> dict[str, dict[str, float]]:
-    """Return {role: {part: bytes}} on each role's largest rank, comparable to `RoleMemory` in a
-    run."""
+    """Return {role: {part: bytes}} for each role's largest rank. Comparable to the measurements of
+    `RoleMemory` in a run.
+    """
     found: dict[str, dict[str, float]] = {}
     for role in job.roles:
         training = role.training
@@ -311,8 +313,9 @@ def _other(job: Job) -> Iterator[Phase]:
 def _held(
     job: Job, pool: str, computing: RolePlan | None = None, *parts: str, stage: int | None = None
 ) -> dict[str, float]:
-    """Return {part: bytes} for training processes on a pool's fullest device while the role
-    `computing` uses its `parts`. Offloaded parts are excluded."""
+    """Return {part: bytes} of training processes on a pool's fullest device while the role
+    `computing` uses its `parts`. Offloaded parts are excluded.
+    """
     found: dict[str, float] = {}
     for role in job.roles:
         if role.pool != pool:

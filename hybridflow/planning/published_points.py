@@ -247,8 +247,8 @@ class RlPoint:
     devices.
 
     Attributes:
-        prompt, response: mean tokens. If the source gives only their sum, the prompt is our
-            assumption.
+        prompt, response: mean tokens. If the source reports only their sum, the prompt length is
+            assumed.
         seconds: durations of the step and its phases, keyed by the planner's names.
     """
 

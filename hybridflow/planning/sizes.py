@@ -1,7 +1,6 @@
-"""Each layer's parameter counts per rank and cost per token, computed from the parameter maps that
-a run uses.
-
-Identical layers are computed once, so a model with 10^12 parameters takes milliseconds.
+"""Parameter counts per rank and costs per token of each layer, computed from the same parameter
+maps as in a run. Identical layers are computed only once, so a model with 10^12 parameters takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ EXPERTS = ".mlp.experts."  # marks routed experts, as in `mcore.model.mark_exper
 
 @dataclass(frozen=True)
 class Numbers:
-    """Parameter counts of a rank: routed experts, and everything else (dense)."""
+    """A rank's parameter counts: routed experts, and everything else (dense)."""
 
     dense: int = 0
     expert: int = 0

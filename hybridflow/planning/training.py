@@ -85,7 +85,7 @@ class Cut(ParallelShape):
 
 @dataclass(frozen=True)
 class Practice:
-    """A training system's options other than its layout.
+    """Options of a training system, other than its layout.
 
     Attributes:
         recompute: `full`, or modules: core_attn, mlp, mla_up_proj, moe_act, layernorm, moe,
@@ -95,9 +95,8 @@ class Practice:
             with the last micro-batch's backward pass, and the gathering of updated weights with
             the first one's forward pass.
         logits_chunk: number of tokens whose logits are materialised at a time; None for all.
-        keeps_expert_outputs: whether expert outputs are saved (True without memory-efficient
-            permutation).
-        even_routing: whether routing is forced to be even, as in benchmarks.
+        keeps_expert_outputs: True if expert outputs are saved (without memory-efficient
+            permutation). even_routing: True if routing is forced to be even, as in benchmarks.
     """
 
     recompute: frozenset[str] = frozenset()
@@ -168,8 +167,9 @@ class Training:
         return each * (numbers.dense / self.cut.shards + numbers.expert / self.cut.expert_shards)
 
     def tokens(self, micro_tokens: float) -> float:
-        """Return the number of a micro-batch's tokens on one rank outside tensor-parallel
-        regions."""
+        """Return how many of a micro-batch's tokens one rank has outside tensor-parallel
+        regions.
+        """
         return micro_tokens / self.cut.context / (self.cut.tensor if self.cut.sequence else 1)
 
     def layer_activations(

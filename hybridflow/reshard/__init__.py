@@ -1,2 +1,3 @@
-"""Weight transfer planning: determines which trainer rank sends which slice of a tensor to which
-engine rank. The planner has no side effects."""
+"""Weight transfer planning: decides which trainer rank sends which slice of each tensor to which
+engine rank. The planner has no side effects.
+"""

@@ -1,5 +1,6 @@
-"""Assigns each slice to one of the ranks that hold it, minimising the load of the busiest
-sender."""
+"""Assigns each slice to one of the ranks that hold it, such that the load of the busiest sender is
+minimal.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +91,9 @@ def _share(
 
 
 def _fill(load: Array, amount: float) -> Array:
-    """Return the share of `amount` that each entry gets when it is distributed to even out
-    `load`."""
+    """Distribute `amount` over the entries of `load` so as to even them out. Returns each entry's
+    share.
+    """
     ordered = np.sort(load)
     levels = (amount + np.cumsum(ordered)) / np.arange(1, len(load) + 1)
     level = levels[np.flatnonzero(levels > ordered)[-1]] if amount > 0 else ordered[0]

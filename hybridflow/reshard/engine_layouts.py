@@ -1,8 +1,8 @@
 """Hand-written layouts of SGLang ranks, used only by the dry run.
 
-A training run does not use this module. It discovers the layout by tracing the engine's own loader
+A training run instead discovers the layout by tracing the engine's own loader
 (`hybridflow.engines.layout_tracer`), so it does not depend on hand-written tables. The dry run has
-no engine, and must plan for 1,024 ranks within seconds.
+no engine to trace, and must plan for 1,024 ranks within seconds.
 
 Conventions of SGLang 0.5.23: query, key and value are stacked in `qkv_proj`; gate is stacked over
 up in `gate_up_proj` and `w13_weight`; experts are stacked; the vocabulary is padded to a multiple
@@ -226,7 +226,7 @@ def _scale_piece(
 
 
 def _whole(name: str, shape: Sequence[int]) -> LocalTensor:
-    """Return a buffer with the same name and full contents as the HF tensor."""
+    """Return a buffer with the name and the full contents of the HF tensor."""
     return whole(name, name, shape)
 
 
@@ -236,7 +236,7 @@ def _norms(norms: Norms, prefix: str, hidden: int) -> list[LocalTensor]:
 
 
 def _split(name: str, shape: Sequence[int], dim: int, rank: int, size: int) -> LocalTensor:
-    """Return a buffer with the same name as the HF tensor and an even shard of its contents."""
+    """Return a buffer with the name of the HF tensor and an even shard of its contents."""
     return split(name, name, shape, dim, rank, size)
 
 

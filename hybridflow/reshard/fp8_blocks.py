@@ -1,5 +1,5 @@
-"""Block-wise fp8 in plans: determines the fp8 weights and scales that a trainer rank can compute
-from its own weights.
+"""Block-wise fp8 in plans: determines which fp8 weights and scales a trainer rank can compute from
+its own weights.
 
 A rank whose region of `X.weight` consists of whole blocks can also provide the same region in fp8
 and the matching rectangle of `X.weight_scale_inv`. That rectangle is a separate piece, in a buffer

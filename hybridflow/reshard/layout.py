@@ -115,7 +115,7 @@ class RankLayout:
     def of(
         cls, tensors: Sequence[LocalTensor], catalog: Mapping[str, int], dtype: str
     ) -> RankLayout:
-        """Build the layout of a rank that holds these local tensors.
+        """Build the layout of a rank that stores these local tensors.
 
         Raises:
             WeightSyncError: a piece refers to a tensor missing from the catalog, or a buffer

@@ -29,7 +29,8 @@ from hybridflow.reshard.slices import (
 Array = np.ndarray
 Table = dict[str, Array]
 
-# Dtypes that a sender can cast between while packing. Block-wise fp8 needs scales in the catalog.
+# Dtypes between which a sender can cast while packing. Block-wise fp8 also requires scales in the
+# catalog.
 CASTS = ("float32", "bfloat16", "float16")
 
 
@@ -188,7 +189,9 @@ def _order(rows: Table, need: Table) -> Table:
 
 
 def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -> Table:
-    """Fill each class's buckets with consecutive units, packing as many into each bucket as fit."""
+    """Fill each class's buckets with consecutive units, packing as many units into each bucket as
+    fit.
+    """
     nbytes = boxes.volumes(rows["size"]) * rows["item"]
     first = np.flatnonzero(np.diff(rows["unit"], prepend=-1))
     units = np.add.reduceat(nbytes, first) if len(first) else np.empty(0, dtype=np.int64)
@@ -242,10 +245,8 @@ def _table(rows: Table, need: Table) -> Deliveries:
 
 
 def _phases(table: Deliveries, target: Layout) -> Array:
-    """Return each engine rank's first bucket, chosen so that they are spread evenly over all
-    buckets.
-
-    If all ranks started with layer 0, they would queue at the first pipeline stage.
+    """Choose each engine rank's first bucket, such that first buckets are spread evenly over all
+    buckets. If all ranks started with layer 0, they would queue at the first pipeline stage.
     """
     last = np.zeros(len(target.classes), dtype=np.int64)
     np.maximum.at(last, table.receiver, table.bucket)

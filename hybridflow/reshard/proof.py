@@ -113,10 +113,8 @@ def compare_buffers(
 
 
 def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
-    """Return the HF tensors that some engine does not use, and those that some engine uses only
-    partly.
-
-    Only engines that load a weight in fp8 must use its scales.
+    """Return the HF tensors that at least one engine does not use, and those that at least one
+    engine uses only partly. Scales count only for engines that load the weight in fp8.
     """
     pieces = _pieces(target)
     in_fp8 = _is_fp8(target)[_column(target, "tensor") != PADDING]
@@ -194,8 +192,9 @@ def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[C
 def _unlike_their_bounds(
     key: Array, start: Array, size: Array, bounds: Array, beyond: Array
 ) -> Array:
-    """Return the keys, except those in `beyond`, whose signed corners differ from those of `[0,
-    bounds[key])`."""
+    """Return the keys that are not in `beyond` and whose signed corners differ from the corners of
+    the box `[0, bounds[key])`.
+    """
     keys = np.concatenate([key, np.arange(len(bounds))])
     low = np.concatenate([start, np.zeros_like(bounds)])
     high = np.concatenate([start + size, bounds])
@@ -242,7 +241,7 @@ def _meeting(start: Array, size: Array) -> int:
 
 
 def _union(start: Array, size: Array) -> int:
-    """Count the elements in the union of the rectangles, on the grid formed by their bounds."""
+    """Count the elements in the union of the rectangles, using the grid formed by their bounds."""
     low = np.zeros_like(start)
     high = np.zeros_like(start)
     volume = np.ones((), dtype=np.int64)
@@ -371,8 +370,9 @@ def _piece_faults(plan: SlicePlan) -> Iterator[str]:
 
 
 def _sender_faults(plan: SlicePlan) -> Iterator[str]:
-    """Yield slices that are outside their region or tensor, and sends of regions that the sender
-    does not hold."""
+    """Yield faults for slices outside their region or tensor, and for senders that do not hold the
+    region that they should send.
+    """
     tensor = _column(plan.target, "tensor")[_piece_of_delivery(plan)]
     yield from _outside_their_regions(plan, tensor)
     yield from _not_held(plan, tensor)
@@ -412,7 +412,7 @@ def _not_held(plan: SlicePlan, tensor: Array) -> Iterator[str]:
 
 
 def _service_faults(plan: SlicePlan) -> Iterator[str]:
-    """Yield deliveries that some rank of the class receives twice or not at all."""
+    """Yield a fault for each delivery that a rank of the class receives twice or not at all."""
     sends = plan.sends
     table = plan.deliveries
     counts = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))[table.receiver]
@@ -464,7 +464,7 @@ def _split_over_buckets(plan: SlicePlan) -> Iterator[str]:
 
 
 def _several(group: Array, values: Array) -> Array:
-    """Return the groups that have more than one value."""
+    """Return the groups that contain more than one distinct value."""
     order = np.lexsort((values, group))
     group = group[order]
     values = values[order]

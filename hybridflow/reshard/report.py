@@ -1,5 +1,6 @@
-"""The dry run behind `hybridflow reshard plan`: plans, proves and simulates a transfer for given
-sizes, and formats the results."""
+"""Implementation of `hybridflow reshard plan`: plans, proves and simulates a transfer for given
+sizes, and formats the results.
+"""
 
 from __future__ import annotations
 
@@ -214,8 +215,8 @@ def table(run: DryRun) -> str:
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """Load an HF config, given the name of a published model, a folder with a config.json, or a
-    file.
+    """Load an HF config. `model` is the name of a published model, a folder with a config.json, or
+    a file.
 
     Raises:
         ModelError: `model` is neither a known name nor a file.

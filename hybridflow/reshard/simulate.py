@@ -1,4 +1,4 @@
-"""Simulates a plan on modelled links, to predict its duration and the bottleneck.
+"""Simulates a plan on modelled links, to predict its duration and its bottleneck.
 
 Every rank has one full-duplex link with a given bandwidth. A sender sends its messages one after
 another in the plan's order, each as soon as its receiver has a free buffer. A receiver has two

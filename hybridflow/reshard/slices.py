@@ -1,9 +1,9 @@
-"""The slice plan: the sender and delivery order of every rectangle that an engine needs.
+"""The slice plan: the sender and the delivery order of every rectangle that an engine needs.
 
-The plan intersects the pieces of both sides, so that each element an engine rank needs is delivered
-to it exactly once. Ranks that hold the same region (data-parallel replicas) share the sending, so
-that the busiest link carries as little as possible. A slice needed by several engine ranks is one
-row with several receivers (multicast).
+The plan intersects the pieces of both sides, so that each element that an engine rank needs is
+delivered to it exactly once. Ranks that hold the same region (data-parallel replicas) share the
+sending, so that the busiest link carries as little as possible. A slice needed by several engine
+ranks is one row with several receivers (multicast).
 
 The plan is plain data: integer columns, a hash, JSON. This module does not depend on Megatron,
 SGLang or processes.
@@ -67,9 +67,8 @@ class Regions:
 
 @dataclass(frozen=True)
 class Sends:
-    """Assignment of deliveries to senders.
-
-    Rank `source` sends row `delivery` to `SlicePlan.receivers(class)[first:last]`.
+    """Assignment of deliveries to senders. In each entry, rank `source` sends row `delivery` to
+    `SlicePlan.receivers(class)[first:last]`.
     """
 
     delivery: Array
