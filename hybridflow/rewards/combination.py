@@ -87,16 +87,16 @@ class Combination(Verifier):
 
     @property
     def needed(self) -> set[str]:
-        """The options that any part requires."""
+        """The options that at least one part requires."""
         return {option for one, _ in self.parts.values() for option in one.needed}
 
     @property
     def facts(self) -> set[str]:
-        """The facts that any part accepts as arguments."""
+        """The facts that at least one part accepts as arguments."""
         return {fact for one, _ in self.parts.values() for fact in one.facts}
 
     def check_truth(self, ground_truth: Any) -> None:
-        """Raise ValueError if the ground truth is invalid for any part."""
+        """Raise ValueError if the ground truth is invalid for at least one part."""
         for one, _ in self.parts.values():
             one.check_truth(ground_truth)
 

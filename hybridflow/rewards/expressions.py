@@ -1,5 +1,5 @@
-"""Text processing of mathematical answers: extraction from a response, removal of decoration, and a
-test for literals.
+"""Text processing for mathematical answers: extraction from a response, removal of decoration, and
+detection of literals.
 
 A literal is a fully evaluated number: an integer, decimal, fraction, root or multiple of pi,
 optionally with a percent sign, a power of ten or a base. `6+1`, `13!` and `3^5 \\bmod 7` are not
@@ -35,9 +35,10 @@ _OPENED = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
 
 
 def stated_answer(answer: str) -> str | None:
-    """Extract the result that an answer states: the last box, or else the text after the last "the
-    answer is", or else the last expression of the last sentence. Returns None if there is none or
-    if the last box is not closed."""
+    """Extract the result stated in an answer: the last box, or else the text after the last "the
+    answer is", or else the last expression in the last sentence. Returns None if there is none or
+    if the last box is not closed.
+    """
     box = last_box(answer)
     if box is not None:
         return box.content

@@ -109,10 +109,9 @@ class Scoring:
             check_installed(self._verifier(source), f"the verifier of data_source {source!r}")
 
     def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Score the rows of one call: a single row, or the rows of a group. If a row has no
-        response (None), only its ground truth is checked.
-
-        Must be called outside an event loop, because the function may start one.
+        """Score the rows of one call: a single row, or the rows of a group. For a row without a
+        response (None), only the ground truth is checked. Must be called outside an event loop,
+        because the function may start one.
         """
         if rows[0][1] is None:
             return self.truths(rows)
@@ -126,7 +125,7 @@ class Scoring:
         return self._checked(rows, found)
 
     async def outcomes_while_others_wait(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Async version of `outcomes` for async functions, to be called within an event loop."""
+        """Async version of `outcomes`, for async functions. Call it within an event loop."""
         if rows[0][1] is None:
             return self.truths(rows)
         try:
@@ -270,8 +269,9 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 
 @contextmanager
 def leaving_no_alarm() -> Iterator[None]:
-    """Context manager: disarm the timers that a call leaves running and restore the signal handlers
-    that it replaces, so that a late alarm does not interrupt another call."""
+    """Context manager that disarms timers left running by a call and restores signal handlers
+    replaced by it, so that a late alarm does not interrupt another call.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

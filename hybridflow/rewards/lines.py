@@ -1,5 +1,6 @@
 """Exchange of JSON lines over a socket, and functions that start processes connected by a socket.
-Bytes and dates, which parquet columns may contain, keep their types."""
+Types that JSON lacks but parquet columns may contain, such as bytes and dates, are preserved.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Lines:
         self._out = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message now. Requires a blocking socket."""
+        """Send a message immediately. Requires a blocking socket."""
         self.socket.sendall(encoded(message))
 
     def queue(self, message: dict[str, Any]) -> None:
@@ -142,8 +143,9 @@ class Forked:
 def fork_process(
     main: Callable[[Sequence[str]], None], log_path: Path | None
 ) -> tuple[Forked, Lines]:
-    """Run `main([DESCRIPTOR])` in a fork of this process. Like `start_process`, except that the
-    child inherits this process's objects. All other open files are closed in the child."""
+    """Run `main([DESCRIPTOR])` in a fork of this process. Differs from `start_process` in that the
+    child inherits this process's objects. All other open files are closed in the child.
+    """
     ours, theirs = socket.socketpair()
     driver = os.getpid()
     sys.stdout.flush()

@@ -23,8 +23,9 @@ _TRUTHS = 4096  # ground truths checked per call of the pool
 
 @dataclass(frozen=True)
 class Submitted:
-    """Rows being scored. A call is either the number of a call in the pool, or rows that this
-    process scores when they are collected, together with the positions of its rows."""
+    """Rows that are being scored. Each call consists of the positions of its rows and either its
+    number in the pool, or the rows themselves, which this process scores when they are collected.
+    """
 
     calls: Sequence[tuple[int | list[Row], list[int]]]
 
@@ -80,7 +81,7 @@ class RewardManager:
     ) -> None:
         """Raise a DataError for the first ground truth that is invalid for its verifier.
 
-        `places` [B] contains the file of each row, for the message. Verifiers in custom files run
+        `places` [B] contains the file of each row, for the message. Verifiers from user files run
         in the pool.
         """
         rows: list[Row] = [
@@ -246,15 +247,17 @@ class RewardManager:
 
     def _loaded(self) -> tuple[list[str] | None, bool]:
         """Return the data sources that have a verifier (None if a function scores all rows), and
-        True if calls are per group."""
+        whether the function is called per group.
+        """
         if self._scoring is not None:
             return self._scoring.sources, self._scoring.by_group
         pool = self._started_pool()
         return pool.sources, pool.by_group
 
     def _runs_here(self, source: str, text: str) -> bool:
-        """Return True if this process scores the text itself: always with processes=0, otherwise
-        only short texts with a fast verifier."""
+        """Return True if this process scores the text itself: always if `reward.processes` is 0,
+        otherwise only short texts with a fast verifier.
+        """
         quick = len(text) <= DRIVER_CHARACTERS
         return self._scoring is not None and (
             self.config.processes == 0 or (quick and self._scoring.runs_in_driver(source))

@@ -1,4 +1,4 @@
-"""Conversion of a dataset's program tests to inputs for the sandbox and expected results.
+"""Conversion of a dataset's program tests to sandbox inputs and expected results.
 
 Expected values stay outside the sandbox, so a program cannot look them up: for `assert f(1) == 2`,
 the sandbox evaluates `f(1)`, and the result is compared with 2 here.
@@ -227,8 +227,9 @@ def _result(statements: str, expected: Any) -> ProgramTest:
 
 
 def _statements(text: str) -> ProgramTest:
-    """Build a test that checks that the statements run to completion. They are followed by a random
-    value, unknown to the program, as the result."""
+    """Build a test that checks that the statements run to completion. A random value that the
+    program cannot know is appended as the result.
+    """
     mark = secrets.token_hex(16)
     return _result(f"{text}\n_result = {mark!r}", mark)
 

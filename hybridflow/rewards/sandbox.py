@@ -115,8 +115,8 @@ class Sandbox:
                 JSON list [name, [argument, ...]], and the last line printed is the result as JSON.
                 Alternatively, the standard input is a JSON string with statements that set
                 `_result`, and the last line is its `repr` as JSON.
-            goes_on: the same program is expected to run next and will reuse the namespaces, which
-                costs only one fork. The process and /tmp are always new.
+            goes_on: True if the same program is expected to run next. It then reuses the
+                namespaces, which costs only one fork. The process and /tmp are always new.
         """
         limits = limits or Limits()
         if self.has_ended:

@@ -1,12 +1,12 @@
-"""The process from which programs are forked. Standard library only: `python -I -S
-sandbox_process.py` with a socket as standard input imports nothing else, and has an empty
-environment and no secrets that a fork could read.
+"""The process from which programs are forked. It runs as `python -I -S sandbox_process.py` with a
+socket as standard input, imports only the standard library, and has an empty environment and no
+secrets that a fork could read.
 
 It enters new user, mount, network, IPC and UTS namespaces once, with a separate root without /proc.
-A fork of it, the nursery, creates a PID and a mount namespace for each program, one ahead of
-demand. Each run of the program is a fork of the init process in that namespace, with an empty /tmp,
-resource limits and a seccomp filter that allows only computing, using /tmp and starting threads: no
-fork, exec, socket, mount or ptrace.
+A fork of this process, the nursery, creates a PID and a mount namespace for each program, one in
+advance. Each run of the program is a fork of the init process in that namespace, with an empty
+/tmp, resource limits and a seccomp filter that allows only computing, using /tmp and starting
+threads: no fork, exec, socket, mount or ptrace.
 """
 
 from __future__ import annotations
@@ -429,8 +429,9 @@ def _read_order(message: bytes, file: int) -> tuple[dict[str, Any], _Limits]:
 
 
 def _state_of_tmp() -> tuple[int, ...]:
-    """Return a value that stays the same only if no program has touched /tmp. Creating a file uses
-    an inode; deleting it, changing a mode or listing the folder updates a timestamp."""
+    """Return a value that stays the same only if no program has touched /tmp: creating a file uses
+    an inode, and deleting it, changing a mode or listing the folder updates a timestamp.
+    """
     folder = os.stat("/tmp")
     system = os.statvfs("/tmp")
     times = folder.st_atime_ns, folder.st_mtime_ns, folder.st_ctime_ns
@@ -551,8 +552,8 @@ class _Space:
         """Kill the processes in the namespace. Raises BrokenPipeError if the nursery was killed.
 
         Args:
-            waits: wait until they have exited. Not needed if the exit of the program was already
-                reported.
+            waits: True to wait until they have exited. Not needed if the program's exit has already
+                been reported.
         """
         self._requests.close()
         self._nursery.send(_END_AND_REPLY if waits else _END)
@@ -637,8 +638,9 @@ def _nursery() -> socket.socket:
 
 
 def _answer(lines: io.BufferedRWPair, nursery: socket.socket, as_root: bool) -> None:
-    """Run the programs, each in a namespace that was created while an earlier program was
-    running."""
+    """Run the programs of a request, each in a namespace that was created while an earlier program
+    was running.
+    """
     space = None
     spare = _Space(nursery)
     for line in lines:

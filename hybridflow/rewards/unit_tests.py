@@ -1,5 +1,5 @@
-"""Rewards for unit tests written by a policy, obtained by running programs on them (CURE, Wang et
-al., arXiv 2506.03136).
+"""Rewards for unit tests written by a policy. They are determined by running programs on the unit
+tests (CURE, Wang et al., arXiv 2506.03136).
 
 For the programs l and the unit tests k written for a task, B[l, k] is 1 if program l passes unit
 test k, and I[l] is 1 if it passes all ground-truth tests. The reward of unit test k is

@@ -47,7 +47,7 @@ class ScoreResult:
 
 @dataclass(frozen=True)
 class Verifier:
-    """Compares the text of a response with the ground truth of its row.
+    """A verifier compares the text of a response with the ground truth of its row.
 
     Attributes:
         function: called as (response, ground_truth, *, options); returns a score, a dict with a
@@ -96,7 +96,7 @@ class Verifier:
         return inspect.iscoroutinefunction(self.function)
 
     def given(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the options and facts that the function accepts as arguments."""
+        """Return the options and facts that the function accepts as arguments."""
         taken = self.options | self.facts
         return {name: value for name, value in options.items() if name in taken}
 

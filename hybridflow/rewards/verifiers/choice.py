@@ -1,4 +1,6 @@
-"""Multiple choice: compares the letter chosen in the response."""
+"""Verifier for multiple-choice questions. Compares the letter chosen in the response with the
+ground truth.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regular expression: the response must match it."""
+"""Verifier for regular expressions: the ground truth is a pattern that the response must match."""
 
 from __future__ import annotations
 
