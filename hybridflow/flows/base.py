@@ -62,12 +62,14 @@ class RewardModel(Protocol):
         """Return the batch with rm_scores."""
 
     def update(self, pairs: DataProto) -> Awaitable[None]:
-        """Run one update on pairs of answers (prompt_ids, chosen_ids, rejected_ids) in a run with
-        `reward_model.trains`. With several ranks, pairs that do not divide evenly are dropped."""
+        """Run one update on pairs of answers (prompt_ids, chosen_ids, rejected_ids). Requires
+        `reward_model.trains`. If the ranks cannot divide the pairs evenly, the remaining pairs are
+        dropped.
+        """
 
 
 class Critic(Protocol):
-    """A value model. The columns of the cost critic are cost_values and cost_returns."""
+    """A value model. For the cost critic, the columns are named cost_values and cost_returns."""
 
     def values(self, batch: DataProto) -> Awaitable[DataProto]:
         """Return the batch with values."""
@@ -124,7 +126,7 @@ class Run(Protocol):
 
     @property
     def cost_critic(self) -> Critic:
-        """The value model of costs. A run has it if its flow declares the role."""
+        """The value model of costs, which exists only if the flow declares this role."""
 
     @property
     def reference(self) -> Reference:
@@ -136,7 +138,7 @@ class Run(Protocol):
 
     @property
     def teacher(self) -> Teacher:
-        """A model that the policy learns from."""
+        """The model from which the policy learns."""
 
     def __getattr__(self, name: str) -> FurtherPolicy:
         """Return the additional policy with this name."""
@@ -168,8 +170,9 @@ class Run(Protocol):
 
     def advantages(self, batch: DataProto, of: str = "scores") -> DataProto:
         """Return the batch with advantages and, with a critic, returns (`algorithm.adv_estimator`).
-        With `of="costs"`, the same of the column costs [B], which the flow sets: cost_advantages
-        and, from cost_values, cost_returns."""
+        With `of="costs"`, computes the same from the column costs [B], which the flow must set:
+        cost_advantages and, from cost_values, cost_returns.
+        """
 
     def leave_out(self, batch: DataProto, rows: np.ndarray) -> DataProto:
         """Return the batch with these rows, [B] bool, excluded from loss and statistics. They stay
@@ -199,15 +202,15 @@ def flow(
 
     Args:
         name: value of `algorithm.flow`; for a user's file, the part after `path/to/file.py:`.
-        roles: the attributes of `Run` that it calls: policy, critic, cost_critic, reference,
-            reward_model, teacher, and the names of further policies (`roles` in the configuration).
-            A run whose settings start another role is rejected.
+        roles: the attributes of `Run` that the flow calls: policy, critic, cost_critic, reference,
+            reward_model, teacher, and names of further policies (`roles` in the configuration). A
+            run whose settings start any other role is rejected.
         options: a frozen dataclass whose fields are the keys of `algorithm.flow_options`, with
             types and defaults. The flow reads them as `run.options`.
-        policy_losses: the values of `actor.policy_loss` that match its paper's definition; empty:
-            any.
-        rewards: numbers that it reads from the column reward_extra: the reward returns them besides
-            the score. An answer without one counts as failed (`reward.on_failure`).
+        policy_losses: values of `actor.policy_loss` that match the definition in the flow's paper;
+            empty allows any. rewards: numbers that the flow reads from the column reward_extra, and
+            that the reward must therefore return besides the score. An answer for which one is
+            missing counts as failed (`reward.on_failure`).
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(
@@ -263,7 +266,7 @@ def _check_body(name: str, body: object) -> None:
 
 
 def _decorator(name: str, body: object) -> str:
-    """Return the decorator with the roles that the body's code uses."""
+    """Return the correct decorator, with all roles that the body uses, for an error message."""
     code = getattr(body, "__code__", None)
     named = [role for role in ROLES if code is not None and role in code.co_names]
     return f"@flow({name!r}, roles={tuple(named or ['policy'])})"
@@ -274,6 +277,6 @@ def _name_of(body: object) -> str:
 
 
 def _line_of(body: Body) -> int | None:
-    """Return the line of the decorator."""
+    """Return the line number of the decorator."""
     code = getattr(inspect.unwrap(body), "__code__", None)
     return None if code is None else int(code.co_firstlineno)

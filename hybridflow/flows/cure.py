@@ -1,6 +1,7 @@
 """CURE (arXiv 2506.03136): a coder and a tester that improve each other. The policy writes programs
-for the tasks in the dataset, and the tester writes unit tests for the same tasks. Each program is
-run on every unit test for its task."""
+for the dataset's tasks, and the tester writes unit tests for the same tasks. Each program is run on
+every unit test for its task.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +74,9 @@ def requests(programs: DataProto, prompt: str) -> list[str]:
 async def judged(
     programs: DataProto, tests: DataProto, runs: ProgramRuns
 ) -> tuple[np.ndarray, Mapping[str, float]]:
-    """Return the rewards [B] of the unit tests, and metrics: the means of those from `rewards_of`,
-    and judged_tasks, the fraction of tasks with both correct and wrong programs."""
+    """Return the rewards [B] of the unit tests, and metrics: those of `rewards_of`, averaged over
+    tasks, and judged_tasks, the fraction of tasks with both correct and wrong programs.
+    """
     texts = programs["response_text"]
     read = objects([unit_test_of(text) for text in tests["response_text"]])
     tasks = rows_by_task(programs, tests)
@@ -105,9 +107,10 @@ def rows_by_task(programs: DataProto, tests: DataProto) -> list[tuple[np.ndarray
 def rewards_of(
     passed: np.ndarray, is_right: np.ndarray, tests: np.ndarray
 ) -> tuple[np.ndarray, Mapping[str, float]]:
-    """Return the rewards of a task's unit tests, and metrics. If there is a correct program, they
-    include right_tests, the fraction of unit tests that all correct programs pass; if there is also
-    a wrong one, mu (`rewards.unit_tests`)."""
+    """Return the rewards of a task's unit tests, and metrics. If there is a correct program, the
+    metrics include right_tests, the fraction of unit tests that all correct programs pass; if there
+    is also a wrong program, they include mu (see `rewards.unit_tests`).
+    """
     is_test = np.array([test is not None for test in tests])
     rewards, mu = unit_test_rewards(passed, is_right, is_test)
     metrics = {}

@@ -11,7 +11,7 @@ from hybridflow.flows.base import Run, flow
 
 @flow("learned_reward", roles=("policy", "reference", "reward_model"))
 async def learned_reward(run: Run) -> None:
-    """Reward each step with the reward model as it is before training on the step's pairs."""
+    """Score each step with the reward model before training the model on the step's pairs."""
     async for _ in run.steps():
         batch = await run.samples()
         batch = await run.all(

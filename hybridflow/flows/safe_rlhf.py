@@ -1,5 +1,7 @@
-"""Safe RLHF (arXiv 2310.12773): the reward is maximised while the mean cost stays within a limit. A
-critic each for rewards and costs, and a multiplier that grows while the cost is above the limit."""
+"""Safe RLHF (arXiv 2310.12773): maximises the reward while the mean cost stays within a limit. Uses
+separate critics for rewards and costs, and a Lagrange multiplier that grows while the cost is above
+the limit.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ _ROLES = ("policy", "critic", "cost_critic", "reference", "reward_model")
 
 @dataclass(frozen=True)
 class Options:
-    """`limit`: of the mean cost, -d of the paper. `multiplier`: its value at the start. `lr`: its
-    step size. `largest`: bound of the multiplier."""
+    """Options: `limit` of the mean cost (-d in the paper); `multiplier`, its initial value; `lr`,
+    the step size of its updates; and `largest`, its upper bound.
+    """
 
     limit: float = 0.0
     multiplier: Positive = 1.0
@@ -29,7 +32,7 @@ class Options:
     largest: Positive = 5.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if the multiplier starts above its bound."""
+        """Raise ConfigError if the initial multiplier is above its upper bound."""
         if self.multiplier > self.largest:
             raise ConfigError(
                 f"algorithm.flow_options.multiplier={self.multiplier:g} is more than "
@@ -39,7 +42,9 @@ class Options:
 
 @flow("safe_rlhf", roles=_ROLES, options=Options, rewards=("cost",))
 async def safe_rlhf(run: Run) -> None:
-    """PPO on advantages of rewards less those of costs (section 3.3, appendix B.3)."""
+    """Run PPO on the reward advantages minus the weighted cost advantages (section 3.3, appendix
+    B.3).
+    """
     options = run.options
     async for _ in run.steps():
         batch = await run.samples()
@@ -65,14 +70,17 @@ async def safe_rlhf(run: Run) -> None:
 
 
 def costs_of(batch: DataProto) -> np.ndarray:
-    """The number cost that the reward returned [B] f32; NaN for rows whose scoring failed."""
+    """Return the number `cost` that the reward returned for each row [B] f32; NaN for rows whose
+    scoring failed.
+    """
     found = [finite_number(extra.get("cost")) for extra in batch["reward_extra"]]
     return np.array([math.nan if cost is None else cost for cost in found], np.float32)
 
 
 def constrained(batch: DataProto, multiplier: float) -> Jagged:
-    """The advantages of the Lagrangian, divided by 1 + multiplier (eq. 30), at each response
-    token."""
+    """Return the advantages of the Lagrangian, divided by 1 + multiplier (eq. 30), at each response
+    token.
+    """
     rewards = batch.jagged("advantages")
     costs = batch.jagged("cost_advantages")
     values = (rewards.values - multiplier * costs.values) / (1.0 + multiplier)
@@ -80,7 +88,8 @@ def constrained(batch: DataProto, multiplier: float) -> Jagged:
 
 
 def next_multiplier(multiplier: float, cost: float, options: Options) -> float:
-    """Gradient ascent on the multiplier's logarithm (eq. 31), with the mean cost of a step as the
-    estimate of J_C."""
+    """Apply gradient ascent to the logarithm of the multiplier (eq. 31). The step's mean cost is
+    used as the estimate of J_C.
+    """
     logarithm = math.log(multiplier) + options.lr * multiplier * (cost - options.limit)
     return math.exp(min(max(logarithm, _LEAST), math.log(options.largest)))
