@@ -1,4 +1,4 @@
-"""Engines on this machine that load a model's weights from its folder, without Ray."""
+"""Engines on this machine that load a model's weights from its folder. They run without Ray."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Started:
     """Engines that have been started.
 
     Attributes:
-        requests: send requests to them, after `wait`.
-        wait: waits until they answer requests.
+        requests: interface for sending requests; usable after `wait`. wait: waits until the engines
+            accept requests.
     """
 
     requests: Requests
@@ -49,15 +49,16 @@ class Started:
 def started(
     model: Model, version: int, logs: Path, preload: Preload, progress: Progress
 ) -> Iterator[Started]:
-    """Start engines that answer requests with the model's weights. They are stopped at the end.
+    """Context manager that starts engines with the model's weights, and stops them at the end of
+    the block.
 
     Args:
-        version: number of the weights, from which the engine in this process derives its seeds.
-        logs: folder for the engines' logs.
+        version: version number of the weights; an engine in this process derives its seeds from it.
+            logs: folder for the engines' logs.
 
     Raises:
-        EngineError: (also by `wait`) an engine did not start.
-        ConfigError: this machine lacks the devices for one.
+        EngineError: an engine did not start; also raised by `wait`. ConfigError: this machine has
+            too few devices for an engine.
     """
     with ExitStack() as stack:
         if model.config.cluster.in_process:
@@ -112,17 +113,15 @@ def _served(
 
 
 def _stop(group: ThreadGroup) -> None:
-    """Stop all engines at the same time, whatever their workers are doing."""
+    """Stop all engines concurrently, regardless of their workers' state."""
     with ThreadPoolExecutor(max(1, group.world_size)) as threads:
         for stopped in [threads.submit(worker.stop) for worker in group.workers]:
             stopped.result()
 
 
 async def _restarted(engines: EngineGroup, error: HybridFlowError) -> None:
-    """Wait until an engine has restarted. Its weights come from its folder.
-
-    Raises:
-        HybridFlowError: `error`, once every engine has been given up.
+    """Wait until an engine has restarted with the weights in its folder. Raises: HybridFlowError:
+    `error` itself, if no engine can be restarted any more.
     """
     if not isinstance(error, EnginesLostError):
         raise error
@@ -140,7 +139,7 @@ async def _restarted(engines: EngineGroup, error: HybridFlowError) -> None:
 
 
 def _fitting(config: RunConfig, progress: Progress) -> RunConfig:
-    """Return the configuration with no more engines than this machine's GPUs can hold."""
+    """Return the configuration with at most as many engines as fit on this machine's GPUs."""
     platform = Platform.detect()
     rollout = config.rollout
     if platform.kind != "cuda":
@@ -156,7 +155,7 @@ def _fitting(config: RunConfig, progress: Progress) -> RunConfig:
 
 
 def _visible(platform: Platform) -> list[str]:
-    """Return the CUDA devices that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the CUDA devices visible to this process, named as in CUDA_VISIBLE_DEVICES."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     found = [one.strip() for one in named.split(",") if one.strip()]
     return found or [str(number) for number in range(platform.device_count())]

@@ -1,5 +1,6 @@
-"""An evaluation: a run's validation without the run, with intervals. Results are JSON and a
-table."""
+"""Evaluation of a model: the validation of a run, but as a separate command and with confidence
+intervals. Results are written as JSON and shown as a table.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +56,9 @@ class Wanted:
 
     Attributes:
         out: an existing folder for results and logs.
-        ks: numbers of answers for pass@k and maj@k, in addition to those of validation.
-        dumps: also write every answer as parquet.
-        since: `time.monotonic()` at the start of the command.
+        ks: values of k for pass@k and maj@k, in addition to those used in validation. dumps: True
+            to also write every answer as parquet. since: `time.monotonic()` at the start of the
+            command.
     """
 
     out: Path
@@ -69,9 +70,8 @@ class Wanted:
 def evaluate(
     source: Source, config: RunConfig, wanted: Wanted, preload: Preload, progress: Progress
 ) -> dict[str, Any]:
-    """Evaluate a model and return the contents of `RESULTS`, which is also written.
-
-    Its `metrics` are those of a run's validation, computed by the same code.
+    """Evaluate a model, write the results to `RESULTS`, and return them. `metrics` contains the
+    same metrics as a run's validation, computed by the same code.
 
     Raises:
         ConfigError: k exceeds the number of answers.
@@ -93,7 +93,7 @@ def evaluate(
 
 
 def check_ks(config: RunConfig, ks: Sequence[int]) -> None:
-    """Raise ConfigError if a k is larger than the number of answers per prompt of a set."""
+    """Raise ConfigError if a value of k is larger than a set's number of answers per prompt."""
     for name, one in val_sets(config).items():
         if one.files and ks and max(ks) > one.samples:
             key = f"data.val_sets.{name}.samples" if name else "rollout.val_samples"
@@ -150,8 +150,9 @@ def _evaluate(
 
 
 def _changes(source: Source, model: Model) -> list[str]:
-    """Return a line for each file of the evaluation, and part of the tokenizer, whose content
-    differs from when the checkpoint was saved."""
+    """Return one line for each of the evaluation's files, and for each part of the tokenizer, that
+    has changed since the checkpoint was saved.
+    """
     if source.manifest is None:
         return []
     try:
@@ -170,7 +171,7 @@ def _changes(source: Source, model: Model) -> list[str]:
 
 
 def _validator(model: Model, out: Path, stack: ExitStack) -> Validator:
-    """Open the sets and the rewards, and check that every row can be scored."""
+    """Open the evaluation sets and the reward functions, and check that every row can be scored."""
     config = model.config
     rewards = stack.enter_context(RewardManager(config.reward, out / "logs" / "rewards.log"))
     datasets = open_val_sets(config, model.tokenizer)
@@ -180,7 +181,7 @@ def _validator(model: Model, out: Path, stack: ExitStack) -> Validator:
 
 
 class _Shown:
-    """Progress of the answers, and the time of the first one."""
+    """Displays the number of finished answers, and records when the first one finished."""
 
     def __init__(self, since: float, progress: Progress) -> None:
         self.first_s: float | None = None
@@ -189,7 +190,7 @@ class _Shown:
         self._progress = progress
 
     def watch(self, ended: int, total: int) -> None:
-        """Show the number of answers that have ended."""
+        """Display the number of finished answers."""
         now = time.monotonic()
         if ended and self.first_s is None:
             self.first_s = now - self._since
@@ -203,7 +204,7 @@ class _Shown:
 def _set_results(
     config: RunConfig, name: str, batch: DataProto, metrics: Mapping[str, float], ks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a set's part of the results."""
+    """Return the part of the results that belongs to a set."""
     given = val_sets(config)[name]
     prefix = f"val{tag(name)}"
     sources = list(dict.fromkeys(batch["data_source"].tolist()))
@@ -237,8 +238,9 @@ def _statistics(
     metrics: Mapping[str, float],
     ks: Sequence[int],
 ) -> dict[str, Any]:
-    """Return {"statistics": {name: value and interval}} of some rows, which are all answers of
-    their prompts. Values that validation also reports are its own."""
+    """Return {"statistics": {name: value and interval}} for these rows, which must include all
+    answers to their prompts. Values that validation also reports are computed in the same way.
+    """
     scores = batch["scores"][rows]
     extras = batch["reward_extra"][rows].tolist() if "reward_extra" in batch else None
     by_prompt = {"score": np.asarray(scores, np.float64).reshape(-1, samples).mean(axis=1)}

@@ -22,7 +22,9 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval at the confidence `LEVEL`, and the method that computed it, one of `METHODS`."""
+    """A confidence interval at the level `LEVEL`, and the method used to compute it (one of
+    `METHODS`).
+    """
 
     low: float
     high: float
@@ -30,11 +32,10 @@ class Interval:
 
 
 def interval_of(values: np.ndarray) -> Interval | None:
-    """Return the interval of the mean of values [P], one per prompt; None for a single prompt whose
-    value is neither 0 nor 1.
-
-    Prompts are independent, the answers to one are not, so each prompt counts once. If every value
-    is 0 or 1 the method is Wilson's, which also holds near 0 and 1; otherwise the bootstrap.
+    """Return the confidence interval of the mean of values [P], one per prompt. Prompts are
+    independent, but the answers to a prompt are not, so each prompt counts once. If every value is
+    0 or 1, Wilson's method is used, which is also valid near 0 and 1; otherwise the bootstrap. None
+    for a single prompt whose value is neither 0 nor 1.
     """
     values = np.asarray(values, np.float64)
     if np.isin(values, (0.0, 1.0)).all():
@@ -43,7 +44,7 @@ def interval_of(values: np.ndarray) -> Interval | None:
 
 
 def wilson(share: float, trials: int) -> Interval:
-    """Return Wilson's interval of a share of successes (Wilson 1927, doi:10.2307/2276774)."""
+    """Return Wilson's interval for a proportion of successes (Wilson 1927, doi:10.2307/2276774)."""
     spread = _Z * _Z / trials
     middle = (share + spread / 2) / (1 + spread)
     half = _Z * sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)
@@ -54,8 +55,9 @@ def wilson(share: float, trials: int) -> Interval:
 
 
 def bootstrap(values: np.ndarray) -> Interval:
-    """Return the percentile interval of the mean of values [P] (Efron and Tibshirani 1993, chapter
-    13). The same values give the same interval."""
+    """Return the bootstrap percentile interval of the mean of values [P] (Efron and Tibshirani
+    1993, chapter 13). Deterministic for given values.
+    """
     random = np.random.default_rng(0)
     means: list[np.ndarray] = []
     at_once = max(1, _CHUNK // len(values))

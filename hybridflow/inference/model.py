@@ -1,5 +1,6 @@
-"""The folder that engines start from: a model's config, tokenizer and weights. Weights of a
-checkpoint are exported to a temporary folder, those of a Hugging Face folder are linked."""
+"""The folder from which engines start, with a model's config, tokenizer and weights. The weights of
+a checkpoint are exported to a temporary folder; those of a Hugging Face folder are linked.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ class Model:
     Attributes:
         config: the configuration, with the model's folders.
         weights: a Hugging Face folder with the weights.
-        engine_folder: the folder that engines start from.
-        temporary: the folder for everything that is removed afterwards.
+        engine_folder: the folder from which engines start. temporary: folder for all files that are
+            removed afterwards.
     """
 
     config: RunConfig
@@ -51,7 +52,7 @@ class Model:
     temporary: Path
 
     def fill(self, target: Mapping[str, Tensor]) -> int:
-        """Copy the weights to these tensors. Returns the bytes copied."""
+        """Copy the weights to these tensors. Returns the number of bytes copied."""
         source = SafetensorsFolder(self.weights)
         size = 0
         for name, tensor in target.items():
@@ -63,13 +64,14 @@ class Model:
 
 @contextmanager
 def opened(source: Source, config: RunConfig, progress: Progress) -> Iterator[Model]:
-    """Yield the model. Its temporary folder is in TMPDIR and removed at the end.
+    """Yield the model. Its temporary folder is created in TMPDIR and removed at the end of the
+    block.
 
     Raises:
         ModelError: weights are missing or incomplete.
         CheckpointError: a file of the checkpoint does not match its manifest.
         DataError: there is no usable tokenizer.
-        ResourceError: TMPDIR has no room for the weights.
+        ResourceError: TMPDIR has too little space for the weights.
     """
     use_family(config.model.family)
     tokenizer = assets.open_tokenizer(_with_tokenizer(config, source))
@@ -99,8 +101,9 @@ def _with_tokenizer(config: RunConfig, source: Source) -> RunConfig:
 
 
 def _tensors_of(source: Source) -> list[str]:
-    """Return the names of the tensors that the model must have; empty if its family is unknown, so
-    that only an engine can tell."""
+    """Return the names of the tensors that the model must have; empty if its family is unknown, in
+    which case only the engine can check.
+    """
     if source.hf_config.get("model_type") not in FAMILIES.names():
         return []
     return list(family_of(source.hf_config).tensors())
@@ -132,7 +135,9 @@ def _write_engine_folder(
 
 
 def _weight_files(weights: Path) -> list[str]:
-    """Return the names of the index and of the files in it, after `check_weights`."""
+    """Return the names of the index file and of the files that it lists. Call it after
+    `check_weights`.
+    """
     if not (weights / INDEX).is_file():
         return [SINGLE]
     return [INDEX, *sorted(set(read_weight_map(weights / INDEX).values()))]

@@ -1,4 +1,4 @@
-"""A model served to OpenAI's clients, until it is stopped."""
+"""Serving of a model to OpenAI clients until the process is stopped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MARGIN = 8
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen. Port 0 picks a free one."""
+    """The address on which to listen. Port 0 selects a free port."""
 
     host: str
     port: int
@@ -40,10 +40,8 @@ class Address:
 def serve(
     source: Source, config: RunConfig, address: Address, preload: Preload, progress: Progress
 ) -> None:
-    """Serve the model until this process is interrupted. Returns only by an exception.
-
-    Raises:
-        KeyboardInterrupt: on SIGINT or SIGTERM; everything has been stopped.
+    """Serve the model until this process is interrupted. Never returns normally. Raises:
+    KeyboardInterrupt: SIGINT or SIGTERM arrived; the server and the engines have been stopped.
         ConfigError: the address cannot be used.
         EngineError: engines did not start, or were lost too often.
     """
@@ -66,7 +64,7 @@ def server_of(
     key: str,
     sample: Callable[[Sequence[int], int, SamplingConfig], Awaitable[Sampled]],
 ) -> ModelServer:
-    """Return the server of a model, not yet open."""
+    """Create the server of a model without opening it."""
     config = model.config
     template = model.tokenizer.template
     shown = format_of(template.example_call) if template.example_call else None
@@ -104,14 +102,14 @@ async def _serve(
 
 
 class Asking:
-    """Requests of clients to the engines."""
+    """Forwards client requests to the engines."""
 
     def __init__(self, engines: Requests) -> None:
         self.engines = engines
         self._pending: set[Request] = set()
 
     async def sample(self, tokens: Sequence[int], most: int, sampling: SamplingConfig) -> Sampled:
-        """Sample up to `most` tokens after these.
+        """Sample up to `most` tokens that continue these.
 
         Raises:
             HybridFlowError: the engines failed.
@@ -125,9 +123,8 @@ class Asking:
         return sampled_of(answer, row, len(tokens), most)
 
     async def run(self) -> None:
-        """Send requests and receive answers. Returns only by an exception.
-
-        An engine's error fails the requests that it had; the others continue after a restart.
+        """Send requests and receive answers. Never returns normally. If an engine fails, its
+        requests fail, and all others continue after the restart.
 
         Raises:
             EnginesLostError: no engine is left.

@@ -1,5 +1,6 @@
-"""The settings of an evaluation or a server: those of the run that wrote the weights, or defaults,
-reduced to what engines, data and rewards need."""
+"""The settings of an evaluation or a server. They are taken from the run that wrote the weights, or
+are defaults, and are reduced to those that engines, data and rewards need.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +52,18 @@ _UNUSED_TO_SERVE = (
 
 @dataclass(frozen=True)
 class Job:
-    """The command: its name, `eval` or `serve`, and the option that allows a run's code."""
+    """The command: its name (`eval` or `serve`), and the option that allows it to execute a run's
+    code.
+    """
 
     name: str
     run_code: bool = False
 
 
 def expected_engines(source: Source, words: Sequence[str]) -> RunConfig:
-    """Return the kind of engines that `settings` will most likely select, so that their library can
-    be imported meanwhile."""
+    """Return the kind of engine that `settings` will most likely select, so that its library can be
+    imported in the background.
+    """
     known = _nested(_recorded(source), "rollout", "engine")
     engine = known if isinstance(known, str) else RolloutConfig().engine
     in_process = engine == _IN_PROCESS
@@ -82,11 +86,11 @@ def settings(
     data: Sequence[str] = (),
     out: Path | None = None,
 ) -> RunConfig:
-    """Return the checked configuration, in which `model.path` is the given folder or None.
+    """Return the checked configuration. Its `model.path` is the given folder or None.
 
     Args:
-        words: `key=value` settings of the command line.
-        data: evaluation sets instead of the run's, `FILE` or `NAME=FILE`.
+        words: `key=value` settings on the command line. data: evaluation sets that replace the
+            run's, as `FILE` or `NAME=FILE`.
         out: the folder for results and logs.
 
     Raises:
@@ -114,7 +118,7 @@ def settings(
 
 
 def _recorded(source: Source) -> dict[str, Any]:
-    """Return the values of the run, or those of a model without one."""
+    """Return the run's configuration values, or default values for a model without a run."""
     if source.run is not None:
         values = located_from_elsewhere(read_recorded(source.run / RECORDED), source.run)
         values["cluster"] = {
@@ -144,7 +148,7 @@ def _refuse_without_effect(words: Sequence[str], job: Job) -> None:
 
 
 def _of_role(config: RunConfig, source: Source) -> RunConfig:
-    """Return the settings of the policy that was given."""
+    """Return the settings of the selected policy."""
     is_export = source.manifest is None
     if not source.role or (is_export and source.role not in config.roles):
         return config
@@ -157,7 +161,7 @@ def _of_role(config: RunConfig, source: Source) -> RunConfig:
 
 
 def _with_sets(data: DataConfig, given: Sequence[str], words: Sequence[str]) -> DataConfig:
-    """Return the data section with these sets in place of the run's."""
+    """Return the data section with these evaluation sets in place of the run's."""
     unnamed: list[str] = []
     named: dict[str, list[str]] = {}
     for one in given:
@@ -183,7 +187,7 @@ def _with_sets(data: DataConfig, given: Sequence[str], words: Sequence[str]) -> 
 
 
 def _reduced(config: RunConfig, source: Source, job: Job, out: Path | None) -> RunConfig:
-    """Return the configuration without anything that only training uses."""
+    """Return the configuration without settings that only training uses."""
     folder = None if source.manifest is not None else str(source.folder)
     known = {} if folder is not None else dict(source.hf_config)
     model = replace(config.model, path=folder, hf_config=known)
@@ -229,8 +233,9 @@ def _without_preparation(config: RunConfig) -> RunConfig:
 
 
 def _tokenizer(config: RunConfig, source: Source, words: Sequence[str]) -> str | None:
-    """Return the tokenizer's folder: the one that was given, else the one that the run names, else
-    the run's copy of it, else the model's own."""
+    """Return the tokenizer's folder. The first of these that exists is used: the given folder, the
+    folder in the run's settings, the run's copy of it, the model's folder.
+    """
     named = config.model.tokenizer
     if any(word.lstrip("+").startswith("model.tokenizer=") for word in words):
         return named
@@ -252,8 +257,9 @@ def _is_in_process(config: RunConfig) -> bool:
 
 
 def _engines(config: RunConfig) -> RolloutConfig:
-    """Return the engines' settings without those of training, and of one engine if it computes in
-    this process."""
+    """Return the engines' settings without those that only training uses. If the engine runs in
+    this process, the number of engines is 1.
+    """
     rollout = config.rollout
     if rollout.quantization is not None:
         raise ConfigError(

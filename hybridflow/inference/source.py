@@ -1,4 +1,4 @@
-"""The weights that a command was given, and the run that they come from."""
+"""Lookup of the weights that were passed to a command, and of the run that wrote them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ class Source:
     """Weights on disk.
 
     Attributes:
-        folder: a role's folder of a checkpoint, or a Hugging Face folder.
-        hf_config: the model's Hugging Face config.
-        dtype: precision of the weights.
-        manifest: the checkpoint's; None for a Hugging Face folder.
+        folder: a checkpoint's role folder, or a Hugging Face folder. hf_config: the model's Hugging
+            Face config. dtype: precision of the weights. manifest: the checkpoint's manifest; None
+            for a Hugging Face folder.
         run: the folder of the run that wrote the weights, with its config.yaml; None if unknown.
-        role: the further policy (`roles.NAME`) of a checkpoint; empty for the first policy.
+        role: name of the further policy (`roles.NAME`) in a checkpoint; empty for the first policy.
     """
 
     folder: Path
@@ -49,7 +48,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """A short name: of the checkpoint, or of the folder."""
+        """A short name for the checkpoint or folder."""
         if self.manifest is None:
             return self.folder.resolve().name
         name = self.folder.parent.resolve().name
@@ -57,10 +56,8 @@ class Source:
 
 
 def find(given: str) -> Source:
-    """Return the weights at a path or in the cache under a hub id.
-
-    Raises:
-        ConfigError: there is no model; the message says what was looked for.
+    """Find the weights at a path, or for a hub id in the cache. Raises: ConfigError: no model was
+    found; the message lists the names that were tried.
         CheckpointError: a checkpoint's manifest is damaged.
     """
     path = Path(given)
