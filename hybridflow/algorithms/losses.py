@@ -1,4 +1,4 @@
-"""Aggregation of token losses, and KL penalties, over packed response tokens.
+"""Aggregation of token losses, and KL penalties, for packed response tokens.
 
 Losses return (sum, count). They are scaled by the global count over data-parallel ranks and
 micro-batches in one place, so the gradient does not depend on how the batch was split. If that

@@ -1,8 +1,8 @@
 """Detection of NaN or infinite losses and gradients.
 
 All ranks agree on the result, which names the rank and micro-batch. For each micro-batch, the loss
-and some gradients in the backward pass are checked. A value that becomes non-finite in between
-shows up in those gradients. The flags stay on the device until the end of the mini-batch, so a
+and some gradients in the backward pass are checked. A value that becomes non-finite anywhere else
+also shows up in those gradients. The flags stay on the device until the end of the mini-batch, so a
 check costs one read and one small all-gather.
 """
 
@@ -56,17 +56,19 @@ class Watch:
 
 
 def not_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return a bool tensor: True if any value is NaN or infinite, which is the case if the minimum
-    or the maximum is. Needs one pass over the values, whereas `isfinite` needs four and allocates a
-    tensor of the same size in each."""
+    """Return a bool tensor that is True if any value is NaN or infinite, i.e. if the minimum or
+    maximum is. This takes one pass over the values, whereas `isfinite` takes four and allocates a
+    tensor of the same size in each.
+    """
     if not values.numel():
         return torch.zeros((), dtype=torch.bool, device=values.device)
     return ~torch.stack(torch.aminmax(values)).isfinite().all()
 
 
 def describe(found: Sequence[Sequence[int]]) -> str:
-    """Describe the most likely causes in sentences. `found` [world][3] contains, for each rank and
-    each kind of check, the first micro-batch with a non-finite value, or -1."""
+    """Describe the most likely causes. `found` [world][3] contains, for each rank and each kind of
+    check, the first micro-batch with a non-finite value, or -1.
+    """
     for place, name in enumerate(_PLACES):
         ranks = [(rank, row[place]) for rank, row in enumerate(found) if row[place] >= 0]
         if not ranks:

@@ -35,7 +35,7 @@ class SumOverGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Pass the gradient through unchanged."""
+        """Return the gradient unchanged."""
         return grad, None
 
 
@@ -44,8 +44,8 @@ class Scoring:
     """Options for scoring hidden states.
 
     Attributes:
-        vocab_size: number of real tokens; all further rows of the output layer are padding and have
-            no probability.
+        vocab_size: number of real tokens; all further rows of the output layer are padding and get
+            zero probability.
         temperature: divides the logits, as in the sampler.
         with_entropy: also compute the entropy of each row's distribution.
         chunk: number of rows (tokens) for which logits are materialised at a time.

@@ -25,7 +25,7 @@ AGGREGATIONS = ("seq-mean-token-sum",)
 
 @dataclass(frozen=True)
 class Beta:
-    """Options: `beta`, the strength of the pull towards the reference."""
+    """Options: `beta`, the strength with which the policy is pulled towards the reference."""
 
     beta: float = 0.1
 

@@ -1,5 +1,6 @@
-"""DPPO: a token whose probability has moved too far in the direction of its advantage gets no
-gradient."""
+"""DPPO: tokens whose probability has moved too far in the direction of their advantage get no
+gradient.
+"""
 
 from __future__ import annotations
 
