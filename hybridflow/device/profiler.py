@@ -1,4 +1,4 @@
-"""Profiles of a rank by torch's profiler, or for Nsight Systems."""
+"""Profiling of a rank with torch's profiler, or with Nsight Systems."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class RankProfiler:
         self._profile.start()
 
     def stop(self, file: Path) -> str:
-        """Stop profiling, and write torch's trace to `file` (.json.gz). Returns the reason if it
-        could not be written, because a profile must not end a run."""
+        """Stop profiling, and write torch's trace to `file` (.json.gz). If that fails, returns an
+        error message instead of raising, because a failed profile must not end the run.
+        """
         if not self._is_on:
             return ""
         self._is_on = False

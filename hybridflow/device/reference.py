@@ -23,12 +23,12 @@ class HoldsReference(ABC):
 
     @property
     def has_optimizer(self) -> bool:
-        """True after `set_optimizer` was called."""
+        """True once `set_optimizer` has been called."""
         return self.optimizer is not None
 
     @property
     def has_reference(self) -> bool:
-        """True after `freeze_reference` was called or a reference was loaded."""
+        """True once `freeze_reference` has been called or a reference has been loaded."""
         return self._reference is not None
 
     @torch.no_grad()

@@ -63,7 +63,9 @@ class ShardedState:
         )
 
     def owned(self) -> Sequence[Rectangle]:
-        """Return the rectangles that this rank writes: all of them, since nothing is replicated."""
+        """Return the rectangles that this rank writes. Nothing is replicated, so these are all of
+        its rectangles.
+        """
         return [*self.tensors, self.random]
 
     def hf(self) -> Iterator[HfSlice]:

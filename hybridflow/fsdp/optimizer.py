@@ -103,7 +103,7 @@ class Optimizer:
         return states
 
     def resume(self, updates: int) -> None:
-        """Resume the count of updates from this number."""
+        """Continue counting updates from this number."""
         self.updates = updates
         for state in self.inner.state.values():
             # separate tensors: AdamW increments them in place

@@ -45,14 +45,14 @@ class DenseReplay:
     """Router replay for a dense model, which has no routes."""
 
     def during(self, action: str) -> AbstractContextManager[None]:
-        """Raise ModelError: there is nothing to record or replay."""
+        """Raise ModelError, because a dense model has nothing to record or replay."""
         raise ModelError(
             f"router replay ({action}) requires a mixture of experts, which actor.backend=fsdp "
             "does not support"
         )
 
     def recorded(self) -> Jagged:
-        """Raise ModelError: there are no routes."""
+        """Raise ModelError, because a dense model has no routes."""
         raise ModelError("a dense model has no routes")
 
     def take_counts(self) -> Mapping[str, int]:
@@ -61,8 +61,9 @@ class DenseReplay:
 
 
 class FsdpPolicy(HoldsReference):
-    """Model and optimizer of one rank. Every method is a collective: all ranks call them in the
-    same order."""
+    """One rank's model and optimizer. Every method is a collective: all ranks must call the methods
+    in the same order.
+    """
 
     def __init__(
         self,
@@ -248,11 +249,11 @@ class FsdpPolicy(HoldsReference):
         return {name: rows for name, rows in local.items() if rows.numel()}
 
     def release_copies(self) -> None:
-        """Do nothing: there are no copies."""
+        """Do nothing, because there are no copies."""
 
     @property
     def copied_bytes(self) -> int:
-        """Always 0: nothing is copied."""
+        """Size of copies in bytes; always 0, because nothing is copied."""
         return 0
 
     @functools.cached_property
@@ -270,7 +271,7 @@ class FsdpPolicy(HoldsReference):
         return lambda catalog: fsdp_layout(self.family, dist.get_world_size(), "float32", catalog)
 
     def settle(self) -> None:
-        """Do nothing: no communication is in flight between methods."""
+        """Do nothing, because no communication is in flight between methods."""
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
         """Return, for each part, a function that lists its tensors, for `Residency`.
@@ -297,11 +298,11 @@ class FsdpPolicy(HoldsReference):
     # ---- process and disk
 
     def mesh_position(self) -> tuple[int, int, bool]:
-        """Return this rank's position: every rank is a separate data-parallel rank."""
+        """Return this rank's position. Every rank is a separate data-parallel rank."""
         return dist.get_rank(), dist.get_world_size(), True
 
     def describe(self) -> dict[str, str]:
-        """Return the backend's name and version for the run record."""
+        """Return the backend's name and versions, for the run's environment record."""
         import transformers
 
         return {
@@ -327,7 +328,7 @@ class FsdpPolicy(HoldsReference):
         checkpoint.load(self, folder)
 
     def load_from(self, source: WeightSource) -> None:
-        """Replace all weights; call `set_optimizer` again afterwards."""
+        """Replace all weights. Call `set_optimizer` again afterwards."""
         fill(self.model, self.family, source)
 
     def export(

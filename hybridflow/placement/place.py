@@ -111,7 +111,7 @@ def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
 
 
 def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> list[Room]:
-    """Select the pool's devices on each node from the free ones."""
+    """Select the pool's devices on each node from the free devices."""
     allowed: list[Room] = []
     for number, there in enumerate(free):
         if there and (pool.packing != "whole_nodes" or len(there) == _total(cluster.nodes[number])):

@@ -25,7 +25,7 @@ class Node:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """The nodes of a cluster in rank order, and the kind of device they have.
+    """The nodes of a cluster in rank order, and their kind of device.
 
     `is_local`: the cluster is only this machine, on loopback. All parts of a multi-node engine then
     run here.

@@ -62,11 +62,11 @@ class WeightSender:
         self.close()
 
     def send(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
-        """Carry out this rank's part of all orders concurrently. The parameters must not change
+        """Execute this rank's part of all orders concurrently. The parameters must not change
         during the call.
 
         Args:
-            go_timeout_s: maximum time for an engine to pause and get ready.
+            go_timeout_s: maximum time that an engine may take to pause and get ready, in seconds.
 
         Returns:
             One outcome for each order in which this rank is a sender.

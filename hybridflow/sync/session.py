@@ -9,8 +9,8 @@ In a sync each engine has an `Order`, and a `Board` of keys for that order:
                     ─ version ─ continue
     engine rank     open, receive ─ staged ─ decide ─ copy ─ report
 
-`decide` is one compare-and-set: either all ranks of an engine copy or none do, no matter which one
-reaches a deadline first.
+`decide` is a single compare-and-set, so either all ranks of an engine copy or none do, regardless
+of which one reaches a deadline first.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Board:
     # ---- senders
 
     def announce(self, sender: int, announcement: Announcement) -> None:
-        """Announce the plan and version that this trainer rank will send."""
+        """Announce the plan and the version that this trainer rank will send."""
         self.store.set(self._key(f"announced/{sender}"), json.dumps(asdict(announcement)))
 
     def wait_for_go(self, timeout_s: float) -> None:
@@ -178,7 +178,7 @@ class Board:
         return found
 
     def go(self) -> None:
-        """Allow the senders to send."""
+        """Signal the senders that they may send."""
         self.store.compare_set(self._key("go"), "", _GO)
 
     def call_off(self, reason: str) -> None:
@@ -229,7 +229,7 @@ class Board:
         return self.store.compare_set(self._key("decision"), "", wish).decode()
 
     def decision(self) -> str:
-        """Return the decision so far without waiting; empty if there is none."""
+        """Return the decision without waiting; empty if there is none yet."""
         # `get` would block on a missing or deleted key. A compare-and-set that cannot succeed
         # returns the expected value instead.
         answer = self.store.compare_set(self._key("decision"), _NOTHING, _NOTHING).decode()

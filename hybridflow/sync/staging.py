@@ -234,7 +234,7 @@ class _Staging:
 
     Args:
         rank: number of the trainer or engine rank.
-        slots: messages that may be in flight at a time, two or more.
+        slots: maximum number of messages in flight at a time, two or more.
     """
 
     def __init__(self, rank: int, slots: int = 2) -> None:

@@ -83,8 +83,9 @@ class _RankSync:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Add the current message's bucket and first buffer to errors from the transport, which
-        contain only numbers."""
+        """Context manager that adds the current message's bucket and first buffer to errors of the
+        transport, which identify messages only by number.
+        """
         try:
             yield
         except WeightSyncError as error:
