@@ -165,7 +165,7 @@ class CallPlan:
     collect: Callable[[Mapping[int, Any]], Any]
 
     def on(self, ranks: Sequence[int]) -> CallPlan:
-        """Return the same call with rank `ranks[i]` in place of rank i."""
+        """Return the same call with rank i replaced by rank `ranks[i]`."""
         calls = {ranks[i]: call for i, call in self.calls.items()}
         place = {rank: i for i, rank in enumerate(ranks)}
         return CallPlan(
@@ -210,8 +210,9 @@ class MethodSpec:
         return self.dispatch in (Dispatch.DP, Dispatch.DP_METRIC)
 
     def read_of(self, batch: DataProto) -> list[str]:
-        """Return the columns that the method reads from the batch, including required ones that the
-        batch lacks."""
+        """Return the columns that the method reads from the batch, including required columns that
+        the batch lacks.
+        """
         return [*self.reads, *(name for name in self.may_read if name in batch)]
 
 

@@ -165,8 +165,9 @@ class EngineError(HybridFlowError):
 
 
 class EngineSilent(EngineError):
-    """The engine could not be reached, or did not answer by the deadline, so its state is
-    unknown."""
+    """The engine could not be reached, or did not respond by the deadline, so its state is
+    unknown.
+    """
 
 
 class EnginesLostError(EngineError):

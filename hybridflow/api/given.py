@@ -232,7 +232,7 @@ def _source(function: Any) -> tuple[str, str]:
 
 
 def _instructions(code: Any) -> Iterator[str]:
-    """Yield text that depends only on the code, not on memory addresses."""
+    """Yield a text representation of the code that does not depend on memory addresses."""
     if code is None:
         return
     yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames}"

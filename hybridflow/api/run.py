@@ -179,7 +179,8 @@ class Run:
 
     def advantages(self, batch: DataProto, of: str = "scores") -> DataProto:
         """Return the batch with advantages and, if there is a critic, returns. With `of="costs"`,
-        of the column costs: cost_advantages and cost_returns."""
+        computes cost_advantages and cost_returns from the column costs instead.
+        """
 
         async def add(flow: Any) -> DataProto:
             found: DataProto = flow.advantages(batch, of)
@@ -516,8 +517,9 @@ def _go_on(job: Steps[None]) -> None:
 def _object(
     section: str, given: Any, settings: Mapping[str, Any], parts: Sequence[str] = ()
 ) -> tuple[Any, dict[str, Any]]:
-    """Split a dictionary that was passed for a section. Returns the object that it contains, if
-    any, and the settings for all other keys of the section."""
+    """Split a dictionary passed for a section into the object that it contains, if any, and
+    settings for the section's other keys.
+    """
     if not isinstance(given, Mapping):
         return given, dict(settings)
     keys = {name: value for name, value in given.items() if name not in parts}

@@ -58,7 +58,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A node that is worse than the others in one metric, by `excess` (0.2 means 20%)."""
+    """A node that is worse than the others in a metric, by `excess` (0.2 means 20%)."""
 
     node: str
     name: str

@@ -1,5 +1,5 @@
-"""The result of a suite: metrics with all their rounds, entries that were not run and why, and the
-environment.
+"""The result of a suite: metrics with all their rounds, entries that were not run and the reasons,
+and the environment.
 
 A result is one JSON file that conforms to `result.schema.json`, the published schema next to this
 module. Every change to the schema increments the number in `FORMAT`.

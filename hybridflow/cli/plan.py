@@ -45,8 +45,9 @@ number of such engines; --engines may be repeated.
 
 
 def add(commands: Any) -> None:
-    """Add `plan` and `reshard plan`. The latter has the same flags, for a transfer without a
-    recipe."""
+    """Add the commands `plan` and `reshard plan`. The latter uses the same flags, for a transfer
+    without a recipe.
+    """
     plan = add_command(
         commands,
         "plan",

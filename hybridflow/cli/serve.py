@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Run `hybridflow serve`. An interrupt is its normal end."""
+    """Run `hybridflow serve`. It normally ends with an interrupt."""
     from hybridflow.inference.settings import Job, expected_engines, settings
     from hybridflow.inference.source import find
 

@@ -65,7 +65,7 @@ def run_timeline(args: argparse.Namespace) -> int:
 
 
 def _interval(timeline: JoinedTimeline, steps: str | None) -> tuple[float, float]:
-    """Return the interval of these steps; of everything, if None."""
+    """Return the time interval that covers these steps, or the whole timeline if None."""
     if steps is None:
         every = [
             span for one in timeline.processes for spans in one.threads.values() for span in spans
@@ -87,7 +87,7 @@ def _interval(timeline: JoinedTimeline, steps: str | None) -> tuple[float, float
 
 
 def _row(process: Process, start: float, end: float) -> str:
-    """Describe how busy a process was, and with what."""
+    """Describe how busy a process was, and in which calls it spent the time."""
     from hybridflow.observe.joined_timeline import DRIVER, WHOLE_STEP, busy_seconds
 
     spans = [span for span in process.threads.get("main", []) if span.name != WHOLE_STEP]

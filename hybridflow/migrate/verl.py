@@ -1,9 +1,7 @@
-"""Translation of verl's settings to this project's: the same run, expressed in our keys, with
-verl's defaults.
-
-`config/verl_keys.py` maps names; this module contains rules for cases in which several verl keys
-map to one of ours or a value has a different form. Each rule removes the keys that it translates
-from `Settings`; the remaining keys are looked up by name.
+"""Translation of verl's settings to HybridFlow's: the same run, expressed in HybridFlow's keys,
+with verl's defaults. `config/verl_keys.py` maps names. This module contains rules for cases in
+which several verl keys map to one key, or a value has a different form. Each rule removes the keys
+that it translates from `Settings`; the remaining keys are looked up by name.
 """
 
 from __future__ import annotations
@@ -92,10 +90,10 @@ class Migration:
     """A translated run.
 
     Attributes:
-        settings: translated settings, keyed by our names.
-        renamed: verl keys that have been translated to `settings`.
-        needless: verl keys whose setting always applies here or has no effect, with the reason.
-        missing: verl keys without an equivalent here, with the reason.
+        settings: translated settings, keyed by HybridFlow's names. renamed: verl keys that have
+            been translated to `settings`. needless: verl keys whose setting always applies in
+            HybridFlow or has no effect, with the reason. missing: verl keys without an equivalent,
+            with the reason.
         remarks: differences that the user should know about.
     """
 
@@ -159,7 +157,7 @@ class Settings:
 
 
 def migrate(given: Mapping[str, Any]) -> Migration:
-    """Translate verl's settings, {key: value}, into ours."""
+    """Translate verl's settings, {key: value}, into HybridFlow's."""
     out = Migration()
     settings = Settings(given, out)
     for rule in _RULES:
@@ -203,7 +201,7 @@ def _kinds() -> Mapping[str, Kind]:
 
 
 def _converted(key: str, value: Any) -> Any:
-    """Convert a value to the type and value names of our key."""
+    """Convert a value to the type and the value names of HybridFlow's key."""
     kind = _kinds()[key]
     if isinstance(value, str):
         value = dict(kind.aliases).get(value, value)
@@ -341,8 +339,9 @@ def _layout(given: Settings) -> dict[str, Any]:
 
 
 def _same_layout(given: Settings, role: str, section: str) -> None:
-    """Mark the layout settings of a role in the actor's processes as translated; here, such a role
-    uses the actor's layout."""
+    """Mark a colocated role's layout settings as translated. In HybridFlow, a role in the actor's
+    processes uses the actor's layout.
+    """
     differs: list[str] = []
     for name in _SIZES:
         own = given.take(f"{role}.megatron.{name}")

@@ -171,7 +171,7 @@ class _Workers:
         return SyncReport(version, 0.0, 0, {})
 
     async def load_metrics(self) -> dict[str, float]:
-        """Return the load of no engines."""
+        """Return no engine metrics."""
         return {}
 
 

@@ -1,5 +1,6 @@
 """Generation of tiny tokenizers in Hugging Face format: character-level for arithmetic, byte-level
-for text. Nothing is downloaded."""
+for text. Does not download anything.
+"""
 
 from __future__ import annotations
 
