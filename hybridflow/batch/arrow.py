@@ -260,7 +260,7 @@ def to_stream(batch: DataProto) -> bytes:
 
 
 def from_stream(data: bytes | memoryview) -> DataProto:
-    """Read a batch from an Arrow IPC stream, with or without our checksum.
+    """Read a batch from an Arrow IPC stream, with or without the checksum of `to_stream`.
 
     Raises:
         DataError: the stream is truncated or damaged.

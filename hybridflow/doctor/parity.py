@@ -42,9 +42,9 @@ class Parity:
     """The result of the comparison.
 
     Attributes:
-        log_probs: largest difference between our log-probs and those of transformers in float64.
-        exported: the same difference, with our log-probs replaced by those of transformers on the
-            exported model.
+        log_probs: largest difference between HybridFlow's log-probs and those of transformers in
+            float64. exported: largest difference between transformers' log-probs on the exported
+            and on the original model.
         parameters: number of parameters in the copy.
         reference: name of the transformers class.
     """
@@ -162,8 +162,9 @@ def write_weights(family: Family, folder: Path) -> None:
 def _ours(
     hf: Mapping[str, Any], folder: Path, backend: Backend, ids: torch.Tensor, source: Path
 ) -> torch.Tensor:
-    """Compute our log-probs of all tokens except the first of each row, in float64, and export the
-    policy to `folder`/exported."""
+    """Compute HybridFlow's log-probs of all tokens except the first of each row, in float64, and
+    export the policy to `folder`/exported.
+    """
     from dataclasses import replace
 
     import torch

@@ -116,7 +116,7 @@ def _check_room(source: Source, temporary: Path) -> None:
     if wanted > free:
         raise ResourceError(
             f"the weights of {source.folder} take {wanted / 1e9:.1f} GB, but {temporary.parent} "
-            f"has {free / 1e9:.1f} GB left; set TMPDIR to another disk, or give the run's export"
+            f"has {free / 1e9:.1f} GB left; set TMPDIR to another disk, or pass the run's export"
         )
 
 

@@ -94,7 +94,7 @@ async def _serve(
         ) from error
     progress.message(f"model {server.model} at {server.base_url}")
     if os.environ.get(API_KEY):
-        progress.message(f"the API key is that of {API_KEY}")
+        progress.message(f"the API key is read from {API_KEY}")
     else:
         progress.message(f"API key, for this server only: {key}")
     progress.message("Ctrl-C stops it")

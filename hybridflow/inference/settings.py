@@ -139,7 +139,7 @@ def _refuse_without_effect(words: Sequence[str], job: Job) -> None:
     for word in words:
         key = word.lstrip("+~").partition("=")[0]
         if key == "model.path":
-            raise ConfigError(f"{word}: give the folder itself: hybridflow {job.name} FOLDER")
+            raise ConfigError(f"{word}: pass the folder itself: hybridflow {job.name} FOLDER")
         if key.partition(".")[0].partition("/")[0] not in _SECTIONS:
             raise ConfigError(
                 f"{key} has no effect on hybridflow {job.name}, which does not train; its settings "
@@ -155,7 +155,7 @@ def _of_role(config: RunConfig, source: Source) -> RunConfig:
     if source.role not in config.roles:
         known = ", ".join(("policy", *config.roles))
         raise ConfigError(
-            f"{source.folder} is not a policy of its run (policies: {known}); give one of these"
+            f"{source.folder} is not a policy of its run (policies: {known}); pass one of these"
         )
     return derived.policy_view(config, source.role)
 
@@ -264,7 +264,8 @@ def _engines(config: RunConfig) -> RolloutConfig:
     if rollout.quantization is not None:
         raise ConfigError(
             f"rollout.quantization={rollout.quantization}: the trainer quantized the run's weights "
-            "for its engines, and here is no trainer; set rollout.quantization=null to use them in "
+            "for its engines, but this command has no trainer; set "
+            "rollout.quantization=null to use them in "
             f"{config.model.dtype}"
         )
     if rollout.nodes_per_engine > 1:

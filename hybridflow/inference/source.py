@@ -76,7 +76,7 @@ def find(given: str) -> Source:
     except ConfigError as error:
         if path.is_dir():
             raise ConfigError(
-                f"{path} is no model: no config.json, no checkpoint and no "
+                f"{path} is not a model: no config.json, no checkpoint and no "
                 f"checkpoints/latest.json found in it; {_WANTED}"
             ) from error
         raise ConfigError(f"{path}: no such folder; {_WANTED}") from error
@@ -119,5 +119,5 @@ def _refuse_scalar(folder: Path, values: Mapping[str, Any]) -> None:
     names = values.get("architectures") or []
     if isinstance(names, list) and any(str(name).endswith(_SCALAR) for name in names):
         raise ConfigError(
-            f"{folder} holds a critic or a reward model, which generates no text; {_WANTED}"
+            f"{folder} contains a critic or a reward model, which cannot generate text; {_WANTED}"
         )

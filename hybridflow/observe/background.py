@@ -143,7 +143,7 @@ class Background:
     def _say(self, fault: str) -> None:
         if fault not in self._faults and len(self._faults) < _MOST_FAULTS:
             self._faults.add(fault)
-            _log.warning("tracker %s: %s (the run goes on)", self.name, fault)
+            _log.warning("tracker %s: %s (the run continues)", self.name, fault)
 
     @property
     def _log_path(self) -> Path:

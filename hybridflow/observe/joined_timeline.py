@@ -116,9 +116,11 @@ def join(
             others.append(Process(file.name.removesuffix(SUFFIX)))
             _fill(others[-1], records)
     if len(files) > most_files:
-        missing.append(f"only {most_files} of {len(files)} files of spans were read")
+        missing.append(f"only {most_files} of {len(files)} span files were read")
     if not others:
-        missing.append("no spans of ranks: the run was in process, or older than this command")
+        missing.append(
+            "the ranks recorded no spans: the run had one process, or used an earlier version"
+        )
     return JoinedTimeline([driver, *(_shifted(one, ahead) for one in others)], missing)
 
 

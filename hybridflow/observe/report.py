@@ -178,7 +178,7 @@ def shown(text: Any) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """Escape control characters in a value. Our own markup is left unchanged."""
+    """Escape control characters in a value. The page's own markup is left unchanged."""
     return type(value)(printable(value)) if isinstance(value, str) else value
 
 

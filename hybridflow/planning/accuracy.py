@@ -50,7 +50,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Return a row for every published figure."""
+    """Return one comparison per published figure."""
     found: list[Row] = []
     for point in POINTS:
         found.extend(_training_rows(point))

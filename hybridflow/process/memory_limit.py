@@ -29,7 +29,7 @@ def memory_limit() -> Iterator[None]:
     except MemoryError as error:
         raise MemoryExhaustedError(
             "out of memory: this command may use half of the machine's memory; some file is far "
-            "larger than those that a run writes"
+            "larger than any that a run writes"
         ) from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

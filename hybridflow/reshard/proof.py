@@ -317,7 +317,9 @@ def _refuse(faults: Sequence[str]) -> None:
 
 
 def _buffer_faults(side: str, layout: Layout) -> Iterator[str]:
-    """Yield buffers that are not filled exactly once by their pieces and declared padding."""
+    """Yield a fault for each buffer that its pieces and declared padding do not fill exactly
+    once.
+    """
     first = np.cumsum([0, *(len(rank.names) for rank in layout.classes)])
     key = np.concatenate(
         [rank.buffer + offset for rank, offset in zip(layout.classes, first[:-1], strict=True)]
@@ -351,7 +353,7 @@ def _bounds_faults(side: str, catalog: Catalog, layout: Layout) -> Iterator[str]
 
 
 def _piece_faults(plan: SlicePlan) -> Iterator[str]:
-    """Yield pieces that are not filled exactly once by the deliveries."""
+    """Yield a fault for each piece that the deliveries do not fill exactly once."""
     table = plan.deliveries
     first = _first_pieces(plan.target)
     tensor = _column(plan.target, "tensor")
@@ -494,8 +496,9 @@ def _dtype_faults(plan: SlicePlan) -> Iterator[str]:
 
 
 def _block_faults(plan: SlicePlan) -> Iterator[str]:
-    """Yield scales and fp8 weights that cannot be computed because the sender does not hold a whole
-    block."""
+    """Yield a fault for each scale or fp8 weight that cannot be computed because its sender does
+    not hold a whole block.
+    """
     yield from _scales_without_weights(plan)
     yield from _slices_of_part_blocks(plan)
 

@@ -85,9 +85,8 @@ class WorkerGroup:
         Raises:
             ResourceError: a group with this name exists.
             WorkerError: a rank did not start within `cluster.config.start_timeout_s`, or its
-                constructor raised.
-            HybridFlowError: a constructor raised one of our errors, which is re-raised with the
-                same type.
+                constructor raised an exception. HybridFlowError: a constructor raised this error,
+                which is re-raised with the same type.
         """
         cluster.require_open()
         self.role = role
@@ -215,7 +214,7 @@ class WorkerGroup:
         Raises:
             WorkerError: a rank died, raised an exception or did not reply in time.
             SchemaError: arguments or results do not match the method's declaration.
-            HybridFlowError: a rank raised one of our errors, which is re-raised with the same type.
+            HybridFlowError: a rank raised this error, which is re-raised with the same type.
         """
         spec = method_spec(method)
         address = self._address(method, role)

@@ -107,10 +107,10 @@ class _Frozen(_Role):
     """A role that runs forward passes but is never trained."""
 
     def update(self, batch: DataProto) -> NoReturn:
-        """Raise FlowError: this role cannot be trained."""
+        """Raise FlowError, because this role cannot be trained."""
         raise FlowError(
-            f"{self.name}.update(batch): the {self.name.replace('_', ' ')} does not train; "
-            f"run.policy, run.{', run.'.join(CRITICS.values())} have updates"
+            f"{self.name}.update(batch): the {self.name.replace('_', ' ')} cannot be trained; "
+            f"only run.policy, run.{', run.'.join(CRITICS.values())} have updates"
         )
 
 

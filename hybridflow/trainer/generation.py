@@ -92,17 +92,17 @@ class NoEngines:
     def begin(
         self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
     ) -> Sequence[Sample]:
-        """Raise HybridFlowError: there are no engines."""
+        """Raise HybridFlowError, because there are no engines."""
         raise HybridFlowError(
             "trainer.rollouts_from is set, so this run has no engines to generate answers"
         )
 
     async def answers(self, samples: Sequence[Sample]) -> DataProto:
-        """Raise HybridFlowError: there are no requests."""
+        """Raise HybridFlowError, because there are no requests."""
         return self.batch(samples)
 
     def batch(self, samples: Sequence[Sample]) -> DataProto:
-        """Raise HybridFlowError: there are no requests."""
+        """Raise HybridFlowError, because there are no requests."""
         raise HybridFlowError("trainer.rollouts_from is set, so this run has no generated answers")
 
     shown = batch

@@ -168,8 +168,8 @@ class EngineRequests:
         return taken
 
     def so_far(self, extras: Extras) -> list[Ended]:
-        """Return partial results of uncollected requests with these extras. The requests go on.
-        Unfinished ones get the finish reason `CUT_SHORT`.
+        """Return partial results of uncollected requests with these extras. The requests
+        keep running. Unfinished ones get the finish reason `CUT_SHORT`.
         """
         with self._changed:
             found = [one for one in self._ended if one.extras == extras]

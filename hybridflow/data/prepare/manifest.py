@@ -39,7 +39,7 @@ def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[st
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of `folder`, or None if there is no valid one. Without a manifest, no
-    file in the folder is known to be ours."""
+    file in the folder is known to come from a preparation."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):

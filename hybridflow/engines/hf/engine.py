@@ -260,7 +260,7 @@ class HfEngine:
         return written
 
     def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
-        """Raise EngineError: this engine does not receive weights over the network."""
+        """Raise EngineError, because this engine does not receive weights over the network."""
         raise EngineError(_WHY, engine=self.spec.name)
 
     def receive(self, order: Order, plan: str) -> Outcome:

@@ -27,7 +27,7 @@ class HostMemory:
         return endpoint.slots * slot_bytes(endpoint)
 
     def offer(self, member: Member, peer: int) -> None:
-        """Return None: the file is sufficient."""
+        """Return None, because the file contains everything that the other side needs."""
 
     def open(self, member: Member, peer: int, offered: None, file: torch.Tensor) -> _HostSlots:
         """Open the slots in the file."""
@@ -47,13 +47,13 @@ class _HostSlots:
         return self._payloads[place]
 
     def hand_over(self, slot: int) -> None:
-        """Do nothing: work on a CPU completes immediately."""
+        """Do nothing, because work on a CPU completes immediately."""
 
     def is_ready(self, slot: int) -> bool:
         return True
 
     def close(self) -> None:
-        """Do nothing: the memory is unmapped with the last view."""
+        """Do nothing, because the memory is unmapped with the last view."""
 
 
 TRANSPORTS.register(

@@ -25,7 +25,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "said"),
     [
         (["nowhere"], "nowhere: no such folder; give a run, a checkpoint"),
-        (["there"], "there is no model: no config.json, no checkpoint"),
+        (["there"], "there is not a model: no config.json, no checkpoint"),
         (["runs/nowhere"], "runs/nowhere: not a path, and"),
         (["runs/mine/checkpoints/latest"], "runs/mine/checkpoints/latest: no such folder; give"),
         (["data.parquet"], "data.parquet is a file; give a run"),

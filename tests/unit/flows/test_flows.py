@@ -319,7 +319,7 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
         ),
         (
             BEGIN + "    await run.reference.update(batch)",
-            "the reference does not train; run.policy, run.critic, run.cost_critic have updates",
+            "the reference cannot be trained; only run.policy, run.critic, run.cost_critic have updates",
             2,
         ),
         (
@@ -397,7 +397,7 @@ def test_log_probs_of_a_step_are_not_those_of_the_next(tmp_path: Path) -> None:
 def test_updates_of_a_frozen_reference_are_refused(tmp_path: Path) -> None:
     name = own(tmp_path, BEGIN + "    await run.reference.update(batch)")
     config = following(config_of(tmp_path / "run", kl=0.1), name)
-    with pytest.raises(FlowError, match=r"the reference does not train; .* \(line 8\)"):
+    with pytest.raises(FlowError, match=r"the reference cannot be trained; .* \(line 8\)"):
         fitted(trainer_of(config, World()))
 
 

@@ -28,7 +28,7 @@ def test_an_export_knows_its_run_and_any_other_folder_none(tmp_path: Path) -> No
     [
         (lambda path: None, "no such folder; give a run"),
         (lambda path: path.write_text("x"), "is a file; give a run"),
-        (lambda path: path.mkdir(), "is no model: no config.json, no checkpoint and no"),
+        (lambda path: path.mkdir(), "is not a model: no config.json, no checkpoint and no"),
         (lambda path: model(path, num_hidden_layers=-1), "config.json is not a model config"),
         (lambda path: (model(path) / "config.json").write_text("{"), "config.json is not JSON"),
         (
@@ -37,11 +37,11 @@ def test_an_export_knows_its_run_and_any_other_folder_none(tmp_path: Path) -> No
         ),
         (
             lambda path: model(path, architectures=["Qwen3ForSequenceClassification"]),
-            "holds a critic or a reward model, which generates no text",
+            "contains a critic or a reward model, which cannot generate text",
         ),
         (
             lambda path: model(path, architectures=["Qwen3ForTokenClassification"]),
-            "holds a critic or a reward model",
+            "contains a critic or a reward model",
         ),
     ],
 )

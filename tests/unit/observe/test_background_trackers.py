@@ -101,7 +101,7 @@ def test_one_that_fails_keeps_the_other_records(
 ) -> None:
     [said], _ = logged(tmp_path, "fails", 5, 30)
     assert "3 of 5 records were lost (train steps 1, 3, 5)" in said
-    assert "OSError: no route to the server (the run goes on)" in caplog.text
+    assert "OSError: no route to the server (the run continues)" in caplog.text
     lines = (tmp_path / "lines.jsonl").read_text().splitlines()
     assert list(map(json.loads, lines)) == [[2, "train"], [4, "train"]]
 
