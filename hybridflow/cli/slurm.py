@@ -193,6 +193,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     from hybridflow.config.hub import located
     from hybridflow.config.load import load_config
     from hybridflow.launch.submission import in_a_job, job_of
+    from hybridflow.models.check import check as check_models
 
     # Replace %a by the first array task's number, so that the recipe is checked as that task does.
     overrides = [word.replace("%a", "1") for word in args.overrides]
@@ -205,6 +206,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
         )
     checked = located(in_a_job(run, overrides))
     check(checked, args.job)
+    check_models(checked, args.job)
     warn(checked)
     # a login node may lack torch; the job checks the flow again
     if args.job == "train" and importlib.util.find_spec("torch"):

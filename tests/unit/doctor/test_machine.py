@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from hybridflow.doctor.findings import Finding, exit_code, table
 from hybridflow.doctor.machine import examine
 from hybridflow.errors import ResourceError
 from hybridflow.launch.preflight import Wanted, check_node
+from tests.published.folders import published_folder
 
 
 def by_topic(findings: list[Finding]) -> dict[str, Finding]:
@@ -188,6 +190,18 @@ def test_a_flow_is_checked_before_its_job_waits_in_the_queue(
     words = ["slurm", "render", "--config-name", "e2e", f"algorithm.flow={flow}:own"]
     assert main(words) == 2
     assert "does not call run.reference" in capsys.readouterr().err
+
+
+def test_a_model_folder_without_weights_is_refused_before_its_job_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = published_folder("qwen3", tmp_path / "whole") / "config.json"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copy(config, empty)
+    words = ["slurm", "render", "--config-name", "e2e", f"model.path={empty}"]
+    assert main([*words, "model=folder"]) == 2
+    assert "contains neither model.safetensors nor" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("elsewhere")
