@@ -26,11 +26,14 @@ from tests.models import DEEPSEEK, TINY
 DOCUMENT = Path(__file__).parents[1] / "docs/platforms.md"
 HEAD = """# What differs between CPUs and GPUs
 
-The code asks `device.Platform` for the kind of device, and everything below follows from it; nothing else differs. The
-table is written by `python -m tests.platforms`, which asks the code with a platform of either kind (but for layers,
-gloo groups and torch.compile, which `mcore` decides as it is imported; Apex's kernel for gradients of weights is used
-on GPUs where Apex is installed), and `tests/unit/device/test_platforms.py` fails when a setting changes that is not in
-it. "GPU (torch)" is a GPU without Transformer Engine, of which a run warns at its start.
+This page lists every setting that depends on the kind of device. The code queries `device.Platform`, and nothing else
+differs between CPUs and GPUs. "GPU (torch)" is a GPU without Transformer Engine; a run on one prints a warning when it
+starts.
+
+`python -m tests.platforms` generates the table by running the code with each kind of platform. The exceptions are
+layers, gloo groups and torch.compile, which `mcore` selects on import, and Apex's kernel for weight gradients, which is
+used on GPUs if Apex is installed. `tests/unit/device/test_platforms.py` fails if a setting changes without an update of
+this table.
 
 | Setting | CPU | GPU (torch) | GPU (Transformer Engine) |
 |---|---|---|---|
@@ -46,7 +49,7 @@ def settings(kind: Kind, transformer_engine: bool) -> dict[str, Any]:
         for name in ("collective_backend", "weight_transport", "colocated_transport", "cache_bytes")
     }
     with mock.patch("os.sched_getaffinity", lambda process: set(range(8))):
-        found["cores that a process of its own may use, of 8"] = platform.cores
+        found["cores that a separate process may use, of 8"] = platform.cores
     for shape, hf_config in (("", TINY), ("latent attention, YaRN: ", DEEPSEEK)):
         for name, value in model.device_settings(
             family_of(hf_config), kind == "cuda", transformer_engine
@@ -55,7 +58,7 @@ def settings(kind: Kind, transformer_engine: bool) -> dict[str, Any]:
     found["Megatron: layers"] = (
         "transformer_engine" if transformer_engine else "mcore/torch_modules.py"
     )
-    found["Megatron: gloo groups beside the others"] = kind == "cpu"
+    found["Megatron: additional gloo groups"] = kind == "cpu"
     found["Megatron: torch.compile, state functions of CUDA"] = (
         "off, replaced" if kind == "cpu" else "as they are"
     )
@@ -110,7 +113,7 @@ def _engine(kind: Kind) -> Iterator[tuple[str, Any]]:
                 f"SGLang: {name}",
                 "of the cores" if name == "SGLANG_CPU_OMP_THREADS_BIND" else value or "(empty)",
             )
-    yield "SGLang: seconds until a server that should end is killed", GRACE_S[kind]
+    yield "SGLang: seconds until a stopping server is killed", GRACE_S[kind]
 
 
 def differences() -> dict[str, list[Any]]:

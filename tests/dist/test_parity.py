@@ -98,23 +98,26 @@ def table(results: list[dict[str, Any]]) -> str:
         "# Measured: every layout against one process",
         "",
         (
-            "Written by `PARITY_TABLE=docs/parity.md make test-full "
-            "ARGS=tests/dist/test_parity.py`. The models are"
+            "This table shows how much every parallel layout differs from a single process. "
+            "It is written by"
         ),
         (
-            "fp32 with 4 layers and take three updates with gradient clipping, warm-up and cosine "
-            "decay on packed"
+            "`PARITY_TABLE=docs/parity.md make test-full ARGS=tests/dist/test_parity.py`. "
+            "The models have 4 layers in"
         ),
         (
-            "sequences of unequal length. Shown is the largest absolute difference from one "
-            "process in log-probs and"
+            "fp32 and take three updates with gradient clipping, warm-up and cosine decay on "
+            "packed sequences of"
         ),
         (
-            "entropies before the first update, in the loss and (relative) gradient norm of the "
-            "updates, and in the"
+            "unequal length. Each value is the largest absolute difference from one process: "
+            "in log-probs and"
         ),
-        "weights",
-        f"after them. The test fails at {TOLERANCE:.0e}.",
+        (
+            "entropies before the first update, in the loss and (relative) gradient norm of "
+            "the updates, and in the"
+        ),
+        f"weights after them. The test fails at {TOLERANCE:.0e}.",
         "",
         "| Layout | Processes | log-probs | loss | gradient norm | weights |",
         "|---|---|---|---|---|---|",
