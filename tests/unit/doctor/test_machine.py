@@ -200,7 +200,7 @@ def test_a_model_folder_without_weights_is_refused_before_its_job_waits(
     empty.mkdir()
     shutil.copy(config, empty)
     words = ["slurm", "render", "--config-name", "e2e", f"model.path={empty}"]
-    assert main([*words, "model=folder"]) == 2
+    assert main([*words, "~model.hf_config", "actor.parallel.expert=1"]) == 2
     assert "contains neither model.safetensors nor" in capsys.readouterr().err
 
 
