@@ -16,8 +16,11 @@ from hybridflow.agents.conversation import Conversation
 async def next_answer(
     conversation: Conversation, asked: ChatRequest, model: str, call_id: Callable[[int], str]
 ) -> dict[str, Any]:
-    """Sample the next answer of a conversation and return it as a completion. Args: call_id:
-    returns an id for the answer's n-th tool call. Used if the answer does not contain ids.
+    """Sample the next answer of a conversation and return it as a completion.
+
+    Args:
+        call_id: returns an id for the answer's n-th tool call. Used if the answer does not contain
+            ids.
 
     Raises:
         ConversationOver: there is no room for an answer.

@@ -97,8 +97,10 @@ class ModelServer(Door):
             raise RequestError(str(error).splitlines()[0], 500) from error
 
     def _sampling(self, given: Mapping[str, Any]) -> SamplingConfig:
-        """Return the sampling settings of a request. Raises: RequestError: a field has a wrong type
-        or is out of range.
+        """Return the sampling settings of a request.
+
+        Raises:
+            RequestError: a field has a wrong type or is out of range.
         """
         try:
             found: SamplingConfig = build_options(self._defaults, given, "")

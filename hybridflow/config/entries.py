@@ -43,12 +43,14 @@ class Estimator:
     Attributes:
         reads: per-token columns that it needs in addition to the scores, e.g. "values".
             needs_critic: True if it needs a critic, which computes `values` and is trained on the
-            returns. compares_samples: True if it needs at least two samples per prompt.
+            returns.
+        compares_samples: True if it needs at least two samples per prompt.
         options: a frozen dataclass; every field has a default.
         aggregations: values of actor.loss_agg_mode that match the definition in its paper; empty
             allows any.
-        takes_parts: True if it uses rewards of individual turns or tokens. preferences: True if it
-            learns from preferred answers, which may be recorded (`data.answers=pairs`).
+        takes_parts: True if it uses rewards of individual turns or tokens.
+        preferences: True if it learns from preferred answers, which may be recorded
+            (`data.answers=pairs`).
     """
 
     function: Callable[..., Any]
@@ -66,8 +68,8 @@ class Flow:
     """The algorithm of a run; `hybridflow.flows.base` defines its interface.
 
     Attributes:
-        body: the async function that executes the run. roles: names of the roles that the function
-            calls, for example "critic".
+        body: the async function that executes the run.
+        roles: names of the roles that the function calls, for example "critic".
         options: a frozen dataclass; every field has a default.
         policy_losses: values of actor.policy_loss that match the definition in its paper; empty
             allows any.
@@ -107,9 +109,10 @@ class TrackerEntry:
     """A tracker; `hybridflow.observe.trackers.base` defines its protocol.
 
     Attributes:
-        make: creates the tracker for a run folder. in_driver: True if it runs in the driver,
-            because it only writes local files; otherwise it runs in a separate process. library:
-            import name of the package that it requires; empty if none.
+        make: creates the tracker for a run folder.
+        in_driver: True if it runs in the driver, because it only writes local files; otherwise it
+            runs in a separate process.
+        library: import name of the package that it requires; empty if none.
     """
 
     make: Callable[[Path], Any]

@@ -92,8 +92,9 @@ def refuse_code(
     unless the command line does too.
 
     Args:
-        file: the run's configuration file, for the message. words: the settings on the command
-            line. what: the command in words, such as "the replay".
+        file: the run's configuration file, for the message.
+        words: the settings on the command line.
+        what: the command in words, such as "the replay".
         unused: keys, or the beginnings of keys, that the command does not use.
     """
     given = {word.lstrip("+").partition("=")[0] for word in words}

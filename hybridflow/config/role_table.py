@@ -26,9 +26,9 @@ class ModelRole:
         planned_as: name of its pass in a plan.
         head: over the vocabulary, one value per token, or one score per sequence.
         trains: whether its weights are updated.
-        comes_with: the settings that start it, for messages ("set ..."). predicts: for a critic,
-            the column of the samples whose sum its values predict. prefix: for a critic, the prefix
-            of its columns values, returns and advantages.
+        comes_with: the settings that start it, for messages ("set ...").
+        predicts: for a critic, the column of the samples whose sum its values predict. prefix: for
+            a critic, the prefix of its columns values, returns and advantages.
     """
 
     is_used: Callable[[RunConfig], bool]

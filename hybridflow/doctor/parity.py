@@ -43,8 +43,9 @@ class Parity:
 
     Attributes:
         log_probs: largest difference between HybridFlow's log-probs and those of transformers in
-            float64. exported: largest difference between transformers' log-probs on the exported
-            and on the original model.
+            float64.
+        exported: largest difference between transformers' log-probs on the exported and on the
+            original model.
         parameters: number of parameters in the copy.
         reference: name of the transformers class.
     """

@@ -20,8 +20,8 @@ class Load:
     """A server's metrics at one moment.
 
     Attributes:
-        running, waiting: number of requests being computed, and queued. kv_use: fraction of the KV
-            cache in use.
+        running, waiting: number of requests being computed, and queued.
+        kv_use: fraction of the KV cache in use.
     """
 
     running: int
@@ -85,8 +85,10 @@ class BusyClock:
 
 
 class LoadWatch:
-    """Samples an engine's load several times a second while it has requests. Args: load: returns
-    the load. If it raises an error, the sample is skipped.
+    """Samples an engine's load several times a second while it has requests.
+
+    Args:
+        load: returns the load. If it raises an error, the sample is skipped.
         is_busy: True while the engine has requests.
     """
 

@@ -208,9 +208,10 @@ def flow(
         options: a frozen dataclass whose fields are the keys of `algorithm.flow_options`, with
             types and defaults. The flow reads them as `run.options`.
         policy_losses: values of `actor.policy_loss` that match the definition in the flow's paper;
-            empty allows any. rewards: numbers that the flow reads from the column reward_extra, and
-            that the reward must therefore return besides the score. An answer for which one is
-            missing counts as failed (`reward.on_failure`).
+            empty allows any.
+        rewards: numbers that the flow reads from the column reward_extra, and that the reward must
+            therefore return besides the score. An answer for which one is missing counts as failed
+            (`reward.on_failure`).
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(

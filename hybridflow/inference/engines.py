@@ -37,8 +37,8 @@ class Started:
     """Engines that have been started.
 
     Attributes:
-        requests: interface for sending requests; usable after `wait`. wait: waits until the engines
-            accept requests.
+        requests: interface for sending requests; usable after `wait`.
+        wait: waits until the engines accept requests.
     """
 
     requests: Requests
@@ -57,8 +57,8 @@ def started(
             logs: folder for the engines' logs.
 
     Raises:
-        EngineError: an engine did not start; also raised by `wait`. ConfigError: this machine has
-            too few devices for an engine.
+        EngineError: an engine did not start; also raised by `wait`.
+        ConfigError: this machine has too few devices for an engine.
     """
     with ExitStack() as stack:
         if model.config.cluster.in_process:
@@ -120,8 +120,10 @@ def _stop(group: ThreadGroup) -> None:
 
 
 async def _restarted(engines: EngineGroup, error: HybridFlowError) -> None:
-    """Wait until an engine has restarted with the weights in its folder. Raises: HybridFlowError:
-    `error` itself, if no engine can be restarted any more.
+    """Wait until an engine has restarted with the weights in its folder.
+
+    Raises:
+        HybridFlowError: `error` itself, if no engine can be restarted any more.
     """
     if not isinstance(error, EnginesLostError):
         raise error

@@ -56,9 +56,9 @@ class Wanted:
 
     Attributes:
         out: an existing folder for results and logs.
-        ks: values of k for pass@k and maj@k, in addition to those used in validation. dumps: True
-            to also write every answer as parquet. since: `time.monotonic()` at the start of the
-            command.
+        ks: values of k for pass@k and maj@k, in addition to those used in validation.
+        dumps: True to also write every answer as parquet.
+        since: `time.monotonic()` at the start of the command.
     """
 
     out: Path

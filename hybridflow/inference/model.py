@@ -41,8 +41,8 @@ class Model:
     Attributes:
         config: the configuration, with the model's folders.
         weights: a Hugging Face folder with the weights.
-        engine_folder: the folder from which engines start. temporary: folder for all files that are
-            removed afterwards.
+        engine_folder: the folder from which engines start.
+        temporary: folder for all files that are removed afterwards.
     """
 
     config: RunConfig

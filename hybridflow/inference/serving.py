@@ -40,8 +40,10 @@ class Address:
 def serve(
     source: Source, config: RunConfig, address: Address, preload: Preload, progress: Progress
 ) -> None:
-    """Serve the model until this process is interrupted. Never returns normally. Raises:
-    KeyboardInterrupt: SIGINT or SIGTERM arrived; the server and the engines have been stopped.
+    """Serve the model until this process is interrupted. Never returns normally.
+
+    Raises:
+        KeyboardInterrupt: SIGINT or SIGTERM arrived; the server and the engines have been stopped.
         ConfigError: the address cannot be used.
         EngineError: engines did not start, or were lost too often.
     """

@@ -89,8 +89,8 @@ def settings(
     """Return the checked configuration. Its `model.path` is the given folder or None.
 
     Args:
-        words: `key=value` settings on the command line. data: evaluation sets that replace the
-            run's, as `FILE` or `NAME=FILE`.
+        words: `key=value` settings on the command line.
+        data: evaluation sets that replace the run's, as `FILE` or `NAME=FILE`.
         out: the folder for results and logs.
 
     Raises:

@@ -25,9 +25,10 @@ class Source:
     """Weights on disk.
 
     Attributes:
-        folder: a checkpoint's role folder, or a Hugging Face folder. hf_config: the model's Hugging
-            Face config. dtype: precision of the weights. manifest: the checkpoint's manifest; None
-            for a Hugging Face folder.
+        folder: a checkpoint's role folder, or a Hugging Face folder.
+        hf_config: the model's Hugging Face config.
+        dtype: precision of the weights.
+        manifest: the checkpoint's manifest; None for a Hugging Face folder.
         run: the folder of the run that wrote the weights, with its config.yaml; None if unknown.
         role: name of the further policy (`roles.NAME`) in a checkpoint; empty for the first policy.
     """
@@ -56,8 +57,10 @@ class Source:
 
 
 def find(given: str) -> Source:
-    """Find the weights at a path, or for a hub id in the cache. Raises: ConfigError: no model was
-    found; the message lists the names that were tried.
+    """Find the weights at a path, or for a hub id in the cache.
+
+    Raises:
+        ConfigError: no model was found; the message lists the names that were tried.
         CheckpointError: a checkpoint's manifest is damaged.
     """
     path = Path(given)

@@ -140,8 +140,8 @@ def run(
         folder: the `restart-N` folder of this start of the job.
         nodes: number of nodes that must join.
         words: see `command`.
-        start_timeout_s: time within which the nodes must join, in seconds. grace_s: maximum time
-            for a requested checkpoint, in seconds.
+        start_timeout_s: time within which the nodes must join, in seconds.
+        grace_s: maximum time for a requested checkpoint, in seconds.
     """
     driver = Driver(folder, grace_s)
     deadline = time.monotonic() + start_timeout_s

@@ -32,10 +32,12 @@ class Job:
             "--config-name", "x").
         nodes: number of nodes that the run uses, including `other_nodes`.
         other_nodes: how many of them form the second part of a heterogeneous job, which uses the
-            sbatch options `other_options`. spares: number of additional nodes that replace bad
-            ones. grace_s: time for a checkpoint before Slurm reclaims the nodes, in seconds. drain:
-            True if a benchmark job drains the nodes that are outliers. body: the file in
-            launch/slurm/ that follows the settings; a site's `body` replaces only job.sh.
+            sbatch options `other_options`.
+        spares: number of additional nodes that replace bad ones.
+        grace_s: time for a checkpoint before Slurm reclaims the nodes, in seconds.
+        drain: True if a benchmark job drains the nodes that are outliers.
+        body: the file in launch/slurm/ that follows the settings; a site's `body` replaces only
+            job.sh.
     """
 
     name: str

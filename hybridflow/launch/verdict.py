@@ -47,8 +47,9 @@ def judge(
     Args:
         job_dir: the job's folder. Earlier attempts are read from it, and this one is recorded
             there.
-        restart: number of times that Slurm has restarted the job. max_restarts: after this many
-            restarts, a failure is final; stops on request are not counted.
+        restart: number of times that Slurm has restarted the job.
+        max_restarts: after this many restarts, a failure is final; stops on request are not
+            counted.
         run_dir: the run's folder, which contains the current checkpoint.
         driver_status: the driver's exit status; None if it did not run.
         asked: True if Slurm had asked the job to stop.

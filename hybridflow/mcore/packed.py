@@ -111,8 +111,8 @@ def build_micro_batches(
         columns: jagged per-response-token columns to include. If they include `response_mask`,
             tokens that the policy did not sample serve only as context.
         cut: sharding over ranks.
-        total: length of every micro-batch; None for `cut.total`. last_token: True if the model also
-            reads each sample's last token (see `lengths_read`).
+        total: length of every micro-batch; None for `cut.total`.
+        last_token: True if the model also reads each sample's last token (see `lengths_read`).
     """
     read = lengths_read(sequence_lengths(batch), last_token)
     length = cut.total(read, bins) if total is None else total

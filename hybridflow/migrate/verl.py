@@ -90,10 +90,11 @@ class Migration:
     """A translated run.
 
     Attributes:
-        settings: translated settings, keyed by HybridFlow's names. renamed: verl keys that have
-            been translated to `settings`. needless: verl keys whose setting always applies in
-            HybridFlow or has no effect, with the reason. missing: verl keys without an equivalent,
-            with the reason.
+        settings: translated settings, keyed by HybridFlow's names.
+        renamed: verl keys that have been translated to `settings`.
+        needless: verl keys whose setting always applies in HybridFlow or has no effect, with the
+            reason.
+        missing: verl keys without an equivalent, with the reason.
         remarks: differences that the user should know about.
     """
 

@@ -41,8 +41,11 @@ _MOST_GROUP_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Published:
-    """The properties of a run that a tracker shows. Attributes: config: the run's configuration, as
-    nested mappings. samples: number of rows in each sample table.
+    """The properties of a run that a tracker shows.
+
+    Attributes:
+        config: the run's configuration, as nested mappings.
+        samples: number of rows in each sample table.
     """
 
     name: str
@@ -54,9 +57,12 @@ class Published:
 
 @dataclass(frozen=True)
 class Dump:
-    """The samples and distributions in one dump. Attributes: kind: name of the dump's folder, for
-    example validation. rows: one list per sample, with the values of `columns`. distributions:
-    {column: finite values [B]}.
+    """The samples and distributions in one dump.
+
+    Attributes:
+        kind: name of the dump's folder, for example validation.
+        rows: one list per sample, with the values of `columns`.
+        distributions: {column: finite values [B]}.
     """
 
     kind: str

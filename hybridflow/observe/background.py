@@ -35,8 +35,11 @@ _log = logging.getLogger(__name__)
 
 class Background:
     """A `Sink` that runs the tracker `name` in a separate process, which is started by the first
-    message. Args: timeout_s: how long `close` waits for the tracker to record the remaining
-    messages, in seconds.
+    message.
+
+    Args:
+        timeout_s: how long `close` waits for the tracker to record the remaining messages, in
+            seconds.
     """
 
     def __init__(self, name: str, run_dir: Path, timeout_s: float) -> None:

@@ -24,8 +24,10 @@ _PATIENCE_S = 10.0
 
 
 class Exporter:
-    """A `Sink` that serves the last record of each phase. Args: run: the run's name, used as a
-    label of every sample.
+    """A `Sink` that serves the last record of each phase.
+
+    Args:
+        run: the run's name, used as a label of every sample.
 
     Raises:
         ConfigError: the port is taken.

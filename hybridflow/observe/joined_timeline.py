@@ -41,9 +41,10 @@ class Process:
     """The spans, counters and events of one process.
 
     Attributes:
-        threads: {thread: its spans, ordered by start}. counters: {name: (time, value) pairs,
-            ordered by time}. marks: (time, text) of events without duration. clock_error: maximum
-            error of its times relative to the driver's clock, in seconds.
+        threads: {thread: its spans, ordered by start}.
+        counters: {name: (time, value) pairs, ordered by time}.
+        marks: (time, text) of events without duration.
+        clock_error: maximum error of its times relative to the driver's clock, in seconds.
     """
 
     name: str

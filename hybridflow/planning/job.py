@@ -135,8 +135,8 @@ def job_of(
 
     Args:
         hf: the policy's Hugging Face config, needed if the configuration does not determine it (the
-            vocabulary size may come from the tokenizer). frozen: True if the policy has no
-            optimizer (`roles.NAME.frozen`).
+            vocabulary size may come from the tokenizer).
+        frozen: True if the policy has no optimizer (`roles.NAME.frozen`).
 
     Raises:
         ConfigError, ModelError: the model's folder or sizes are incomplete.

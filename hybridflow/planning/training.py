@@ -96,7 +96,8 @@ class Practice:
             the first one's forward pass.
         logits_chunk: number of tokens whose logits are materialised at a time; None for all.
         keeps_expert_outputs: True if expert outputs are saved (without memory-efficient
-            permutation). even_routing: True if routing is forced to be even, as in benchmarks.
+            permutation).
+        even_routing: True if routing is forced to be even, as in benchmarks.
     """
 
     recompute: frozenset[str] = frozenset()

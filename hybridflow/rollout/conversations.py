@@ -211,8 +211,10 @@ class Conversations:
         return await in_thread(partial(self.batch, samples))
 
     def batch(self, samples: Sequence[_Sample]) -> DataProto:
-        """Return these conversations as a batch, in order. Raises: HybridFlowError: the agent loop
-        failed in every one of them.
+        """Return these conversations as a batch, in order.
+
+        Raises:
+            HybridFlowError: the agent loop failed in every one of them.
         """
         found = [one.conversation for one in samples]
         failed = [one.failure for one in found if one.failure]

@@ -176,8 +176,8 @@ class Dumps:
     Args:
         path: a folder of dumps, or one step's file.
         made_with: `identity` of this run.
-        rows: number of samples per step. with_support: True if this run needs the sampling
-            supports.
+        rows: number of samples per step.
+        with_support: True if this run needs the sampling supports.
     """
 
     def __init__(

@@ -210,7 +210,8 @@ def check_numbers(
     """Check that the reward returns the numbers that a flow reads besides the score, by scoring the
     first row's ground truth as an answer. If that scoring fails, nothing is checked.
 
-    Raises: ConfigError: the reward does not return one of the numbers.
+    Raises:
+        ConfigError: the reward does not return one of the numbers.
     """
     flow = derived.flow_name(config)
     needed = FLOWS.get(flow).rewards

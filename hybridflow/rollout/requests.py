@@ -47,13 +47,14 @@ class Request:
         number: identifies the request to the engine's worker.
         order: requests of the same round are scheduled in this order, and those of one `group`
             together.
-        most: number of tokens that may still be sampled. prompts, row: the batch (possibly in the
-            object store) that contains the prompt, and the prompt's row. tokens: the prompt's
-            tokens, if they are in this process instead. begun: tokens sampled by engines that have
-            been lost; they become part of the prompt.
+        most: number of tokens that may still be sampled.
+        prompts, row: the batch (possibly in the object store) that contains the prompt, and the
+            prompt's row.
+        tokens: the prompt's tokens, if they are in this process instead.
+        begun: tokens sampled by engines that have been lost; they become part of the prompt.
         answer: the batch that contains the answer, and its row; None until the answer is complete.
-            is_over: resolved with the answer, if a task of this process awaits it. sampling: the
-            request's own sampling settings; None for the run's.
+            is_over: resolved with the answer, if a task of this process awaits it.
+        sampling: the request's own sampling settings; None for the run's.
     """
 
     number: int

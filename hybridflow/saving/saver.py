@@ -150,8 +150,11 @@ class Saver:
         self._thread.start()
 
     def done(self) -> bool:
-        """Return True if no save is in progress. Raises: CheckpointError: the last save failed, for
-        the reason in the message. Raised only once per failure.
+        """Return True if no save is in progress.
+
+        Raises:
+            CheckpointError: the last save failed, for the reason in the message. Raised only once
+                per failure.
         """
         if self._thread is not None:
             if self._thread.is_alive():

@@ -373,8 +373,9 @@ def wait_for_nodes(
         timeout_s: total timeout in seconds.
         check: called between polls; may raise an error to abort early.
 
-    Raises: ResourceError: at the deadline, the head does not respond or nodes are missing. The
-        message lists the nodes that have joined.
+    Raises:
+        ResourceError: at the deadline, the head does not respond or nodes are missing. The message
+            lists the nodes that have joined.
     """
     from ray._private.services import GcsClient  # the client that `ray health-check` uses
 

@@ -72,9 +72,12 @@ class Request:
 
 @dataclass(frozen=True)
 class ColumnRecipe:
-    """Instructions for assembling a column from rows of stored parts. Args: name: name of the
-    column in the batch. sources: for each part, the position of its object among the objects sent
-    along, and the column's name in that object.
+    """Instructions for assembling a column from rows of stored parts.
+
+    Args:
+        name: name of the column in the batch.
+        sources: for each part, the position of its object among the objects sent along, and the
+            column's name in that object.
         index: `[B]` row indices into the concatenation of all parts.
     """
 

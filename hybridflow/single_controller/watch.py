@@ -35,9 +35,12 @@ _AGAIN_S = 0.5
 
 
 class Watch:
-    """A watchdog thread that runs until `stop` is called or a component is lost. Args: watched: the
-    components to monitor. keep: called on each poll to replace helper processes if necessary.
-    Returns the pids of the helpers, whose exit also triggers a poll.
+    """A watchdog thread that runs until `stop` is called or a component is lost.
+
+    Args:
+        watched: the components to monitor.
+        keep: called on each poll to replace helper processes if necessary. Returns the pids of the
+            helpers, whose exit also triggers a poll.
     """
 
     def __init__(self, watched: Watched, keep: Callable[[], Sequence[int]] = tuple) -> None:
@@ -195,8 +198,8 @@ class Starting:
 
     Args:
         running: returns the current processes, keyed by name. Processes that already exist now
-            belong to an earlier cluster and are ignored. timeout_s: maximum duration of start-up,
-            counted from now.
+            belong to an earlier cluster and are ignored.
+        timeout_s: maximum duration of start-up, counted from now.
     """
 
     def __init__(self, running: Callable[[], Mapping[str, int]], timeout_s: float) -> None:

@@ -85,8 +85,8 @@ class WorkerGroup:
         Raises:
             ResourceError: a group with this name exists.
             WorkerError: a rank did not start within `cluster.config.start_timeout_s`, or its
-                constructor raised an exception. HybridFlowError: a constructor raised this error,
-                which is re-raised with the same type.
+                constructor raised an exception.
+            HybridFlowError: a constructor raised this error, which is re-raised with the same type.
         """
         cluster.require_open()
         self.role = role

@@ -86,10 +86,12 @@ class Message:
 
 
 class Messages:
-    """Per-rank view of a plan. Args: part_bytes: larger messages are split into parts of at most
-    this size; 0 keeps buckets whole. Single rows of a slice and the output computed from fp8 blocks
-    are never split. Large slices become separate parts, because a contiguous slice then needs no
-    packing.
+    """Per-rank view of a plan.
+
+    Args:
+        part_bytes: larger messages are split into parts of at most this size; 0 keeps buckets
+            whole. Single rows of a slice and the output computed from fp8 blocks are never split.
+            Large slices become separate parts, because a contiguous slice then needs no packing.
     """
 
     def __init__(self, plan: SlicePlan, part_bytes: int = 0) -> None:

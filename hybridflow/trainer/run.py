@@ -74,8 +74,8 @@ class FlowRun:
 
     Attributes:
         metrics: metrics recorded by the flow in the open step.
-        called: names of all calls that the flow has made. api: the object that is passed to the
-            flow.
+        called: names of all calls that the flow has made.
+        api: the object that is passed to the flow.
         doubts: warnings collected by the check.
         parts: further policies' state in the open step.
 

@@ -29,8 +29,9 @@ class RoleSpec:
     """Arguments shared by all ranks of a role.
 
     Args:
-        config: the run's configuration. role: name of the role's section in `config`: actor,
-            critic, reference, reward_model or teacher.
+        config: the run's configuration.
+        role: name of the role's section in `config`: actor, critic, reference, reward_model or
+            teacher.
         hf_config: the Hugging Face config of the role's model.
         path: the Hugging Face folder to load weights from; None for random weights.
         tokenizer: the folder from which an export copies the tokenizer.

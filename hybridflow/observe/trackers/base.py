@@ -62,7 +62,7 @@ def tracker(name: str, *, in_driver: bool = False, library: str = "") -> Callabl
     Args:
         in_driver: True to run the tracker in the driver, whose steps wait for it; only for trackers
             that write local files. Otherwise, it runs in a separate process and cannot stop or slow
-            down the run. library: import name of the package that it requires; checked before the
-            run starts.
+            down the run.
+        library: import name of the package that it requires; checked before the run starts.
     """
     return TRACKERS.entry(name, lambda make: TrackerEntry(make, in_driver, library))
