@@ -87,8 +87,8 @@ class ChatRequest:
         most: maximum number of tokens in the answer; None allows all the remaining room.
         stop: stop strings.
         logprobs: return the log-probability of each token.
-        stream: send the answer as server-sent events. with_usage: send the token usage as the last
-            event.
+        stream: send the answer as server-sent events.
+        with_usage: send the token usage as the last event.
         ignored: sampling fields that the run overrides.
         sampling: sampling fields to honour.
     """

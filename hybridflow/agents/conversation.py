@@ -77,8 +77,9 @@ class Conversation:
             on.
         episodes: starts episodes of `rollout.agent.environment`; None if it is not set.
         endpoint: serves the conversation to OpenAI clients.
-        rewards: rewards assigned by the loop. answered: number of answers so far. calls: number of
-            tool calls so far.
+        rewards: rewards assigned by the loop.
+        answered: number of answers so far.
+        calls: number of tool calls so far.
         routes: experts selected for the leading tokens of the prompt and conversation, as far as
             known; None if not requested.
         supports: for parts of `tokens`, the candidates from which each token was sampled.

@@ -22,7 +22,8 @@ class RestartingSync:
     `recover`) during generation.
 
     Args:
-        engines: the engines. weights: the wrapped sync.
+        engines: the engines.
+        weights: the wrapped sync.
         max_restarts: maximum number of restarts per hour; if 0, the first loss ends the job.
         told: called with a one-line message for each restart.
     """
