@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.config.outside_text import printable
+from hybridflow.errors import ConfigError
 from hybridflow.process.extras import KERNELS, require
 from hybridflow.process.obstacles import require_none
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
     from hybridflow.trainer.preload import Preload
+
+_PORTS = 65536
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -56,6 +59,26 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that override the recipe's"
     )
+
+
+def require_run_folder(run_dir: Path) -> None:
+    """Raise ConfigError unless a job has written to this folder."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: no such run folder")
+    if not any(
+        (run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "summary.json")
+    ):
+        raise ConfigError(
+            f"{run_dir} is not a run folder: config.yaml, metrics.jsonl and summary.json not "
+            "found; pass a folder written by a job, for example runs/tiny-moe-grpo"
+        )
+
+
+def port_number(text: str) -> int:
+    """Parse a port number."""
+    if not text.isascii() or not text.isdigit() or not int(text[:9]) < _PORTS:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 65535, got {text!r}")
+    return int(text[:9])
 
 
 def say(text: str) -> None:

@@ -1,5 +1,6 @@
-"""`hybridflow train | sft | train-reward | prepare | eval | serve | report | track | replay |
-timeline | plan | reshard | checkpoint | slurm | doctor | bench | migrate | config | version`.
+"""`hybridflow train | sft | train-reward | prepare | eval | serve | report | watch | track |
+replay | timeline | plan | reshard | checkpoint | slurm | doctor | bench | migrate | config |
+version`.
 
 Handlers import their dependencies when they run, because `--help` must be instant and must work
 even if torch, Ray or Hydra are broken.
@@ -31,8 +32,18 @@ from hybridflow.cli import (
     slurm,
     timeline,
     track,
+    watch,
 )
-from hybridflow.cli.command import Handler, add_command, add_recipe, run_job, say, say_error, warn
+from hybridflow.cli.command import (
+    Handler,
+    add_command,
+    add_recipe,
+    require_run_folder,
+    run_job,
+    say,
+    say_error,
+    warn,
+)
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError, StorageError, did_you_mean
@@ -53,6 +64,7 @@ examples:
   hybridflow train --config-name tiny-moe-grpo --print-config  print all settings, start nothing
   hybridflow train --config-name tiny-moe-grpo --explain       batch sizes and where they are set
   hybridflow plan --config-name grpo-qwen3-8b-1x8              memory and time of a step, no GPU
+  hybridflow watch runs/tiny-moe-grpo                          its curves and samples, live
   hybridflow report runs/tiny-moe-grpo                         rewrite report.html
 """
 
@@ -199,6 +211,7 @@ def build_parser() -> argparse.ArgumentParser:
     for module in (
         evaluate,
         serve,
+        watch,
         track,
         replay,
         timeline,
@@ -246,15 +259,7 @@ def run_prepare(args: argparse.Namespace) -> int:
 
 def run_report(args: argparse.Namespace) -> int:
     """Run `hybridflow report`."""
-    if not args.run_dir.is_dir():
-        raise ConfigError(f"{args.run_dir}: no such run folder")
-    if not any(
-        (args.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "summary.json")
-    ):
-        raise ConfigError(
-            f"{args.run_dir} is not a run folder: config.yaml, metrics.jsonl and summary.json not "
-            "found; pass a folder written by a job, for example runs/tiny-moe-grpo"
-        )
+    require_run_folder(args.run_dir)
     from hybridflow.observe.report import write_report
 
     with memory_limit():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hybridflow.cli.command import add_command, say, starting_engines
+from hybridflow.cli.command import add_command, port_number, say, starting_engines
 
 SERVE = """\
 MODEL is a run (its latest checkpoint), a checkpoint, an export, any Hugging Face folder, or a hub
@@ -22,7 +22,6 @@ examples:
 A request's temperature, top_p, top_k, min_p and penalties are honoured; the others' defaults are
 rollout.val_sampling. SIGINT (Ctrl-C) and SIGTERM end the server with all its processes.
 """
-_PORTS = 65536
 
 
 def add(commands: Any) -> None:
@@ -39,7 +38,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--port",
-        type=_port,
+        type=port_number,
         default=8000,
         help="port to listen on; 0: any free one (default: 8000)",
     )
@@ -67,10 +66,3 @@ def run_serve(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         say("stopped")
     return 0
-
-
-def _port(text: str) -> int:
-    """Parse a port number."""
-    if not text.isascii() or not text.isdigit() or not int(text[:9]) < _PORTS:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 65535, got {text!r}")
-    return int(text[:9])

@@ -78,6 +78,27 @@ def profile_problems(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _retention_problems(config: RunConfig) -> Iterator[str]:
+    trainer = config.trainer
+    kept = trainer.keep_rollout_steps
+    if kept is None:
+        if trainer.keep_rollouts_every_steps:
+            yield (
+                f"trainer.keep_rollouts_every_steps={trainer.keep_rollouts_every_steps} has no "
+                "effect while trainer.keep_rollout_steps=null keeps all dumps; set it as well"
+            )
+    elif not trainer.dump_rollouts_every_steps:
+        yield (
+            f"trainer.keep_rollout_steps={kept} has no effect with "
+            "trainer.dump_rollouts_every_steps=0, which writes no dumps; remove one of them"
+        )
+    elif trainer.rollout_only:
+        yield (
+            f"trainer.keep_rollout_steps={kept} would delete what trainer.rollout_only=true "
+            "generates; set it to null"
+        )
+
+
 def dump_problems(config: RunConfig) -> Iterator[str]:
     """Check runs that only generate and runs that train on rollout dumps."""
     trainer = config.trainer
@@ -86,6 +107,7 @@ def dump_problems(config: RunConfig) -> Iterator[str]:
             "trainer.rollout_only=true with trainer.dump_rollouts_every_steps=0 would discard "
             "everything it generates; set dump_rollouts_every_steps=1"
         )
+    yield from _retention_problems(config)
     if config.data.answers != "sampled" and (
         trainer.rollout_only or trainer.rollouts_from is not None
     ):

@@ -513,6 +513,11 @@ class TrainerConfig:
     # serve the latest metrics to Prometheus on this port of 127.0.0.1; null: do not
     prometheus_port: Annotated[int, AtLeast(1), AtMost(65535)] | None = None
     dump_rollouts_every_steps: NonNegativeInt = 1  # parquet; 0: never
+    # keep the dumps of the newest N dumped steps, of each policy; null: all. Validation answers
+    # stay
+    keep_rollout_steps: PositiveInt | None = None
+    # with keep_rollout_steps, also keep dumps whose step is a multiple of this; 0: none
+    keep_rollouts_every_steps: NonNegativeInt = 0
     # generate, score and dump without training: the weights stay as at the start
     # (docs/debugging.md)
     rollout_only: bool = False

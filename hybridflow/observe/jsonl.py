@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TextIO
 
 from hybridflow.errors import DataError
 
-_MOST_LINE_BYTES = 16 << 20
+MOST_LINE_BYTES = 16 << 20
 _RANGES_SHOWN = 6
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def read_jsonl(
         raise DataError(f"{path}: not a regular file")
     with path.open("rb") as file:
         for number, line in enumerate(_lines(file, most_bytes), 1):
-            record = None if line is None else _parse(line.decode("utf-8", errors="replace"))
+            record = None if line is None else parse_line(line.decode("utf-8", errors="replace"))
             if record is not None:
                 yield record
             elif skipped is not None:
@@ -115,14 +115,14 @@ def _lines(file: BinaryIO, most_bytes: float) -> Iterator[bytes | None]:
     """Yield the lines in the first `most_bytes` of a file, and None for each line that is longer
     than any record can be."""
     read = 0
-    while read < most_bytes and (line := file.readline(_MOST_LINE_BYTES)):
+    while read < most_bytes and (line := file.readline(MOST_LINE_BYTES)):
         read += len(line)
-        if len(line) < _MOST_LINE_BYTES or line.endswith(b"\n"):
+        if len(line) < MOST_LINE_BYTES or line.endswith(b"\n"):
             yield line
             continue
         while (
             read < most_bytes
-            and (rest := file.readline(_MOST_LINE_BYTES))
+            and (rest := file.readline(MOST_LINE_BYTES))
             and not rest.endswith(b"\n")
         ):
             read += len(rest)
@@ -168,14 +168,15 @@ def repair(path: Path) -> None:
             return
         file.seek(0)
         whole, newline, last = file.read().rpartition(b"\n")
-        if _parse(last.decode("utf-8", errors="replace")) is not None:
+        if parse_line(last.decode("utf-8", errors="replace")) is not None:
             file.write(b"\n")  # only the newline is missing
         else:
             file.truncate(len(whole) + len(newline))
             _log.warning("%s: %s", path, removed_lines([whole.count(b"\n") + len(newline) + 1]))
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def parse_line(line: str) -> dict[str, Any] | None:
+    """Return the record of a line; None if it is not a complete JSON object."""
     try:
         record = json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError):

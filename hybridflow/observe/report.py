@@ -7,9 +7,7 @@ present, or else computed from the metrics. The rest of the summary is shown unc
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.outside_text import printable
 from hybridflow.errors import naming
 from hybridflow.observe.charts import Drawn, draw
 from hybridflow.observe.plan_picture import pictures
@@ -31,17 +28,16 @@ from hybridflow.observe.report_charts import (
 )
 from hybridflow.observe.run_folder import RunFolder, Sample, load_run
 from hybridflow.observe.step_picture import step_pictures
+from hybridflow.observe.templates import TEXT_LIMIT, cut, fill, plain
 
 REPORT_NAME = "report.html"
-_TEMPLATE = Path(__file__).with_name("report.html.j2")
-_TEXT_LIMIT = 1500  # maximum characters shown of a prompt, response or value
 # nesting depth of the summary and environment tables
 _DEPTH = 8
 _ROWS = 2_000
 _MOST_SECONDS = 1e10
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 Fact = tuple[str, str, str]  # label, value, note
+Group = tuple[str, list[Drawn]]  # heading, charts
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -62,36 +58,42 @@ def write_report(run_dir: str | Path) -> Path:
 
 def render(run: RunFolder) -> str:
     """Return the page as HTML text."""
+    samples = []
+    for sample in run.samples:
+        has_prompt = any(row.get("prompt_text") for row in sample.rows)
+        samples.append((sample, _sample_title(sample), has_prompt))
     return _page(
-        name=str(run.setting("name") or run.path.resolve().name),
-        status=_status(run),
-        facts=facts(run),
-        missing=missing(run),
-        warnings=[
-            f"{record.get('phase')} step {record.get('step')}: {record['warning']}"
-            for record in run.metrics
-            if "warning" in record
-        ],
-        changes=[
-            (f"{record.get('phase')} step {record['step']}", list(map(str, record["changes"])))
-            for record in run.changes
-        ],
-        groups=_drawn_groups(run),
-        time_rows=_time_rows(run),
-        outside_rows=_outside_rows(run),
-        samples=[
-            (sample, _sample_title(sample), any(row.get("prompt_text") for row in sample.rows))
-            for sample in run.samples
-        ],
+        **overview(run),
+        groups=[*drawn_groups(run), *process_groups(run)],
+        samples=samples,
         has_tokens=any(row["tokens"] for sample in run.samples for row in sample.rows),
-        summary=list(
-            islice(
-                (row for row in _flat(run.summary) if not row[0].startswith("planned.plan.")), _ROWS
-            )
-        ),
         config_text=run.config_text,
         environment=list(islice(_flat(run.environment), _ROWS)),
     )
+
+
+def overview(run: RunFolder) -> dict[str, Any]:
+    """Return the parts of the page that come from the metrics and the summary, without charts."""
+    warnings = []
+    for record in run.metrics:
+        if "warning" in record:
+            warnings.append(f"{record.get('phase')} step {record.get('step')}: {record['warning']}")
+    changes = []
+    for record in run.changes:
+        place = f"{record.get('phase')} step {record['step']}"
+        changes.append((place, list(map(str, record["changes"]))))
+    summary = (row for row in _flat(run.summary) if not row[0].startswith("planned.plan."))
+    return {
+        "name": str(run.setting("name") or run.path.resolve().name),
+        "status": _status(run),
+        "facts": facts(run),
+        "missing": missing(run),
+        "warnings": warnings,
+        "changes": changes,
+        "time_rows": _time_rows(run),
+        "outside_rows": _outside_rows(run),
+        "summary": list(islice(summary, _ROWS)),
+    }
 
 
 def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], text: str) -> None:
@@ -110,16 +112,6 @@ def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], tex
 
 
 def _page(**parts: Any) -> str:
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=_visible,
-    )
-    environment.filters["shown"] = shown
     names = (
         "facts",
         "missing",
@@ -132,8 +124,7 @@ def _page(**parts: Any) -> str:
         "environment",
     )
     empty: dict[str, Any] = {name: [] for name in names} | {"config_title": "", "has_tokens": False}
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(empty | parts, nonce=secrets.token_urlsafe(16))
+    return fill("report", **(empty | parts | {"nonce": secrets.token_urlsafe(16)}))
 
 
 def facts(run: RunFolder) -> list[Fact]:
@@ -166,35 +157,27 @@ def missing(run: RunFolder) -> list[str]:
     return found
 
 
-def shown(text: Any) -> str:
-    """Format the text of a prompt or response: truncated if very long, with control characters made
-    visible."""
-    if text is None:
-        return ""
-    plain = text if isinstance(text, str) else _plain(text)
-    return _CONTROL.sub(
-        lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", _cut(plain)
-    )
-
-
-def _visible(value: Any) -> Any:
-    """Escape control characters in a value. The page's own markup is left unchanged."""
-    return type(value)(printable(value)) if isinstance(value, str) else value
-
-
-def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
+def drawn_groups(run: RunFolder) -> list[Group]:
+    """Return the charts of the metrics, by heading."""
     marks = []
     for record in run.changes:
         if record.get("phase") == "rl":
             marks.append((record["step"], "changed"))
-    groups: list[tuple[str, list[Drawn]]] = []
+    groups: list[Group] = []
     for title, charts in chart_groups(run):
         drawn = []
         for chart in charts:
             drawn.append(draw(replace(chart, marks=marks if chart.phase == "train" else ())))
         groups.append((title, [one for one in drawn if one is not None]))
-    groups.append(("Processes", step_pictures(run.path)))
-    groups.append(("Plan", _plan_pictures(run.summary.get("planned"))))
+    return [group for group in groups if group[1]]
+
+
+def process_groups(run: RunFolder) -> list[Group]:
+    """Return the pictures of a step on all processes and of the plan. This may read many files."""
+    groups = [
+        ("Processes", step_pictures(run.path)),
+        ("Plan", _plan_pictures(run.summary.get("planned"))),
+    ]
     return [group for group in groups if group[1]]
 
 
@@ -213,7 +196,7 @@ def _plan_pictures(planned: Any) -> list[Drawn]:
 
 def _status(run: RunFolder) -> str:
     if isinstance(status := run.summary.get("status"), str) and status:
-        return status[:_TEXT_LIMIT]
+        return status[:TEXT_LIMIT]
     return "finished" if run.summary else "not finished"
 
 
@@ -228,7 +211,7 @@ def _accuracy(run: RunFolder, number: int, prefix: str) -> Fact | None:
     before = summary.get("score_before", points[0][1] if points else None)
     after = summary.get("score_after", points[-1][1] if len(points) > 1 else None)
     title = held_out_title(run, prefix)
-    text = _percent if is_accuracy(run, prefix) else _plain
+    text = _percent if is_accuracy(run, prefix) else plain
     if before is None and after is None:
         return None
     if before is None or after is None:
@@ -260,7 +243,7 @@ def _steps(run: RunFolder) -> Fact:
     sft = len(run.points("sft", "sft/loss"))
     return (
         "Training steps",
-        _cut(f"{done} of {total}" if total else str(done)),
+        cut(f"{done} of {total}" if total else str(done)),
         f"after {sft} SFT steps" if sft else "",
     )
 
@@ -341,7 +324,7 @@ def _model(run: RunFolder) -> Fact | None:
 def _flow(run: RunFolder) -> Fact | None:
     """Return the tile for a flow that is defined in a user file."""
     path, _, name = str(run.setting("algorithm.flow") or "").rpartition(":")
-    return ("Flow", _cut(name), _cut(path)) if path.endswith(".py") else None
+    return ("Flow", cut(name), cut(path)) if path.endswith(".py") else None
 
 
 def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
@@ -380,21 +363,7 @@ def _sample_title(sample: Sample) -> str:
 
 
 def _percent(value: Any) -> str:
-    return f"{value * 100:.1f} %" if isinstance(value, float) else _plain(value)
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    try:
-        return _cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-    except RecursionError:
-        return "nested too deeply to be shown"
-
-
-def _cut(text: str) -> str:
-    more = len(text) - _TEXT_LIMIT
-    return f"{text[:_TEXT_LIMIT]}\n… {more:,} more characters" if more > 0 else text
+    return f"{value * 100:.1f} %" if isinstance(value, float) else plain(value)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -402,4 +371,4 @@ def _flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterat
         if isinstance(value, Mapping) and depth < _DEPTH:
             yield from _flat(value, f"{prefix}{key}.", depth + 1)
         else:
-            yield _cut(f"{prefix}{key}"), _plain(value)
+            yield cut(f"{prefix}{key}"), plain(value)

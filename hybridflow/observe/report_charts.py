@@ -287,19 +287,8 @@ def _gradient(run: RunFolder) -> Chart:
 
 def _difference(run: RunFolder) -> Chart:
     names = [("largest", "rollout/logprob_diff/max", 1), ("mean", "rollout/logprob_diff/mean", 0)]
-    bound = run.setting("rollout.logprob_diff_bound")
-    if run.setting("model.dtype") == "bfloat16":
-        bounds = (bound, run.setting("rollout.logprob_diff_bound_bfloat16"))
-        bound = (
-            None
-            if bound is None
-            else max((one for one in bounds if isinstance(one, int | float)), default=None)
-        )
-    lines = (
-        [(float(bound), f"bound on the mean {bound:g}")]
-        if isinstance(bound, int | float) and bound > 0
-        else []
-    )
+    bound = run.logprob_diff_bound()
+    lines = [(bound, f"bound on the mean {bound:g}")] if bound is not None else []
     about = "rollout/logprob_diff/*: |engine - trainer| on the same tokens"
     return _several(run, "Log-probability difference", names, "nats", about, log=True, lines=lines)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hybridflow.errors import SchemaError
 # type of each column's values (`Jagged`: rows of integer pairs), and their meaning
 ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
     "step": (np.int64, "training step of the row"),
-    "uid": (np.int64, "prompt of the dataset: the samples of one group share it"),
+    "uid": (np.int64, "group of the row within its step: the samples of one prompt share it"),
     "data_source": (str, "which verifier scored it"),
     "prompt_text": (str, "decoded prompt with the chat template"),
     "response_text": (str, "decoded response"),
@@ -148,6 +149,15 @@ def remove_dumps_after(folder: str | Path, step: int) -> int:
     for path in late:
         path.unlink()
     return len(late)
+
+
+def remove_old_dumps(folder: str | Path, newest: int, also_every: int) -> None:
+    """Delete all dumps but the `newest` ones and, if `also_every` is not 0, those whose step is a
+    multiple of it."""
+    for step, path in list_dumps(folder)[:-newest]:
+        if not also_every or step % also_every:
+            with suppress(OSError):  # tried again after the next dump
+                path.unlink()
 
 
 def _column(name: str, values: Any) -> Column:

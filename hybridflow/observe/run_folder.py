@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,18 +24,24 @@ from hybridflow.config.outside_text import is_inside, read_outside_bytes
 from hybridflow.config.outside_yaml import MOST_BYTES, read_outside_yaml
 from hybridflow.errors import DataError
 from hybridflow.observe.jsonl import number_ranges, read_jsonl, removed_lines
+from hybridflow.observe.metric_records import (
+    MOST_NAMES,
+    MOST_STEP,
+    MetricRecords,
+    is_number,
+    is_span,
+    is_step,
+    of_numbers,
+)
 from hybridflow.observe.rollouts import list_dumps
 from hybridflow.observe.timeline import WHOLE_STEP
 from hybridflow.observe.tokens import Decode, open_decoder, read_stretches
-from hybridflow.observe.trackers.base import PHASES
 
 CHANGES = "changes.jsonl"  # settings changed at each resume from a checkpoint
 _ROWS_PER_DUMP = 4  # the two best and the two worst
 # a step has about 150 metrics in 7 KB
 _MOST_RECORD_BYTES = 128 << 20
-_MOST_RECORDS = 250_000
-_MOST_VALUES = 4_000_000
-_MOST_NAMES = 2_000
+MOST_RECORDS = 250_000
 _MOST_JSON_BYTES = 8 << 20
 _MOST_FOLDERS = 32
 _MOST_ROWS = 500_000
@@ -50,11 +55,11 @@ _TEXTS = (
     "finish_reason",
     "reward_extra",
     "agent_failure",
+    "reward_failure",
+    "messages",
 )
 _SHOWN = (*_NUMBERS, *_TEXTS)
 _OUTSIDE = "not followed, because it links to a file outside the run folder"
-_MOST_STEP = 1 << 53
-_MOST_NUMBER = 1e300
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class RunFolder:
             if (
                 record["phase"] == phase
                 and name in record
-                and (record[name] is None or _is_number(record[name]))
+                and (record[name] is None or is_number(record[name]))
             ):
                 found[record["step"]] = record[name]
         return sorted(found.items())
@@ -127,45 +132,84 @@ class RunFolder:
             node = node.get(part) if isinstance(node, Mapping) else None
         if isinstance(node, bool | str):
             return node
-        return node if _is_number(node) and abs(node) < _MOST_STEP else None
+        return node if is_number(node) and abs(node) < MOST_STEP else None
+
+    def logprob_diff_bound(self) -> float | None:
+        """Return the bound on the mean log-probability difference; None if there is none."""
+        bound = self.setting("rollout.logprob_diff_bound")
+        if not is_number(bound) or bound <= 0:
+            return None
+        if self.setting("model.dtype") == "bfloat16":
+            of_bfloat16 = self.setting("rollout.logprob_diff_bound_bfloat16")
+            bound = max(bound, of_bfloat16) if is_number(of_bfloat16) else bound
+        return float(bound)
 
     def size(self, dotted: str) -> int:
         """Return the value of a setting that is a count, or 1 if it is missing."""
         found = self.setting(dotted)
-        return found if _is_step(found) and found else 1
+        return found if is_step(found) and found else 1
 
 
 def load_run(path: Path) -> RunFolder:
     """Read a run folder."""
+    run = read_about(path)
+    metrics = MetricRecords()
+    for record in _records(path / "metrics.jsonl", run.missing):
+        if not metrics.add(record):
+            break
+    run.metrics = metrics.records
+    run.missing += metrics.remarks()
+    for record in _records(path / "timeline.jsonl", run.missing):
+        if is_span(record):
+            run.timeline.append(of_numbers(record))
+    run.missing += absent(run)
+    decode = decoder_of(path)
+    for folder in dump_folders(path):
+        if not folder.name.startswith("rollouts-"):
+            run.samples += _samples(folder, folder.name, decode, run.missing)
+    return run
+
+
+def read_about(path: Path) -> RunFolder:
+    """Read the files that are replaced as a whole: configuration, summary, environment, changes."""
     run = RunFolder(path)
     run.config_text, run.config = _config(path / "config.yaml", run.missing)
     run.summary = _json(
         path / "summary.json", "the run was killed, or is still running", run.missing
     )
     run.environment = _json(path / "environment.json", "", run.missing)
-    run.metrics = list(_metrics(_records(path / "metrics.jsonl", run.missing), run.missing))
-    for record in _records(path / "timeline.jsonl", run.missing):
-        if _is_span(record):
-            run.timeline.append(_of_numbers(record))
     for record in _records(path / CHANGES, run.missing):
-        if _is_step(record.get("step")) and isinstance(record.get("changes"), list):
+        if is_step(record.get("step")) and isinstance(record.get("changes"), list):
             run.changes.append(record)
-    for name, found, so in (
+    return run
+
+
+def absent(run: RunFolder) -> list[str]:
+    """Return a sentence for each file without records and each gap in the steps."""
+    found = []
+    for name, records, so in (
         ("metrics.jsonl", run.metrics, ", so no charts"),
         ("timeline.jsonl", run.timeline, ""),
     ):
-        if not found:
-            run.missing.append(
-                f"{name}: {'has no records' if (path / name).exists() else 'not found'}{so}"
-            )
-    run.missing += _lost_steps(run)
-    decode = (
-        open_decoder(path / "model") if is_inside(path / "model" / "tokenizer.json", path) else None
-    )
-    validations = sorted(folder.name for folder in path.glob("validation-*"))
-    for kind in ("rollouts", "validation", *validations[:_MOST_FOLDERS]):
-        run.samples += _samples(path / kind, kind, decode, run.missing)
-    return run
+        if not records:
+            what = "has no records" if (run.path / name).exists() else "not found"
+            found.append(f"{name}: {what}{so}")
+    return found + list(_lost_steps(run))
+
+
+def decoder_of(path: Path) -> Decode | None:
+    """Return a decoder that uses the tokenizer in the run folder; None if there is none."""
+    inside = is_inside(path / "model" / "tokenizer.json", path)
+    return open_decoder(path / "model") if inside else None
+
+
+def dump_folders(path: Path) -> list[Path]:
+    """Return the folders of dumps: rollouts and validation, even if they do not exist, then those
+    of further policies and validation sets."""
+    found = [path / "rollouts", path / "validation"]
+    for pattern in ("validation-*", "rollouts-*"):
+        found += sorted(path.glob(pattern))[:_MOST_FOLDERS]
+    return found
 
 
 def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
@@ -176,9 +220,9 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
     skipped: list[int] = []
     try:
         for number, record in enumerate(read_jsonl(path, skipped, _MOST_RECORD_BYTES)):
-            if number == _MOST_RECORDS:
+            if number == MOST_RECORDS:
                 missing.append(
-                    f"{path.name}: has more than {_MOST_RECORDS:,} records; later ones are skipped"
+                    f"{path.name}: has more than {MOST_RECORDS:,} records; later ones are skipped"
                 )
                 break
             yield record
@@ -192,64 +236,6 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
             f"{path.name}: only the first {_MOST_RECORD_BYTES >> 20} MiB of {size >> 20} MiB are "
             "shown"
         )
-
-
-def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the per-step records, with non-finite numbers replaced. Metric names are interned."""
-    values = 0
-    strange = 0
-    names: dict[str, None] = {}
-    for record in records:
-        if not _is_step(record.get("step")) or record.get("phase") not in PHASES:
-            strange += 1
-            continue
-        values += len(record)
-        if values > _MOST_VALUES:
-            missing.append(
-                f"metrics.jsonl: has more than {_MOST_VALUES:,} values; later steps are skipped"
-            )
-            break
-        if len(names) < _MOST_NAMES:
-            names |= dict.fromkeys(map(sys.intern, record))
-        yield _of_numbers({name: value for name, value in record.items() if name in names})
-    if strange:
-        missing.append(f"metrics.jsonl: {strange} records have no step or phase and are skipped")
-    if len(names) >= _MOST_NAMES:
-        missing.append(
-            f"metrics.jsonl: has more than {_MOST_NAMES:,} metrics; the others are skipped"
-        )
-
-
-def _of_numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record restricted to numbers and text, with None in place of numbers that no chart
-    can show."""
-    kept: dict[str, Any] = {}
-    for name, value in record.items():
-        if value is None or isinstance(value, str) or _is_number(value):
-            kept[sys.intern(name)] = (
-                value if isinstance(value, str) or name == "step" else _chartable(value)
-            )
-    return kept
-
-
-def _chartable(value: Any) -> float | None:
-    if value is None or not abs(value) < _MOST_NUMBER:  # also false for NaN
-        return None
-    return float(value) if abs(value) > 1 / _MOST_NUMBER else 0.0
-
-
-def _is_span(record: Mapping[str, Any]) -> bool:
-    """Return True if a timeline record describes a finished phase."""
-    for name in ("seconds", "start", "end"):
-        time = record.get(name, 0.0)
-        if not (isinstance(time, int | float) and 0 <= time < _MOST_STEP):
-            return False
-    step = record.get("step")
-    return isinstance(record.get("name"), str) and (step is None or _is_step(step))
-
-
-def _is_step(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST_STEP
 
 
 def _lost_steps(run: RunFolder) -> Iterator[str]:
@@ -278,7 +264,7 @@ def _gaps(name: str, phase: str, steps: Iterable[int], first: int | None) -> Ite
         return
     lost: list[int] = []
     for before, after in pairwise([(first or there[0]) - 1, *there]):
-        lost.extend(range(before + 1, min(after, before + 1 + _MOST_NAMES)))
+        lost.extend(range(before + 1, min(after, before + 1 + MOST_NAMES)))
     if lost:
         yield f"{name}: records of {phase} step {number_ranges(lost)} are missing"
 
@@ -346,26 +332,26 @@ def _sample(path: Path, kind: str, step: int, decode: Decode | None) -> Sample:
             ):
                 row[name] = value
         at += len(batch)
-    scores = [row["score"] for row in rows if _is_number(row.get("score"))]
+    scores = [row["score"] for row in rows if is_number(row.get("score"))]
     mean = sum(scores) / len(scores) if scores else None
     numbers = [row["row"] for row in pick_rows(rows)]
     if not numbers:
         return Sample(kind, step, 0, mean, [])
+    return Sample(kind, step, len(rows), mean, read_rows(path, numbers, decode))
+
+
+def read_rows(path: Path, numbers: list[int], decode: Decode | None) -> list[dict[str, Any]]:
+    """Return rows of a dump as dictionaries with the columns that pages show and `tokens`. Raises
+    DataError if the dump cannot be read."""
     picked = pick_parquet(path, numbers, _SHOWN, _MOST_GROUP_BYTES)
     tokens = read_stretches(path, numbers, decode, _MOST_GROUP_BYTES)
-    shown: list[dict[str, Any]] = [{"tokens": one} for one in tokens]
+    found: list[dict[str, Any]] = [{} for _ in numbers]
     for name in picked.columns:
         column = picked[name]
         if isinstance(column, np.ndarray):
-            for row, value in zip(shown, column.tolist(), strict=True):
+            for row, value in zip(found, column.tolist(), strict=True):
                 row[name] = value
-    return Sample(
-        kind,
-        step,
-        len(rows),
-        mean,
-        [_shown_fields(row) | {"tokens": row["tokens"]} for row in shown],
-    )
+    return [_shown_fields(row) | {"tokens": one} for row, one in zip(found, tokens, strict=True)]
 
 
 def _score(row: Mapping[str, Any]) -> float:
@@ -377,12 +363,8 @@ def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a row that the page shows, with None for missing or invalid numbers."""
     numbers = {}
     for name in _NUMBERS:
-        numbers[name] = row[name] if _is_number(row.get(name)) else None
+        numbers[name] = row[name] if is_number(row.get(name)) else None
     return numbers | {name: row.get(name) for name in _TEXTS}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _config(path: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
@@ -16,7 +17,7 @@ from hybridflow.config.val_sets import tag
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
-from hybridflow.observe.rollouts import dump_path
+from hybridflow.observe.rollouts import dump_path, remove_old_dumps
 from hybridflow.rollout.dumps import dump_batch
 from hybridflow.rollout.evaluation import Validator, extra_metrics, failures
 from hybridflow.rollout.protocols import Engines, SyncReport
@@ -198,7 +199,7 @@ class Records:
         if self.session.is_due(self.config.trainer.dump_rollouts_every_steps, step):
             folder = self.session.folder / f"rollouts-{name}"
             dump_batch(folder, step, whole, tokenizer)
-            self.session.tracker.rollouts(step, dump_path(folder, step))
+            self._dumped(folder, step)
         if self.config.roles[name].actor.on_nonfinite == "stop":
             self._stop_if_skipped(step, {f"roles.{name}.actor": trained.updates["actor"]})
         return {f"{name}/{key}": value for key, value in metrics.items()}
@@ -235,7 +236,14 @@ class Records:
         if dumped:
             folder = self.session.folder / "rollouts"
             self.samples.dump(folder, step, scored)
-            self.session.tracker.rollouts(step, dump_path(folder, step))
+            self._dumped(folder, step)
+
+    def _dumped(self, folder: Path, step: int) -> None:
+        """Hand a new dump to the trackers, and delete dumps that are not to be kept."""
+        self.session.tracker.rollouts(step, dump_path(folder, step))
+        trainer = self.config.trainer
+        if trainer.keep_rollout_steps is not None:
+            remove_old_dumps(folder, trainer.keep_rollout_steps, trainer.keep_rollouts_every_steps)
 
     def _stop_if_skipped(self, step: int, updates: Mapping[str, Sequence[Update]]) -> None:
         for role, done in updates.items():

@@ -487,6 +487,18 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("reward.path=nowhere.py",), ("reward.path=nowhere.py", "file not found")),
         (("data.prepare.task=gsm8k",), ("unknown key data.prepare.options.reverse_answer",)),
         (("data.prepare.task=null",), ("data.train_files", "does not exist")),
+        (
+            ("trainer.keep_rollouts_every_steps=10",),
+            ("keep_rollouts_every_steps=10 has no effect", "keep_rollout_steps=null"),
+        ),
+        (
+            ("trainer.keep_rollout_steps=2", "trainer.dump_rollouts_every_steps=0"),
+            ("keep_rollout_steps=2 has no effect", "dump_rollouts_every_steps=0"),
+        ),
+        (
+            ("trainer.keep_rollout_steps=2", "trainer.rollout_only=true"),
+            ("keep_rollout_steps=2 would delete", "rollout_only=true"),
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_with_keys_and_values(

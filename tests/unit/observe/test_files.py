@@ -31,6 +31,7 @@ from hybridflow.observe.rollouts import (
     list_dumps,
     read_rollouts,
     remove_dumps_after,
+    remove_old_dumps,
 )
 from hybridflow.observe.timeline import Timeline, read_timeline
 from hybridflow.observe.tracker import Tracker
@@ -399,6 +400,22 @@ def test_dumps_are_listed_by_step_and_later_ones_removed(tmp_path: Path) -> None
     assert list_dumps(tmp_path / "nowhere") == []
     assert remove_dumps_after(tmp_path, 2) == 1
     assert [step for step, _ in list_dumps(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("newest", "also_every", "left"),
+    [(2, 0, [7, 9]), (1, 4, [4, 8, 9]), (9, 0, [1, 2, 4, 7, 8, 9]), (1, 1, [1, 2, 4, 7, 8, 9])],
+)
+def test_old_dumps_are_removed(
+    tmp_path: Path, newest: int, also_every: int, left: list[int]
+) -> None:
+    steps = [1, 2, 4, 7, 8, 9] if also_every or newest == 9 else [1, 4, 7, 9]
+    for step in steps:
+        dump_rollouts(dump_path(tmp_path, step), {"score": [1.0]})
+        (tmp_path / "notes.txt").write_text("mine")
+    remove_old_dumps(tmp_path, newest, also_every)
+    assert [step for step, _ in list_dumps(tmp_path)] == left
+    assert (tmp_path / "notes.txt").exists()
 
 
 def test_environment_describes_the_machine_without_naming_it(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""The HTML templates of `pages/`: their environment, and how text from a run is shown.
+
+All values are escaped, and characters that steer a terminal or change the writing direction are
+visible.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.config.outside_text import printable
+
+if TYPE_CHECKING:
+    import jinja2
+
+TEXT_LIMIT = 1500  # maximum characters shown of a prompt, response or value
+_WHOLE_LIMIT = 200_000
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+def fill(template: str, **parts: Any) -> str:
+    """Return the HTML of the template `pages/TEMPLATE.html.j2`."""
+    return _templates().get_template(f"{template}.html.j2").render(parts)
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("pages")),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_visible,
+    )
+    environment.filters["shown"] = shown
+    environment.filters["visible"] = visible
+    environment.filters["whole"] = whole
+    return environment
+
+
+def shown(text: Any) -> str:
+    """Format the text of a prompt or response: truncated if very long, with control characters made
+    visible."""
+    return "" if text is None else visible(cut(text if isinstance(text, str) else plain(text)))
+
+
+def whole(text: Any) -> str:
+    """Format a text as `shown` does, but cut only beyond 200,000 characters."""
+    plain_text = text if isinstance(text, str) else shown(text)
+    more = len(plain_text) - _WHOLE_LIMIT
+    rest = f"\n… {more:,} more characters" if more > 0 else ""
+    return visible(plain_text[:_WHOLE_LIMIT]) + rest
+
+
+def visible(text: str) -> str:
+    """Return the text with visible signs in place of control characters."""
+    return _CONTROL.sub(
+        lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", text
+    )
+
+
+def plain(value: Any) -> str:
+    """Format a number, a text or plain data on one line; truncated if very long."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    try:
+        return cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        return "nested too deeply to be shown"
+
+
+def cut(text: str) -> str:
+    """Truncate a text to `TEXT_LIMIT` characters, with a line that counts the rest."""
+    more = len(text) - TEXT_LIMIT
+    return f"{text[:TEXT_LIMIT]}\n… {more:,} more characters" if more > 0 else text
+
+
+def _visible(value: Any) -> Any:
+    """Escape control characters in a value. Our own markup is left unchanged."""
+    return type(value)(printable(value)) if isinstance(value, str) else value

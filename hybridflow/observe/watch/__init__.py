@@ -1,0 +1,1 @@
+"""`hybridflow watch`: a live page about a run, built from its folder."""

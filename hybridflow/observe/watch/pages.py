@@ -1,0 +1,164 @@
+"""The pages of `hybridflow watch`, as HTML. Addresses are relative, so that they keep the token."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from hybridflow.errors import HybridFlowError
+from hybridflow.observe.report import Group, drawn_groups, overview, process_groups
+from hybridflow.observe.run_folder import RunFolder
+from hybridflow.observe.templates import fill
+from hybridflow.observe.watch.alarms import alarms
+from hybridflow.observe.watch.index import SampleIndex
+from hybridflow.observe.watch.live_run import LiveRun
+from hybridflow.observe.watch.overlay import compared
+from hybridflow.observe.watch.sample_pages import NotFound, SamplePages
+
+_PICTURES_S = 30.0  # pictures of processes read many files, so they are drawn again this seldom
+
+
+@dataclass(frozen=True)
+class Page:
+    """An answer to a browser. `nonce` is that of the page's script."""
+
+    status: int
+    kind: str
+    text: str
+    nonce: str = ""
+
+
+class Pages:
+    """Builds the pages about one run.
+
+    Args:
+        other: a run to compare with.
+    """
+
+    def __init__(self, live: LiveRun, index: SampleIndex, other: LiveRun | None = None) -> None:
+        self.live = live
+        self.index = index
+        self.other = other
+        self.failure = ""  # why the folder could not be read lately
+        self._samples = SamplePages(live, index)
+        self._sections: dict[str, tuple[int, str]] = {}  # version of the last change, HTML
+        self._drawn = 0  # version of the run in `_sections`
+        self._pictures: tuple[float, list[Group]] | None = None
+        self._lock = threading.Lock()
+
+    def page(self, name: str, fields: Mapping[str, str]) -> Page:
+        """Return the page with a name (empty for the first) and the fields of its address."""
+        if name == "live":
+            return Page(200, "application/json", json.dumps(self._live(fields)))
+        try:
+            if name == "":
+                return self._framed(200, "", "Run", "watch_run", sections=self._all_sections())
+            if name == "compare" and self.other is not None:
+                parts = compared(self.live.run, self.other.run)
+                return self._framed(200, name, "Compare", "watch_compare", **parts)
+            body, title, parts = self._samples.parts(name, fields)
+            return self._framed(200, name, title, body, **parts)
+        except NotFound as error:
+            message = str(error)
+        except HybridFlowError as error:
+            message = f"The dump cannot be read: {error}"
+        return self._framed(404, name, "Not found", "watch_missing", message=message)
+
+    def _framed(self, status: int, here: str, title: str, body: str, **parts: Any) -> Page:
+        nonce = secrets.token_urlsafe(16)
+        links = [("./", "Run"), ("rollouts", "Samples")]
+        if self.other is not None:
+            links.append(("compare", "Compare"))
+        run = self.live.run
+        about = {
+            "name": str(run.setting("name") or run.path.resolve().name),
+            "status": _status(run),
+            "version": self.live.version,
+            "here": here or "./",
+            "title": title,
+            "links": links,
+            "nonce": nonce,
+            "body": body,
+        }
+        return Page(status, "text/html", fill("watch", **parts, **about), nonce)
+
+    def _live(self, fields: Mapping[str, str]) -> dict[str, Any]:
+        """Return what has changed since the version that the browser has."""
+        after = int(fields["after"]) if fields.get("after", "").isdecimal() else 0
+        sections: dict[str, str] = {}
+        self.live.poll()  # not only every half second
+        page = fields.get("page")
+        version = self.live.version
+        if page == "./":
+            with self._lock:
+                version = self._draw()
+                for name, (changed, html) in self._sections.items():
+                    if changed > after or after > version:
+                        sections[name] = html
+        elif page == "rollouts":
+            sections["indexed"] = str(Markup.escape(self._samples.indexed()))
+        return {
+            "version": version,
+            "status": _status(self.live.run),
+            "note": self.failure or f"live, {self._samples.indexed()}",
+            "sections": sections,
+        }
+
+    def _all_sections(self) -> list[tuple[str, Markup]]:
+        with self._lock:
+            self._draw()
+            return [(name, Markup(html)) for name, (_, html) in self._sections.items()]
+
+    def _draw(self) -> int:
+        """Fill the sections again if the run has changed. Returns the run's version."""
+        version = self.live.version
+        if version == self._drawn:
+            return version
+        run = self.live.run
+        parts = overview(run)
+        groups = [*drawn_groups(run), *self._process_groups(run)]
+        filled = {
+            "alarms": fill("alarms", alarms=alarms(run)),
+            "tiles": fill("tiles", facts=parts["facts"]),
+            "changes": fill("changes", changes=parts["changes"]),
+            "charts": fill("charts", groups=groups),
+            "times": fill(
+                "times", time_rows=parts["time_rows"], outside_rows=parts["outside_rows"]
+            ),
+            "notices": fill("notices", missing=parts["missing"], warnings=parts["warnings"]),
+            "settings": fill(
+                "settings",
+                summary=parts["summary"],
+                config_text=run.config_text,
+                config_title="",
+                environment=[],
+            ),
+        }
+        for name, html in filled.items():
+            if self._sections.get(name, (0, None))[1] != html:
+                self._sections[name] = (version, html)
+        self._drawn = version
+        return version
+
+    def _process_groups(self, run: RunFolder) -> list[Group]:
+        now = time.monotonic()
+        if self._pictures is None or now > self._pictures[0] + _PICTURES_S:
+            self._pictures = (now, process_groups(run))
+        return self._pictures[1]
+
+
+def _status(run: RunFolder) -> str:
+    status = run.summary.get("status")
+    if isinstance(status, str) and status:
+        return status[:200]
+    last = max((one["step"] for one in run.metrics if one["phase"] == "train"), default=0)
+    total = run.setting("trainer.total_steps")
+    text = f"step {last} of {total}" if total else f"step {last}"
+    return f"{text}, finished" if run.summary else text

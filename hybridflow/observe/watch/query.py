@@ -1,0 +1,181 @@
+"""Search and filters over the samples of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hybridflow.observe.watch.index import GROUPS, SampleIndex, Samples
+
+PER_PAGE = 25
+ORDERS = {
+    "latest": ("step", True),
+    "earliest": ("step", False),
+    "best score": ("score", True),
+    "worst score": ("score", False),
+    "longest": ("response_length", True),
+    "shortest": ("response_length", False),
+    "largest advantage": ("advantage", True),
+    "smallest advantage": ("advantage", False),
+    "largest log-prob difference": ("logprob_diff_mean", True),
+    "most turns": ("turns", True),
+}
+# name of the field -> (column, True for a lower bound)
+_RANGES = {
+    "from_step": ("step", True),
+    "to_step": ("step", False),
+    "min_score": ("score", True),
+    "max_score": ("score", False),
+    "min_length": ("response_length", True),
+    "max_length": ("response_length", False),
+}
+_MOST_DIGITS = 300
+_MOST_TEXT = 1_000
+
+
+@dataclass(frozen=True)
+class Query:
+    """A search, as in the address of the page.
+
+    Attributes:
+        text: what prompt, response, ground truth or the reward's extra values contain, in any case.
+        kind: folder of the dumps; empty for all.
+        ranges: bounds by the name of their field.
+        source, finish: a data source and a finish reason; empty for all.
+        group: a key of `GROUPS`; empty for all.
+        uid: a group of each step; None for all.
+        failed: True for samples whose scoring or agent loop failed.
+    """
+
+    text: str = ""
+    kind: str = ""
+    ranges: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""
+    finish: str = ""
+    group: str = ""
+    uid: int | None = None
+    failed: bool = False
+    order: str = "latest"
+    page: int = 1
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, str]) -> tuple[Query, list[str]]:
+        """Return the query in the fields of an address, and a sentence for each field that cannot
+        be used."""
+        wrong: list[str] = []
+        ranges = _ranges_of(fields, wrong)
+        for name, choices in (("group", GROUPS), ("order", ORDERS)):
+            if fields.get(name, "") not in ("", *choices):
+                wrong.append(f"{name}: choose one of {', '.join(choices)}")
+        uid = _number(fields["uid"]) if fields.get("uid", "").strip() else None
+        if fields.get("uid", "").strip() and (uid is None or uid != int(uid)):
+            wrong.append(f"group number: {fields['uid']!r} is not a number")
+            uid = None
+        group = fields.get("group", "")
+        order = fields.get("order", "")
+        found = cls(
+            fields.get("text", "")[:_MOST_TEXT],
+            fields.get("kind", ""),
+            ranges,
+            fields.get("source", ""),
+            fields.get("finish", ""),
+            group if group in GROUPS else "",
+            None if uid is None else int(uid),
+            fields.get("failed", "") == "1",
+            order if order in ORDERS else "latest",
+            max(1, int(_number(fields.get("page", "1")) or 1)),
+        )
+        return found, wrong
+
+
+def _ranges_of(fields: Mapping[str, str], wrong: list[str]) -> dict[str, float]:
+    """Return the bounds in the fields, and add a sentence to `wrong` for each that is none."""
+    ranges: dict[str, float] = {}
+    for name in _RANGES:
+        if fields.get(name, "").strip():
+            value = _number(fields[name])
+            if value is None:
+                wrong.append(f"{name.replace('_', ' ')}: {fields[name]!r} is not a number")
+            else:
+                ranges[name] = value
+    return ranges
+
+
+def search(index: SampleIndex, samples: Samples, query: Query) -> np.ndarray:
+    """Return the matching samples, as indices into the snapshot, in the query's order."""
+    return ordered(samples, matching(index, samples, query), query.order)
+
+
+def matching(index: SampleIndex, samples: Samples, query: Query) -> np.ndarray:
+    """Return the indices of the matching samples, ascending."""
+    kept = np.ones(len(samples), bool)
+    if not len(samples):
+        return np.flatnonzero(kept)
+    if query.kind:
+        number = samples.kinds.index(query.kind) if query.kind in samples.kinds else -1
+        kept &= samples.kind == number
+    for name, value in query.ranges.items():
+        column, is_lower = _RANGES[name]
+        values = _column(samples, column)
+        kept &= (values >= value) if is_lower else (values <= value)
+    for name, wanted in (("data_source", query.source), ("finish_reason", query.finish)):
+        if wanted:
+            known = index.known[name]
+            kept &= samples.columns[name] == (known.index(wanted) if wanted in known else -2)
+    if query.group:
+        kept &= samples.columns["group"] == GROUPS[query.group]
+    if query.uid is not None:
+        kept &= samples.columns["uid"] == query.uid
+    if query.failed:
+        kept &= samples.columns["failed"]
+    found = np.flatnonzero(kept)
+    return _containing(samples, found, query.text) if query.text else found
+
+
+def ordered(samples: Samples, found: np.ndarray, order: str) -> np.ndarray:
+    """Return the samples in an order of `ORDERS`; those without the number come last."""
+    column, descending = ORDERS[order]
+    if not len(found):
+        return found
+    values = _column(samples, column)[found].astype(np.float64)
+    return found[np.argsort(-values if descending else values, kind="stable")]
+
+
+def excerpt(text: str, wanted: str, around: int = 90) -> tuple[str, str, str]:
+    """Return the part of a text around the first match, as (before, match, after). Without a match,
+    the start of the text is `before`."""
+    match = re.search(re.escape(wanted), text, re.IGNORECASE) if wanted else None
+    if match is None:
+        return text[: 2 * around] + ("…" if len(text) > 2 * around else ""), "", ""
+    start = max(0, match.start() - around)
+    before = ("…" if start else "") + text[start : match.start()]
+    end = match.end() + around
+    after = text[match.end() : end] + ("…" if end < len(text) else "")
+    return before, match[0], after
+
+
+def _containing(samples: Samples, found: np.ndarray, wanted: str) -> np.ndarray:
+    of_dump = samples.dump[found]
+    kept = np.zeros(len(found), bool)
+    for number in np.unique(of_dump).tolist():
+        texts = samples.dumps[number].texts
+        if texts is not None:
+            inside = of_dump == number
+            kept[inside] = texts.containing(wanted)[samples.row[found[inside]]]
+    return found[kept]
+
+
+def _column(samples: Samples, name: str) -> np.ndarray:
+    return samples.step if name == "step" else samples.columns[name]
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text[:_MOST_DIGITS])
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,347 @@
+"""The pages about samples: search, a group, a prompt over the steps, one conversation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+
+from hybridflow.errors import DataError
+from hybridflow.observe.charts import Chart, Series, draw
+from hybridflow.observe.report import Group
+from hybridflow.observe.run_folder import decoder_of, read_rows
+from hybridflow.observe.tokens import Decode
+from hybridflow.observe.watch.index import GROUPS, SampleIndex, Samples
+from hybridflow.observe.watch.live_run import LiveRun
+from hybridflow.observe.watch.query import ORDERS, PER_PAGE, Query, excerpt, search
+
+_MOST_SIDE_BY_SIDE = 16
+_MOST_STEPS = 40  # in the table of a prompt, each read from its dump
+_MOST_MESSAGES = 2_000
+_MOST_MESSAGES_CHARACTERS = 4 << 20
+_FIELDS = (
+    "from_step",
+    "to_step",
+    "min_score",
+    "max_score",
+    "min_length",
+    "max_length",
+    "uid",
+)
+_OTHERS = ("ground_truth", "reward_extra", "reward_failure", "agent_failure")
+_PROMPT = re.compile("[0-9a-f]{1,16}")
+_PERSONS = {"assistant": "assistant", "tool": "tool", "ipython": "tool"}
+
+Curves = dict[str, list[tuple[float, float | None]]]
+Parts = tuple[str, str, dict[str, Any]]  # template, title, its values
+
+
+class NotFound(Exception):
+    """The address names a sample or a page that does not exist. The message is for the reader."""
+
+
+class SamplePages:
+    """Builds the pages from the index and the dumps."""
+
+    def __init__(self, live: LiveRun, index: SampleIndex) -> None:
+        self._live = live
+        self._index = index
+        self._decode: Decode | None = None
+        self._pages: dict[str, Callable[[Mapping[str, str]], Parts]] = {
+            "rollouts": self._search,
+            "group": self._group,
+            "prompt": self._prompt,
+            "sample": self._sample,
+        }
+
+    def parts(self, name: str, fields: Mapping[str, str]) -> Parts:
+        """Return the content of a page.
+
+        Raises:
+            NotFound: there is no such page or sample.
+            DataError: the dump cannot be read.
+        """
+        if name not in self._pages:
+            raise NotFound("There is no such page.")
+        return self._pages[name](fields)
+
+    def indexed(self) -> str:
+        """Return the number of samples and dumps in the index, as text."""
+        samples = self._index.samples
+        return f"{len(samples):,} samples in {len(samples.dumps):,} dumps"
+
+    def _search(self, fields: Mapping[str, str]) -> Parts:
+        index = self._index
+        query, wrong = Query.parse(fields)
+        samples = index.samples
+        found = search(index, samples, query)
+        pages = max(1, -(-len(found) // PER_PAGE))
+        page = min(query.page, pages)
+        shown = found[(page - 1) * PER_PAGE : page * PER_PAGE]
+        texts = self._texts(samples, shown)
+        rows = [_result(samples, sample, texts[sample], query.text) for sample in shown.tolist()]
+        given = {name: value for name, value in fields.items() if value and name != "page"}
+        return (
+            "watch_rollouts",
+            "Samples",
+            {
+                "query": query,
+                "fields": {name: fields.get(name, "") for name in _FIELDS},
+                "kinds": samples.kinds,
+                "groups": list(GROUPS),
+                "sources": [one for one in index.known["data_source"] if one],
+                "finishes": [one for one in index.known["finish_reason"] if one],
+                "orders": list(ORDERS),
+                "wrong": wrong,
+                "count": len(found),
+                "indexed": self.indexed(),
+                "page": page,
+                "pages": pages,
+                "rows": rows,
+                "before": _address("rollouts", **given, page=page - 1) if page > 1 else "",
+                "after": _address("rollouts", **given, page=page + 1) if page < pages else "",
+                "remarks": index.remarks(),
+            },
+        )
+
+    def _group(self, fields: Mapping[str, str]) -> Parts:
+        samples = self._index.samples
+        kind, uid = _kind_of(samples, fields), _integer(fields, "uid")
+        step = _integer(fields, "step")
+        of_step = np.flatnonzero((samples.kind == kind) & (samples.step == step))
+        uids = samples.columns["uid"][of_step]
+        members = of_step[uids == uid]
+        if not len(members):
+            raise NotFound(
+                f"Step {step} has no group {uid}. It may have been repeated "
+                "by a resumed run, or removed (trainer.keep_rollout_steps)."
+            )
+        shown = members[:_MOST_SIDE_BY_SIDE]
+        rows = self._rows(samples, shown)
+        name = samples.kinds[kind]
+        before, after = _neighbours(uids, uid, {"kind": name, "step": step})
+        return (
+            "watch_group",
+            f"Group {uid} of step {step}",
+            {
+                "heading": f"Group {uid} of step {step} of {name}, {len(members)} samples",
+                "rows": rows,
+                "has_tokens": any(row["tokens"] for row in rows),
+                "left": len(members) - len(shown),
+                "all": _address("rollouts", kind=name, uid=uid, from_step=step, to_step=step),
+                "before": before,
+                "after": after,
+                "over_steps": _prompt_address(samples, int(members[0])),
+            },
+        )
+
+    def _prompt(self, fields: Mapping[str, str]) -> Parts:
+        samples = self._index.samples
+        kind = _kind_of(samples, fields)
+        key = fields.get("prompt", "")
+        number = int(key, 16) if _PROMPT.fullmatch(key) else 0
+        members = np.flatnonzero((samples.kind == kind) & (samples.columns["prompt"] == number))
+        if not number or not len(members):
+            raise NotFound("No dump has samples of this prompt.")
+        name = samples.kinds[kind]
+        curves, rows = _steps_of(samples, members)
+        last = _integer(fields, "to_step") if "to_step" in fields else rows[-1]["step"]
+        before = [row for row in rows if row["step"] <= last]
+        shown = before[::-1][:_MOST_STEPS]
+        self._add_answers(samples, shown)
+        left = len(before) - len(shown)
+        earlier = before[left - 1]["step"] if left else 0
+        prompt = self._rows(samples, members[-1:])[0]["prompt_text"]
+        return (
+            "watch_prompt",
+            "One prompt",
+            {
+                "heading": f"One prompt over the steps of {name}",
+                "prompt_text": prompt,
+                "groups": _score_charts(curves),
+                "rows": shown,
+                "after": _address("prompt", kind=name, prompt=key, to_step=earlier) if left else "",
+            },
+        )
+
+    def _add_answers(self, samples: Samples, rows: list[dict[str, Any]]) -> None:
+        """Replace the numbers of the best and worst sample of each row with their text."""
+        picked = sorted({row[which] for row in rows for which in ("best", "worst")})
+        texts = self._texts(samples, np.array(picked, np.int64))
+        for row in rows:
+            for which in ("best", "worst"):
+                row[which] = excerpt(_text(texts[row[which]], "response_text"), "")[0]
+
+    def _sample(self, fields: Mapping[str, str]) -> Parts:
+        samples = self._index.samples
+        kind, row = _kind_of(samples, fields), _integer(fields, "row")
+        step = _integer(fields, "step")
+        of_step = np.flatnonzero((samples.kind == kind) & (samples.step == step))
+        found = of_step[samples.row[of_step] == row]
+        if not len(found):
+            raise NotFound(f"There is no sample {row} in step {step}.")
+        name = samples.kinds[kind]
+        shown = self._rows(samples, found)[0]
+        return (
+            "watch_sample",
+            f"Sample {row} of step {step}",
+            {
+                "heading": f"Sample {row} of step {step} of {name}",
+                "row": shown,
+                "messages": read_messages(shown["messages"]),
+                "before": _address("sample", kind=name, step=step, row=row - 1) if row else "",
+                "after": _address("sample", kind=name, step=step, row=row + 1)
+                if row + 1 < len(of_step)
+                else "",
+                "group": _group_address(samples, int(found[0])),
+                "over_steps": _prompt_address(samples, int(found[0])),
+            },
+        )
+
+    def _rows(self, samples: Samples, chosen: np.ndarray) -> list[dict[str, Any]]:
+        """Read samples of one dump from its file, with their tokens."""
+        dump = samples.dumps[samples.dump[chosen[0]]]
+        numbers = samples.row[chosen].tolist()
+        if self._decode is None:
+            self._decode = decoder_of(self._live.path)
+        rows = read_rows(dump.path, numbers, self._decode)
+        for row, number in zip(rows, numbers, strict=True):
+            row["row"] = number
+            row["address"] = _address("sample", kind=dump.kind, step=dump.step, row=number)
+        return rows
+
+    def _texts(self, samples: Samples, chosen: np.ndarray) -> dict[int, Mapping[str, Any]]:
+        """Read samples of any dumps, without tokens. What cannot be read is empty: the run may have
+        removed the dump since."""
+        found: dict[int, Mapping[str, Any]] = {int(sample): {} for sample in chosen}
+        for number in np.unique(samples.dump[chosen]).tolist():
+            inside = chosen[samples.dump[chosen] == number].tolist()
+            with suppress(DataError):
+                rows = read_rows(samples.dumps[number].path, samples.row[inside].tolist(), None)
+                found |= dict(zip(inside, rows, strict=True))
+        return found
+
+
+def read_messages(text: Any) -> list[dict[str, str]]:
+    """Return the messages of a conversation for the page; empty if the column is not a list of
+    messages."""
+    if not isinstance(text, str) or len(text) > _MOST_MESSAGES_CHARACTERS:
+        return []
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        return []
+    found = []
+    for one in messages[:_MOST_MESSAGES]:
+        role = str(one.get("role", ""))[:40]
+        content = one.get("content")
+        text_of = content if isinstance(content, str) else json.dumps(one, ensure_ascii=False)
+        found.append({"role": role, "content": text_of, "kind": _PERSONS.get(role, "other")})
+    return found
+
+
+def _result(samples: Samples, sample: int, row: Mapping[str, Any], wanted: str) -> dict[str, Any]:
+    dump = samples.dumps[samples.dump[sample]]
+    rest = [row[name] for name in _OTHERS if isinstance(row.get(name), str)]
+    other = excerpt("\n".join(rest), wanted)
+    score = samples.columns["score"][sample]
+    length = samples.columns["response_length"][sample]
+    at = {"kind": dump.kind, "step": dump.step}
+    return {
+        "place": f"{dump.kind} {dump.step}",
+        "score": "–" if np.isnan(score) else f"{score:.3g}",
+        "length": "–" if np.isnan(length) else f"{length:.0f}",
+        "sample": _address("sample", **at, row=int(samples.row[sample])),
+        "group": _group_address(samples, sample),
+        "over_steps": _prompt_address(samples, sample),
+        "prompt_text": excerpt(_text(row, "prompt_text"), wanted),
+        "text": excerpt(_text(row, "response_text"), wanted),
+        "other": other,
+    }
+
+
+def _neighbours(uids: np.ndarray, uid: int, place: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the addresses of the groups before and after a group; empty if there is none."""
+    there = uids[~np.isnan(uids)]
+    lower = there[there < uid]
+    higher = there[there > uid]
+    return (
+        _address("group", **place, uid=int(lower.max())) if len(lower) else "",
+        _address("group", **place, uid=int(higher.min())) if len(higher) else "",
+    )
+
+
+def _steps_of(samples: Samples, members: np.ndarray) -> tuple[Curves, list[dict[str, Any]]]:
+    """Return the curves of a prompt's scores, and the row of each step in its table."""
+    curves: Curves = {"max": [], "mean": [], "min": []}
+    rows: list[dict[str, Any]] = []
+    for step in np.unique(samples.step[members]).tolist():
+        of_step = members[samples.step[members] == step]
+        scores = np.nan_to_num(samples.columns["score"][of_step])
+        curves["max"].append((step, float(scores.max())))
+        curves["mean"].append((step, float(scores.mean())))
+        curves["min"].append((step, float(scores.min())))
+        rows.append(
+            {
+                "step": step,
+                "group": _group_address(samples, int(of_step[0])),
+                "mean": f"{scores.mean():.3g}",
+                "count": len(of_step),
+                "best": int(of_step[scores.argmax()]),
+                "worst": int(of_step[scores.argmin()]),
+            }
+        )
+    return curves, rows
+
+
+def _score_charts(curves: Curves) -> list[Group]:
+    series = [
+        Series(part, curves[part], color) for part, color in (("max", 1), ("mean", 0), ("min", 2))
+    ]
+    about = f"steps: {len(curves['mean'])}"
+    chart = draw(Chart("Score of this prompt's samples", series, "score", about))
+    return [("Scores", [chart])] if chart else []
+
+
+def _group_address(samples: Samples, sample: int) -> str:
+    """Return the address of a sample's group; empty if it has none."""
+    dump = samples.dumps[samples.dump[sample]]
+    uid = samples.columns["uid"][sample]
+    return "" if np.isnan(uid) else _address("group", kind=dump.kind, step=dump.step, uid=int(uid))
+
+
+def _prompt_address(samples: Samples, sample: int) -> str:
+    """Return the address of a sample's prompt over the steps; empty if it has none."""
+    dump = samples.dumps[samples.dump[sample]]
+    prompt = int(samples.columns["prompt"][sample])
+    return _address("prompt", kind=dump.kind, prompt=f"{prompt:x}") if prompt else ""
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _address(path: str, **fields: Any) -> str:
+    return f"{path}?{urlencode(fields)}"
+
+
+def _kind_of(samples: Samples, fields: Mapping[str, str]) -> int:
+    kind = fields.get("kind", "rollouts")
+    if kind not in samples.kinds:
+        raise NotFound(f"There are no dumps in {kind}/ yet.")
+    return samples.kinds.index(kind)
+
+
+def _integer(fields: Mapping[str, str], name: str) -> int:
+    text = fields.get(name, "")
+    if not text.removeprefix("-").isdecimal() or len(text) > 18:
+        raise NotFound(f"The address needs a number as {name}.")
+    return int(text)
