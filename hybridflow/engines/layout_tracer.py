@@ -3,16 +3,17 @@ and its copies are recorded instead of executed.
 
 `trace_layout` calls the model's `load_weights` with a meta tensor for each HF tensor. A dispatch
 mode follows every view that the loader creates. A `copy_` into a parameter is recorded as (HF
-rectangle) -> (rectangle of the buffer), but not executed. `zero_` and `fill_`, which loaders use to
-clear padding, are treated in the same way. A running engine's live weights are not touched. Tensors
-joined by `cat` or `stack` (DeepSeek's fused latent projection) are resolved to their parts. Uses
-only torch, and works for any module, on a real or meta device.
+rectangle) -> (rectangle of the buffer), but not executed. The same applies to `zero_` and `fill_`,
+which loaders use to clear padding. The live weights of a running engine are not touched. Sources
+joined by `cat` or `stack` (DeepSeek's fused latent projection) are resolved to their parts. A
+buffer that is filled from transposed tensors (gpt-oss's experts) is described by its transpose.
+Uses torch only, and works for any module, on its device or on meta.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -45,13 +46,14 @@ class TracedPiece:
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """The result of a trace: `buffers` {name: (shape, dtype)}, `pieces` in copy order, and
-    `untouched`, the buffers that were never written.
-    """
+    """The traced copies: `buffers` {name: (shape, dtype)}, `pieces` in copy order, and `untouched`
+    buffers, which were not written. Shapes and pieces of the `transposed` buffers describe their
+    transpose, i.e. with the last two axes exchanged."""
 
     buffers: dict[str, tuple[Shape, str]]
     pieces: tuple[TracedPiece, ...]
     untouched: tuple[str, ...]
+    transposed: tuple[str, ...] = ()
 
     def rank_layout(self, catalog: Catalog) -> RankLayout:
         """Return this rank's layout for the slice plan: the written buffers and their pieces.
@@ -125,13 +127,18 @@ def trace_layout(
     recorder = _Recorder(sources, buffers)
     with torch.no_grad(), recorder:
         load_weights(iter(list(sources.items())))
-    pieces = tuple(recorder.pieces)
+    transposed = tuple(name for name, turned in recorder.turned.items() if turned)
+    pieces = tuple(
+        _exchanged(piece) if recorder.turned.get(piece.buffer) else piece
+        for piece in recorder.pieces
+    )
     written = {piece.buffer for piece in pieces}
-    described = {
-        name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in buffers.items()
-    }
-    return TracedLayout(described, pieces, tuple(name for name in buffers if name not in written))
+    described = {}
+    for name, tensor in buffers.items():
+        shape = tuple(tensor.mT.shape if recorder.turned.get(name) else tensor.shape)
+        described[name] = (shape, str(tensor.dtype).removeprefix("torch."))
+    untouched = tuple(name for name in buffers if name not in written)
+    return TracedLayout(described, pieces, untouched, transposed)
 
 
 @dataclass
@@ -154,6 +161,8 @@ class _Recorder(TorchDispatchMode):
         self.to_storage = {_storage(tensor): name for name, tensor in buffers.items()}
         self.joined: dict[int, tuple[_Joined, Shape]] = {}
         self.pieces: list[TracedPiece] = []
+        # {buffer: True if it is filled from transposed tensors}, decided by its first copy
+        self.turned: dict[str, bool] = {}
         # storages created as zeros and not written since, i.e. padding
         self.zeros: set[int] = set()
         # keeps tensors alive, because an address identifies a storage only while it exists
@@ -170,7 +179,9 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         result = func(*args, **kwargs)
         if name.endswith("_") and isinstance(args[0], torch.Tensor):
-            self.zeros.discard(_storage(args[0]))
+            # a loader clears tensors that another rank contributes (biases of row-split layers)
+            cleared = name == "zero_" and _storage(args[0]) in self.from_storage
+            (self.zeros.add if cleared else self.zeros.discard)(_storage(args[0]))
         elif name in ("zeros", "new_zeros", "zeros_like"):
             self._keep.append(result)
             self.zeros.add(_storage(result))
@@ -214,11 +225,23 @@ class _Recorder(TorchDispatchMode):
                     f"the loader copies a tensor of shape {tuple(source.shape)} into a slice of "
                     f"{buffer} of shape {tuple(target.shape)}"
                 ) from None
+        if buffer not in self.turned:
+            self.turned[buffer] = self._is_transposed(source)
+        turned = self.turned[buffer]
+        if turned:
+            source = source.mT
         for name, start, shape, inside in self._resolve(source, buffer):
-            view = target
+            view = target.mT if turned else target
             for axis, (offset, size) in enumerate(inside):
                 view = view.narrow(axis, offset, size)
-            self._record(name, start, shape, view, buffer, 0.0)
+            self._record(name, start, shape, view.mT if turned else view, buffer, 0.0)
+
+    def _is_transposed(self, source: torch.Tensor) -> bool:
+        """Return True if only the transpose of this view is a rectangle of an HF tensor."""
+        shape = self.shapes.get(self.from_storage.get(_storage(source), ""), ())
+        if source.ndim < 2 or source.ndim != len(shape):
+            return False
+        return _rectangle(source, shape, 0) is None and _rectangle(source.mT, shape, 0) is not None
 
     def _fill(self, target: torch.Tensor, value: float) -> None:
         if target.numel():
@@ -301,6 +324,13 @@ class _Recorder(TorchDispatchMode):
                     )
                     yield name, begin, extent, place
             row += whole.shape[join.axis]
+
+
+def _exchanged(piece: TracedPiece) -> TracedPiece:
+    """Return the piece with its place in the transpose of its buffer."""
+    *outer, row, column = zip(piece.local_start, piece.local_shape, strict=True)
+    start, shape = zip(*outer, column, row, strict=True)
+    return replace(piece, local_start=start, local_shape=shape)
 
 
 def _storage(tensor: torch.Tensor) -> int:

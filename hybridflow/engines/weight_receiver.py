@@ -59,6 +59,7 @@ class WeightReceiver:
         self._layout: RankLayout | None = None
         self._digest = ""
         self._pointers: dict[str, int] = {}
+        self._transposed: frozenset[str] = frozenset()
         self._schedule: Schedule | None = None
         self._channel: ReceiveChannel | None = None
         self._session = ""
@@ -138,15 +139,15 @@ class WeightReceiver:
     # ---- layout
 
     def _describe(self, store: Any, layout: RankLayout) -> None:
-        post_layout(
-            store,
-            layout,
-            {name: tuple(tensor.shape) for name, tensor in self.model.named_parameters()},
-        )
+        buffers = self._buffers()
+        parameters = {name: tuple(buffers[name].shape) for name, _ in self.model.named_parameters()}
+        post_layout(store, layout, parameters)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return the model's weights, those that are described by their transpose as such a
+        view."""
         return {
-            name: tensor.data
+            name: tensor.data.mT if name in self._transposed else tensor.data
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
         }
 
@@ -164,6 +165,7 @@ class WeightReceiver:
                 self.model, loader, tensors, getattr(torch, catalog["dtype"]), others
             )
             self._layout = traced.rank_layout(Catalog.of(tensors))
+            self._transposed = frozenset(traced.transposed)
             self._pointers = pointers
             self._digest = layout_digest(self._layout)
         return self._layout

@@ -15,6 +15,7 @@ from hybridflow.models.family import Family, family_of, use_family
 from hybridflow.models.layout import ParallelShape
 from hybridflow.models.model_folder import check_weights
 from hybridflow.models.recompute import check_recompute
+from hybridflow.models.served import check_served
 
 
 def check(config: RunConfig, job: str = "train") -> None:
@@ -56,8 +57,12 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
         parallel = config.actor.parallel if role == "actor" else derived.role_layout(config, role)
         try:
             check_cut(derived.hf_config(model), parallel)
-            if role == "actor" and config.actor.backend == "fsdp":
-                check_fsdp(family_of({"vocab_size": 1, **derived.hf_config(model)}))
+            if role == "actor":
+                family = family_of({"vocab_size": 1, **derived.hf_config(model)})
+                if config.actor.backend == "fsdp":
+                    check_fsdp(family)
+                if job == "train":
+                    check_served(family, config)
             trains = derived.trains(config, role) or job == "train-reward"
             if trains and config.actor.backend == "megatron":
                 family = family_of({"vocab_size": 1, **derived.hf_config(model)})

@@ -34,9 +34,9 @@ prompts and responses have half their maximum length on average. With
 No recipe recomputes activations that would fit in memory, and `hybridflow plan --auto` finds no
 layout with the same settings that is more than 5% faster. A test checks both.
 
-DeepSeek-V3 and Kimi-K2 have 61 layers, and Qwen3-235B-A22B has 94. In these recipes, the first and
-the last pipeline stage have fewer layers than the others (`actor.parallel.first_stage_layers`,
-`last_stage_layers`).
+DeepSeek-V3 and Kimi-K2 have 61 layers, MiniMax-M2 has 62 and Qwen3-235B-A22B has 94. In these
+recipes, the first and the last pipeline stage have fewer layers than the others
+(`actor.parallel.first_stage_layers`, `last_stage_layers`).
 
 """
 

@@ -36,6 +36,14 @@ from hybridflow.models.mla import LatentAttention
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 
 VOCAB_MULTIPLE = 64
+# SGLang's model files that deviate: the token embeddings are whole on every rank; ...
+_WHOLE_EMBEDDING = "Gemma3ForCausalLM"
+# ... norms across all heads are split with the heads, and the router is kept in float32; ...
+_SPLIT_NORMS = "MiniMaxM2ForCausalLM"
+# ... every pipeline stage has the output head; ...
+_HEAD_IN_EVERY_STAGE = "GptOssForCausalLM"
+# ... and nothing is fused, because it consists of transformers' modules
+_UNFUSED = "SeedOssForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -265,11 +273,11 @@ class EngineRank:
     def first(self) -> list[LocalTensor]:
         """Return the buffers that precede the layers."""
         embedding = "model.embed_tokens.weight"
-        return (
-            [self._vocab(embedding, embedding, self.attention_rank, self.attention_size)]
-            if self.stage == 0
-            else []
-        )
+        if self.stage > 0:
+            return []
+        if self.decoder.architecture == _WHOLE_EMBEDDING:
+            return [_whole(embedding, (self.decoder.vocab_size, self.decoder.hidden))]
+        return [self._vocab(embedding, embedding, self.attention_rank, self.attention_size)]
 
     def layer(self, layer: int) -> list[LocalTensor]:
         """Return the buffers of a layer."""
@@ -281,10 +289,10 @@ class EngineRank:
         decoder = self.decoder
         embedding = "model.embed_tokens.weight"
         head = "lm_head.weight"
-        if self.stage != self.shape.pipeline - 1:
-            return []
-        tensors = [_whole("model.norm.weight", (decoder.hidden,))]
-        if not decoder.tied or self.stage > 0:
+        is_last = self.stage == self.shape.pipeline - 1
+        tensors = [_whole("model.norm.weight", (decoder.hidden,))] if is_last else []
+        is_tied_here = decoder.tied and self.stage == 0
+        if (is_last and not is_tied_here) or decoder.architecture == _HEAD_IN_EVERY_STAGE:
             # with data-parallel attention, the output head is still split over all tensor ranks
             # (unless --enable-dp-lm-head)
             tensors.append(
@@ -328,13 +336,11 @@ class EngineRank:
         )
         tensors = []
         for kind, tail in kinds:
-            tensors.append(
-                stacked(
-                    f"{hf}qkv_proj.{kind}",
-                    [(f"{hf}{name}_proj.{kind}", first, rows) for name, first, rows in cuts],
-                    tail,
-                )
-            )
+            parts = [(f"{hf}{name}_proj.{kind}", first, rows) for name, first, rows in cuts]
+            if self.decoder.architecture == _UNFUSED:
+                tensors += [stacked(part[0], [part], tail) for part in parts]
+            else:
+                tensors.append(stacked(f"{hf}qkv_proj.{kind}", parts, tail))
         tensors.append(
             _split(
                 f"{hf}o_proj.weight", (block.hidden, block.heads * block.head_dim), 1, rank, size
@@ -344,10 +350,15 @@ class EngineRank:
             tensors.append(_whole(f"{hf}o_proj.bias", (block.hidden,)))
         if block.sinks:
             tensors.append(_split(f"{hf}sinks", (block.heads,), 0, rank, size))
-        return tensors + [
-            _whole(f"{hf}{name}_norm.weight", (width,))
-            for name, width in block.norm_widths().items()
-        ]
+        for name, width in block.norm_widths().items():
+            norm = f"{hf}{name}_norm.weight"
+            if self.decoder.architecture == _SPLIT_NORMS:
+                heads = block.heads if name == "q" else block.groups
+                share = rank * min(size, heads) // size
+                tensors.append(_split(norm, (width,), 0, share, min(size, heads)))
+            else:
+                tensors.append(_whole(norm, (width,)))
+        return tensors
 
     def _latent(
         self, block: LatentAttention, hf: str, shapes: dict[str, tuple[int, ...]]
@@ -383,18 +394,12 @@ class EngineRank:
             return [norm, *self._experts(block, f"{prefix}{block.prefix}")]
         if isinstance(block, FusedExperts):
             hf = f"{prefix}{block.prefix}experts."
-            at = Coordinates(
-                ep_rank=self.expert_group,
-                ep_size=self.shape.expert,
-                etp_rank=self.expert_rank,
-                etp_size=self.expert_size,
-            )
             rest = [
                 _whole(name, shape)
                 for name, shape in block.tensors(prefix).items()
                 if not name.startswith(hf)
             ]
-            return rest + block.shares(hf, hf, at)
+            return rest + self._fused_experts(block, hf)
         raise WeightSyncError(
             f"MLP of kind {type(block).__name__} is not supported: it has no engine layout"
         )
@@ -405,7 +410,28 @@ class EngineRank:
         rank = self.rank % size
         parts = names.rows(hf, ffn, rank * rows, rows)
         down = _split(f"{hf}{names.down}.weight", (hidden, ffn), 1, rank, size)
+        if self.decoder.architecture == _UNFUSED:
+            return [*(stacked(part[0], [part], (hidden,)) for part in parts), down]
         return [stacked(f"{hf}gate_up_proj.weight", parts, (hidden,)), down]
+
+    def _fused_experts(self, block: FusedExperts, hf: str) -> list[LocalTensor]:
+        """Return gpt-oss's experts. SGLang stores the matrices transposed; their buffers are
+        described as in the checkpoint. One rank per expert adds the bias of `down_proj`."""
+        at = Coordinates(
+            ep_rank=self.expert_group,
+            ep_size=self.shape.expert,
+            etp_rank=self.expert_rank,
+            etp_size=self.expert_size,
+        )
+        names = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+        found = []
+        for local in block.shares(hf, hf, at):
+            name, bias, _ = local.name.removeprefix(hf).partition("_bias")
+            renamed = replace(local, name=f"{hf}{names[name]}{bias}")
+            if name == "down_proj" and bias and self.expert_rank:
+                renamed = replace(renamed, pieces=(), padding_rows=local.shape[0])
+            found.append(renamed)
+        return found
 
     def _experts(self, block: Experts, hf: str) -> list[LocalTensor]:
         share = block.num_experts // self.shape.expert
@@ -435,10 +461,17 @@ class EngineRank:
                     f"{expert}{block.names.down}.weight", (0, offset), (local, 0, 0), (hidden, cols)
                 )
             )
-        tensors = [_whole(f"{hf}gate.weight", (block.num_experts, hidden))]
+        gate = _whole(f"{hf}gate.weight", (block.num_experts, hidden))
+        if self.decoder.architecture == _SPLIT_NORMS:
+            gate = replace(gate, dtype="float32")
+        tensors = [gate]
         if block.expert_bias:
             bias = _whole(f"{hf}{block.bias}", block.bias_shape or (block.num_experts,))
-            tensors.append(replace(bias, dtype="float32"))
+            if "moe_statics" in block.bias:  # ERNIE
+                name = f"{hf}gate.e_score_correction_bias"
+                tensors.append(replace(bias, name=name))
+            else:
+                tensors.append(replace(bias, dtype="float32"))
         tensors.append(
             LocalTensor(f"{hf}experts.w13_weight", (share, 2 * cols, hidden), tuple(w13))
         )

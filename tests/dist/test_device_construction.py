@@ -6,13 +6,14 @@ from __future__ import annotations
 import pytest
 
 from tests.dist.harness.ranks import run_ranks
-from tests.models import SYNCED
+from tests.models import LONG_TESTS_FULL, SYNCED
 
 pytestmark = pytest.mark.slow
+FAMILIES = [name for name in SYNCED if name not in LONG_TESTS_FULL]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", SYNCED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_left_on_the_cpu(family: str, dtype: str) -> None:
     (found,) = run_ranks(
         1, "tests.dist.cases.construction:left_on_the_cpu", family=family, dtype=dtype
@@ -23,7 +24,7 @@ def test_nothing_is_left_on_the_cpu(family: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("family", SYNCED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_host_waits_in_no_layer(family: str, recompute: str) -> None:
     """Reading a value raises, and so does a copy that the host would wait for. With experts on
     several ranks it must know how many rows go where: Megatron's token dispatcher waits for that

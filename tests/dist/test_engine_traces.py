@@ -22,21 +22,36 @@ from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import prove
-from tests.models import SYNCED
+from tests.models import LONG_TESTS_FULL, SYNCED
 from tests.unit.reshard import fp8_cases as fp8
 from tests.unit.reshard import reshard_cases as cases
 
 pytestmark = pytest.mark.slow
-SPARSE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+SPARSE = (
+    *("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"),
+    *("ernie4_5_moe", "glm4_moe_lite", "minimax_m2", "qwen2_moe"),
+)
 SHAPES = {
     "tp2": (EngineShape(tensor=2), tuple(SYNCED)),
     "tp2-ep2": (EngineShape(tensor=2, expert=2), SPARSE),
     "tp2-dpa2": (EngineShape(tensor=2, data_attention=2), ("qwen3_moe", "deepseek_v3")),
-    "pp2": (EngineShape(pipeline=2), ("qwen2", "deepseek_v3")),
+    "pp2": (EngineShape(pipeline=2), ("qwen2", "deepseek_v3", "gpt_oss")),
 }
 FP8_BLOCK = (8, 8)
 FP8_CASES = [("qwen3_moe", "tp2-ep2"), ("deepseek_v3", "tp2"), ("glm4_moe", "tp2")]
-CASES = [(model, shape) for shape, (_, models) in SHAPES.items() for model in models]
+# what no other family has: nothing fused, norms and experts cut another way, transposed experts
+IN_MAKE_TEST = (("seed_oss", "tp2"), ("minimax_m2", "tp2-ep2"), ("gpt_oss", "tp2"))
+CASES = [
+    pytest.param(
+        model,
+        shape,
+        marks=[pytest.mark.full]
+        if model in LONG_TESTS_FULL and (model, shape) not in IN_MAKE_TEST
+        else [],
+    )
+    for shape, (_, models) in SHAPES.items()
+    for model in models
+]
 TRAINERS = (
     ParallelShape(4, tensor=2, pipeline=2, expert=2),
     ParallelShape(4, tensor=4),
@@ -51,17 +66,30 @@ def checkpoint_config(model: str) -> dict[str, Any]:
         if model in ("deepseek_v3", "moonlight")
         else {}
     )
-    return {**SYNCED[model], **published, "architectures": [family_of(SYNCED[model]).architecture]}
+    architectures = [family_of(SYNCED[model]).architecture]
+    return {**SYNCED[model], **published, "architectures": architectures, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[TracedLayout]]:
-    """What each rank's loader did, by (model, shape)."""
+def traces(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], list[TracedLayout]]:
+    """What each rank's loader did, by (model, shape) of the selected tests."""
     folder = tmp_path_factory.mktemp("traces")
     asked = []
-    in_fp8 = {"quantization_config": BlockQuantisation(FP8_BLOCK).config()}
+    in_fp8 = {
+        "quantization_config": BlockQuantisation(FP8_BLOCK).config(),
+        "dtype": "bfloat16",
+    }
+    selected = {
+        (item.callspec.params.get("model"), item.callspec.params.get("name"))
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    }
     everything: list[tuple[str, str, str, dict[str, Any]]] = [
-        (model, name, name, {}) for model, name in CASES
+        (model, name, name, {})
+        for model, name in (case.values for case in CASES)
+        if (model, name) in selected
     ]
     everything += [
         (model, name, f"{name}-fp8", in_fp8) for model, name in [*FP8_CASES, ("llama", "tp2")]

@@ -17,7 +17,7 @@ import pytest
 from tests.dist.harness.rounding import FACTOR, larger_epsilon, larger_scale
 from tests.dist.harness.sync_world import SyncWorld
 from tests.engine_weights import load_weights_from_disk, weights_checksum
-from tests.models import SYNCED
+from tests.models import LONG_TESTS_FULL, SYNCED
 
 pytestmark = pytest.mark.slow
 LAYOUTS = {
@@ -65,6 +65,35 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     },
 }
 OF_FAMILY["moonlight"] = OF_FAMILY["deepseek_v3"] | {"rope_scaling": None}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+OF_FAMILY |= {
+    "gpt_oss": {"rope_scaling": _YARN | {"truncate": False}, "swiglu_alpha": 1.5},
+    "gemma3_text": {
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_local_base_freq": 500.0,
+        "query_pre_attn_scalar": 11,
+        "sliding_window_pattern": 2,
+    },
+    "olmo3": {"rope_scaling": _YARN, "rope_theta": 500000.0},
+    "ministral3": {
+        "rope_parameters": _YARN
+        | {
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 10000.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "ernie4_5_moe": {"moe_layer_start_index": 1},
+}
+WITHOUT_EXPERT_SIZE = ("gpt_oss",)  # SGLang's loader of unquantised experts puts all on each rank
 IN_MAKE_TEST = ("deepseek_v3",)  # `test_weight_sync` has a Qwen3-MoE, the main job another
 # of the others' parts each has one in these
 TRAINED_IN_MAKE_TEST = ("deepseek_v3", "glm4_moe", "qwen3")
@@ -84,8 +113,8 @@ def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SyncWorld]:
     model = published(request.param)
-    engines: list[Any] = [1, 1, 2]
-    if is_sparse(model):
+    engines: list[Any] = [1, 2] if request.param in LONG_TESTS_FULL else [1, 1, 2]
+    if is_sparse(model) and request.param not in WITHOUT_EXPERT_SIZE:
         engines.append({"tensor": 2, "expert": 2})
     built = SyncWorld(model, LAYOUTS["TP2.PP2"], engines, tmp_path_factory.mktemp("layouts"))
     try:

@@ -11,7 +11,7 @@ from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format
 
 _START, _END = (re.compile(rf"<\|(?:python|tool_call)_{word}\|>") for word in ("start", "end"))
 _LIST = re.compile(r"\s*+\[\s*+(?P<name>[A-Za-z_]\w*+)\(")
-_MOST = 100_000  # characters of a list that are parsed
+MOST = 100_000  # characters of a list that are parsed
 
 
 @call_format("pythonic")
@@ -26,7 +26,7 @@ def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
         return []
     span = begin, max((one.start() for one in _END.finditer(text, begin)), default=len(text))
     try:
-        listed = ast.parse(text[slice(*span)][:_MOST].strip(), mode="eval").body
+        listed = ast.parse(text[slice(*span)][:MOST].strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [
             Call(
@@ -36,10 +36,12 @@ def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
             )
         ]
     calls = listed.elts if isinstance(listed, ast.List) else [listed]
-    return [_call(one, span) for one in calls[:MOST_CALLS]]
+    return [call_of(one, span) for one in calls[:MOST_CALLS]]
 
 
-def _call(node: ast.expr, span: tuple[int, int]) -> Call:
+def call_of(node: ast.expr, span: tuple[int, int]) -> Call:
+    """Return the call that an expression is. Its problem is set if it is none, or if an argument
+    has no name or is not a literal."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return Call("", problem="the list contains something other than calls", span=span)
     name = node.func.id

@@ -18,13 +18,28 @@ KEYS = "keys.yaml"
 # file in srt/models that defines an architecture's class; for others SGLang searches all files
 MODEL_FILES = {
     "DeepseekV3ForCausalLM": "deepseek_v2",
+    "Ernie4_5ForCausalLM": "ernie4",
+    "Ernie4_5_MoeForCausalLM": "ernie4",
+    "Gemma3ForCausalLM": "gemma3_causal",
+    "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Ministral3ForCausalLM": "ministral3",
+    "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    # no own file: transformers' modules around SGLang's attention and linear layers
+    "SeedOssForCausalLM": "transformers",
 }
+_CHANGES = "json-model-override-args"
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -53,6 +68,8 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
     }
     if spec.device == "cpu":
         arguments["device"] = "cpu"
+        # our attention reads one cache for all layers, with windows or without
+        arguments["disable-hybrid-swa-memory"] = True
     if not spec.cache_prefixes:
         arguments["disable-radix-cache"] = True
     if spec.return_routed_experts:
@@ -78,7 +95,16 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
             "node-rank": spec.node_rank,
             "dist-init-addr": spec.dist_init_addr,
         }
-    return arguments | {name.replace("_", "-"): value for name, value in spec.extra_args.items()}
+    return arguments | _own_arguments(spec)
+
+
+def _own_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments of the configuration, together with `config_changes`."""
+    own = {name.replace("_", "-"): value for name, value in spec.extra_args.items()}
+    if changes := config_changes(spec.model_path):
+        given = own.get(_CHANGES, {})
+        own[_CHANGES] = changes | (json.loads(given) if isinstance(given, str) else given)
+    return own
 
 
 def core_binding(ranks: int, cores: list[int]) -> str:
@@ -101,20 +127,54 @@ def unused_model_files(model_path: str) -> list[str]:
     SGLang imports every model file to find one class (sglang/srt/models/registry.py:118), which
     takes about a CPU second per start. It skips those listed in SGLANG_DISABLED_MODEL_ARCHS.
     """
-    config = Path(model_path) / "config.json"
     package = importlib.util.find_spec("sglang")
-    if not config.is_file() or package is None or not package.submodule_search_locations:
+    if package is None or not package.submodule_search_locations:
         return []
-    try:
-        architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
-    except (ValueError, AttributeError):
-        return []  # SGLang reports the error
+    architectures = _read_config(model_path).get("architectures") or []
     used = {MODEL_FILES.get(name) for name in architectures}
     files = {
         path.stem
         for path in (Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py")
     }
     return sorted(files - used) if used and used <= files else []
+
+
+def config_changes(model_path: str) -> dict[str, Any]:
+    """Return the fields of config.json that SGLang reads under other names than transformers.
+    Without them it would compute another model."""
+    config = _read_config(model_path)
+    kind = config.get("model_type")
+    if kind == "ernie4_5":
+        return {"architectures": ["Ernie4_5_ForCausalLM"]}
+    if kind == "gpt_oss" and "swiglu_alpha" in config:
+        return {"hidden_act_alpha": config["swiglu_alpha"]}
+    if kind == "glm4_moe_lite" and "first_k_dense_replace" not in config:
+        return {
+            "first_k_dense_replace": (config.get("mlp_layer_types") or ["dense"]).count("dense")
+        }
+    if kind == "minimax_m2":
+        # fields of the published config, which transformers does not write
+        rotary = config.get("rope_parameters") or config
+        share = rotary.get("partial_rotary_factor", 1.0)
+        wanted = {
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+            "rotary_dim": int(share * (config.get("head_dim") or 128)),
+        }
+        return {name: value for name, value in wanted.items() if config.get(name) is None}
+    return {}
+
+
+def _read_config(model_path: str) -> dict[str, Any]:
+    """Return the contents of config.json; {} if it cannot be read, which SGLang then reports."""
+    path = Path(model_path) / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def sglang_environment(device: str) -> dict[str, str]:

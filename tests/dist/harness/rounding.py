@@ -68,14 +68,19 @@ def _log_probs(
 
 
 def larger_epsilon(model: Any) -> None:
-    """Add 1e-6 to the epsilon of every norm."""
+    """Add 1e-6 to the epsilon of every norm, or 1e-4 where embeddings are scaled up (Gemma): there
+    rounding alone is larger."""
+    more = 1e-4 if hasattr(model.get_input_embeddings(), "embed_scale") else 1e-6
     for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon += 1e-6
+        for name in ("variance_epsilon", "eps"):
+            if hasattr(module, name):
+                setattr(module, name, getattr(module, name) + more)
 
 
 def larger_scale(model: Any) -> None:
-    """Scale the output projections of attention by 1.0004."""
+    """Scale the output projections of attention by 1.0004, and the norms that may follow them."""
     for name, weight in model.named_parameters():
-        if name.endswith("o_proj.weight"):
+        if name.endswith(("o_proj.weight", "post_attention_layernorm.weight")) or (
+            "post_self_attn_layernorm" in name
+        ):
             weight.data.mul_(1.0004)

@@ -56,6 +56,11 @@ def test_several_calls_keep_their_order() -> None:
         "parameters", "arguments"
     )
     assert FORMATS.get("hermes")(hermes, TOOLS) == calls
+    lines = (
+        '<function_calls>\nadd(a=1, b={"c": [null, true]})\n search(query="x")\n</function_calls>'
+    )
+    listed = [Call("add", {"a": 1, "b": {"c": [None, True]}}), Call("search", {"query": "x"})]
+    assert FORMATS.get("olmo3")(lines, TOOLS) == listed
     newer = "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>".format('{"a": 1, "b": 2}')
     assert FORMATS.get("deepseek")(newer, TOOLS) == calls[:1]
     assert FORMATS.get("tags")("<search>x</search> <search>y</search>", TOOLS) == [
@@ -123,6 +128,9 @@ def test_several_calls_keep_their_order() -> None:
         ("step3", "<｜tool_calls_begin｜>add(1)", "contains no call"),
         ("pythonic", "[add(1, 2)]", "have no names"),
         ("pythonic", "[add(a=1", "not a list of Python calls"),
+        ("olmo3", "<function_calls>add(a=1", "not Python calls, one a line"),
+        ("olmo3", "<function_calls>import os</function_calls>", "something other than a call"),
+        ("olmo3", "<function_calls>add(a=[true, nothing])", "a of add is not a literal"),
         ("pythonic", "<|python_start|>[add(a=b)]<|python_end|>", "a of add is not a literal"),
         ("pythonic", "[add(a=1e999), 5]", "something other than calls"),
         ("tags", "<search>x", "<search> is not closed"),
@@ -291,11 +299,9 @@ def test_a_number_that_is_not_finite_is_told() -> None:
 def test_a_thousand_calls_of_an_answer_that_repeats_itself_are_read(name: str) -> None:
     frame, write = {**WRITTEN, "tags": TAGS}[name]
     one = write("search", {"query": "x"})
-    answer = (
-        frame.replace("{}", ", ".join([one] * 1500))
-        if name == "pythonic"
-        else frame.replace("{}", one) * 1500
-    )
+    answer = frame.replace("{}", one) * 1500
+    if name in ("pythonic", "olmo3"):
+        answer = frame.replace("{}", (", " if name == "pythonic" else "\n").join([one] * 1500))
     answer = f"{one};" * 1500 if name == "llama" else answer
     calls = FORMATS.get(name)(answer, TOOLS)
     assert len(calls) == 1000 and all(call.arguments == {"query": "x"} for call in calls)

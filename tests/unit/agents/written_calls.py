@@ -128,6 +128,12 @@ WRITTEN |= {
             f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
         ),
     ),
+    "olmo3": (
+        "I add.\n<function_calls>\n{}\n</function_calls>",
+        lambda name, arguments: (
+            f"{name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in arguments.items())})"
+        ),
+    ),
     "kimi": (
         "I add.<|tool_calls_section_begin|>{}<|tool_calls_section_end|>",
         lambda name, arguments: (

@@ -30,21 +30,25 @@ PAD = 5
 
 
 class Engine(nn.Module):
-    """Every tensor as it is, but for a vocabulary padded with rows that its loader clears."""
+    """Every tensor as it is, but for a vocabulary padded with rows that its loader clears, and output
+    projections that are stored transposed."""
 
     def __init__(self) -> None:
         super().__init__()
         for name, shape in FAMILY.tensors().items():
             rows = shape[0] + PAD * ("embed" in name)
+            size = shape[::-1] if "o_proj" in name else (rows, *shape[1:])
             self.register_parameter(
-                name.replace(".", "_"),
-                nn.Parameter(torch.full((rows, *shape[1:]), 7.0), requires_grad=False),
+                name.replace(".", "_"), nn.Parameter(torch.full(size, 7.0), requires_grad=False)
             )
         self.post_loads = 0
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             mine = self.get_parameter(name.replace(".", "_"))
+            if "o_proj" in name:
+                mine.data.copy_(tensor.transpose(-2, -1))
+                continue
             mine.data[: len(tensor)].copy_(tensor)
             if len(mine) > len(tensor):
                 mine.data[len(tensor) :].zero_()
@@ -123,7 +127,8 @@ class Bench:
         return board.reports(WAIT_S)[0], outcomes, board
 
     def holds(self, whole: dict[str, torch.Tensor]) -> bool:
+        held = {name: self.engine.get_parameter(name.replace(".", "_")) for name in whole}
         return all(
-            torch.equal(self.engine.get_parameter(n.replace(".", "_"))[: len(t)], t)
+            torch.equal(held[n].T if "o_proj" in n else held[n][: len(t)], t)
             for n, t in whole.items()
         )

@@ -160,8 +160,8 @@ def test_a_traced_module_can_be_on_meta() -> None:
             "fills down from a source that is not an HF tensor",
         ),
         (
-            lambda toy, weights: toy.embed.data.copy_(dict(weights)["down.weight"].T[:8]),
-            "a non-rectangular slice of down.weight for embed",
+            lambda toy, weights: toy.down.data.copy_(dict(weights)["down.weight"][:, ::2]),
+            "a non-rectangular slice of down.weight for down",
         ),
         (
             lambda toy, weights: toy.embed.data.T.copy_(dict(weights)["embed.weight"][:8]),
@@ -203,6 +203,30 @@ def test_zeros_that_a_loader_pads_with_are_padding() -> None:
 
     with pytest.raises(WeightSyncError, match="a source that is not an HF tensor"):
         trace_layout(toy, overwritten, TENSORS, torch.float32)
+
+
+def test_buffers_that_are_filled_from_transposed_tensors_are_described_by_their_transpose() -> None:
+    """SGLang stores gpt-oss's experts so; the loader clears padding before or after it copies, and
+    a bias that another rank adds."""
+    module = nn.Module()
+    module.w2 = nn.Parameter(torch.full((2, 8, 6), 5.0))
+    module.bias = nn.Parameter(torch.full((2, 8), 5.0))
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        tensors = dict(weights)
+        module.w2.data[:, :, 4:].zero_()
+        module.w2.data[:, :, :4].copy_(tensors["down"].transpose(-2, -1)[:, :, 4:8])
+        module.bias.data.copy_(tensors["down_bias"].zero_())
+
+    shapes = {"down": (2, 12, 8), "down_bias": (2, 8)}
+    traced = trace_layout(module, load, shapes, torch.float32)
+    assert traced.transposed == ("w2",)
+    assert traced.buffers == {"w2": ((2, 6, 8), "float32"), "bias": ((2, 8), "float32")}
+    assert traced.pieces == (
+        TracedPiece(None, (), (), "w2", (0, 4, 0), (2, 2, 8)),
+        TracedPiece("down", (0, 4, 0), (2, 4, 8), "w2", (0, 0, 0), (2, 4, 8)),
+        TracedPiece(None, (), (), "bias", (0, 0), (2, 8)),
+    )
 
 
 def test_a_rank_whose_rows_are_all_padding_has_a_plan() -> None:

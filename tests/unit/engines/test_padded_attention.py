@@ -29,6 +29,7 @@ def one_by_one(
     queries: list[int],
     lengths: list[int],
     window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     table, requests = batch
     rows = []
@@ -45,7 +46,10 @@ def one_by_one(
         hidden = (
             (key > position) if window is None else (key > position) | (key < position - window)
         )
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, count, 1)], -1)
+        weights = scores.softmax(-1)[..., :length]
         rows.append(torch.einsum("hqk,khw->qhw", weights, v))
         done += count
     return torch.cat(rows)
@@ -57,6 +61,7 @@ def one_by_one(
 )
 @pytest.mark.parametrize("step", ["decode", "prefill", "prefix", "empty"])
 @pytest.mark.parametrize("small_blocks", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_blocks_equal_one_sequence_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
     window: int | None,
@@ -66,11 +71,13 @@ def test_blocks_equal_one_sequence_at_a_time(
     value_width: int,
     step: str,
     small_blocks: bool,
+    has_sinks: bool,
 ) -> None:
-    """Grouped queries, values narrower than keys (latent attention), windows, cached prefixes,
-    sequences without a query, and several blocks."""
+    """Grouped queries, values narrower than keys (latent attention), windows, sinks, cached
+    prefixes, sequences without a query, and several blocks."""
     if small_blocks:
         monkeypatch.setattr(padded, "BLOCK_KEYS", 150)
+        monkeypatch.setattr(padded, "BLOCK_SCORES", 2000)
     torch.manual_seed(1)
     lengths = [5, 120, 1, 64, 33, 64, 9]
     queries = {
@@ -84,10 +91,11 @@ def test_blocks_equal_one_sequence_at_a_time(
     v_cache = torch.randn(SLOTS, kv_heads, width)[..., :value_width]
     k_cache[SLOTS - 1] = v_cache[SLOTS - 1] = float("nan")  # a slot of nobody
     batch = batch_of(queries, lengths)
+    sinks = torch.randn(heads) if has_sinks else None
     output = torch.full((sum(queries), heads, value_width), float("nan"))
     blocks = padded.make_blocks(*batch, queries, lengths, window)
     assert len(blocks) > 1 or not small_blocks
     for block in blocks:
-        block.attend(query, output, k_cache, v_cache, None)
-    expected = one_by_one(query, k_cache, v_cache, batch, queries, lengths, window)
+        block.attend(query, output, k_cache, v_cache, None, sinks)
+    expected = one_by_one(query, k_cache, v_cache, batch, queries, lengths, window, sinks)
     assert float((output - expected).abs().max()) <= 1e-6

@@ -34,7 +34,14 @@ from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from hybridflow.models import family_of
 from hybridflow.process.listening import listeners_at
-from tests.models import MAP_MODELS
+from tests.models import FAMILIES, SYNCED
+
+# SGLang's classes of other names
+CLASSES = {
+    "Ernie4_5ForCausalLM": "Ernie4_5_ForCausalLM",
+    "Olmo3ForCausalLM": "Olmo2ForCausalLM",
+    "SeedOssForCausalLM": "TransformersForCausalLM",
+}
 
 
 def test_importing_the_room_imports_neither_sglang_nor_torch() -> None:
@@ -80,16 +87,49 @@ def test_only_the_model_file_of_the_architecture_is_loaded(tmp_path: Path) -> No
     assert package is not None and package.submodule_search_locations is not None
     folder = Path(package.submodule_search_locations[0]) / "srt" / "models"
     files = {path.stem for path in folder.glob("*.py")}
-    architectures = {family.architecture for family in map(family_of, MAP_MODELS.values())}
+    architectures = {family_of(FAMILIES[name]).architecture for name in SYNCED}
     assert architectures <= set(MODEL_FILES)
     for architecture, file in MODEL_FILES.items():
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         assert set(unused_model_files(str(tmp_path))) == files - {file}
-        assert f"class {architecture}(" in (folder / f"{file}.py").read_text(encoding="utf-8")
+        name = CLASSES.get(architecture, architecture)
+        assert f"class {name}(" in (folder / f"{file}.py").read_text(encoding="utf-8")
     (tmp_path / "config.json").write_text(
         '{"architectures": ["Qwen3ForCausalLM", "SomeOtherForCausalLM"]}'
     )
     assert unused_model_files(str(tmp_path)) == []
+
+
+def test_fields_that_sglang_reads_under_other_names_are_given_to_it(tmp_path: Path) -> None:
+    def changes(**config: object) -> object:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        spec = EngineSpec(name="e", model_path=str(tmp_path), extra_args=extra)
+        return server_arguments(spec, 20000).get("json-model-override-args")
+
+    extra: dict[str, object] = {}
+    assert changes(model_type="qwen3") is None
+    assert changes(model_type="gpt_oss", swiglu_alpha=1.5) == {"hidden_act_alpha": 1.5}
+    assert changes(model_type="glm4_moe_lite") == {"first_k_dense_replace": 1}
+    kinds = ["dense", "dense", "sparse"]
+    assert changes(model_type="glm4_moe_lite", mlp_layer_types=kinds) == {
+        "first_k_dense_replace": 2
+    }
+    saved = changes(model_type="minimax_m2", head_dim=32, partial_rotary_factor=0.5)
+    assert saved == {
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+        "rotary_dim": 16,
+    }
+    published = saved | {"rotary_dim": 8}
+    assert changes(model_type="minimax_m2", **published) is None
+    for given in ({"a": 1}, '{"a": 1}'):
+        extra["json_model_override_args"] = given
+        assert changes(model_type="ernie4_5") == {
+            "architectures": ["Ernie4_5_ForCausalLM"],
+            "a": 1,
+        }
 
 
 def test_the_trainers_rank_and_rays_token_do_not_reach_the_engine(

@@ -6,7 +6,8 @@ Upstream loops over the sequences of a batch in Python, in every layer
 `_run_sdpa_forward_decode`). With a hundred short sequences that loop takes most of an engine's
 time. Here sequences of similar length are padded into one block and computed in one call. Other
 cases (cross attention, a separate cache for sliding windows, other cache dtypes, very long
-sequences) are left to upstream.
+sequences) are left to upstream, which has no attention sinks (gpt-oss); these are always computed
+here.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class BatchedAttention(TorchNativeAttnBackend):
 
     # blocks of this forward pass, by sliding window
     _blocks: dict[int | None, list[Block]] | None = None
+    # sinks of the layer that is being computed, `[heads]`
+    _sinks: torch.Tensor | None = None
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
         """Return the length of the dummy sequences with which data-parallel attention pads a batch
@@ -35,6 +38,20 @@ class BatchedAttention(TorchNativeAttnBackend):
         the pass share the new blocks."""
         super().init_forward_metadata(forward_batch)
         self._blocks = None
+
+    def forward_extend(
+        self, *batch: Any, sinks: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        """Compute attention of new tokens. `sinks` has one logit per head."""
+        self._sinks = sinks
+        return super().forward_extend(*batch, **options)
+
+    def forward_decode(
+        self, *batch: Any, sinks: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        """Compute attention of one new token per sequence. `sinks` has one logit per head."""
+        self._sinks = sinks
+        return super().forward_decode(*batch, **options)
 
     # upstream passes tensors by position and options by name
 
@@ -95,7 +112,7 @@ class BatchedAttention(TorchNativeAttnBackend):
             # rows added by data-parallel attention as padding belong to no sequence
             output[count:].zero_()
         for block in blocks:
-            block.attend(query, output, k_cache, v_cache, scaling)
+            block.attend(query, output, k_cache, v_cache, scaling, self._sinks)
         return output
 
     def _covered(
@@ -112,11 +129,13 @@ class BatchedAttention(TorchNativeAttnBackend):
             options.get("sliding_window_size") is not None and self.use_sliding_window_kv_pool
         )
         plain = encoder_lens is None and not options.get("is_cross_attn") and not windowed
-        return (
-            plain
-            and query.dtype == k_cache.dtype == v_cache.dtype
-            and longest * longest <= BLOCK_SCORES
-        )
+        plain = plain and query.dtype == k_cache.dtype == v_cache.dtype
+        if self._sinks is not None and not plain:
+            raise NotImplementedError(
+                "attention sinks on CPU need one cache for all layers, in the model's dtype: "
+                "remove kv_cache_dtype from rollout.extra_args"
+            )
+        return plain and (self._sinks is not None or longest * longest <= BLOCK_SCORES)
 
 
 def create_batched_attention(runner: Any) -> BatchedAttention:

@@ -10,6 +10,7 @@ from typing import Any
 from hybridflow.engines.sglang import cpu_plugin
 from hybridflow.engines.sglang.closed_paths import close_paths
 from hybridflow.engines.sglang.closed_sockets import close_sockets
+from hybridflow.engines.sglang.cpu_plugin import models
 from hybridflow.engines.sglang.packed_answers import pack_answers
 
 
@@ -28,7 +29,11 @@ def register() -> None:
     from hybridflow.engines.sglang.cpu_plugin.attention import create_batched_attention
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_host_buffer
-    register_attention_backend("torch_native")(create_batched_attention)
+    # SGLang chooses "triton" for gpt-oss and OLMo wherever it knows no faster backend
+    for name in ("torch_native", "triton"):
+        register_attention_backend(name)(create_batched_attention)
+    for target, hook, kind in models.hooks():
+        HookRegistry.register(target, hook, HookType[kind])
     HookRegistry.register(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
         skip_foreign_experts,

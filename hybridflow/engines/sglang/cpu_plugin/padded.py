@@ -48,6 +48,7 @@ class Block:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scaling: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Write the attention output of this block's queries to `output`.
 
@@ -59,6 +60,8 @@ class Block:
             k_cache, v_cache: `[slots, kv heads, width]`; the values' width may differ from the
                 keys' (latent attention).
             scaling: factor applied to the scores; None for 1 / sqrt(width).
+            sinks: `[heads]` a logit that takes part in the softmax of each head and adds no value
+                (gpt-oss).
         """
         n, t = self.shape
         heads = query.shape[1]
@@ -68,9 +71,13 @@ class Block:
         q = q.permute(0, 2, 3, 1, 4).reshape(n, kv_heads, shared * t, -1)
         k = self._gathered(k_cache)
         v = self._gathered(v_cache)
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=self._mask(shared, query.dtype), scale=scaling
-        )
+        mask = self._mask(shared, query.dtype)
+        if sinks is None:
+            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        else:
+            out = _attention_with_sinks(
+                q, k, v, mask, sinks.view(kv_heads, shared).repeat_interleave(t, 1), scaling
+            )
         out = out.view(n, kv_heads, shared, t, -1).permute(0, 3, 1, 2, 4).reshape(n * t, heads, -1)
         if len(out) > self.queries:
             out = out.index_select(0, self._valid)
@@ -92,6 +99,36 @@ class Block:
             )
             self._masks[shared, dtype] = added.repeat(1, shared, 1)[:, None]
         return self._masks[shared, dtype]
+
+
+def _attention_with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Return the attention output `[n, kv heads, queries, width]` in steps of a bounded number of
+    scores.
+
+    Args:
+        q: `[n, kv heads, queries, width]`.
+        k, v: `[n, kv heads, l, width]`.
+        mask: `[n, 1, queries, l]`, additive.
+        sinks: `[kv heads, queries]`.
+        scaling: factor applied to the scores; None for 1 / sqrt(width).
+    """
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    step = max(1, BLOCK_SCORES // (len(q) * k.shape[2]))
+    parts = []
+    for first in range(0, q.shape[2], step):
+        rows = slice(first, first + step)
+        scores = torch.matmul(q[:, :, rows], k.mT) * scale + mask[:, :, rows]
+        sink = sinks[None, :, rows, None].to(scores.dtype).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+        parts.append(torch.matmul(weights, v))
+    return torch.cat(parts, dim=2)
 
 
 def group_by_length(queries: list[int], lengths: list[int]) -> Iterator[list[int]]:
