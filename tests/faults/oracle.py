@@ -41,7 +41,7 @@ def differences(folder: Path, undisturbed: Path) -> list[str]:
             found.append(f"{key} is recorded {len(ours[key])} times")
         names = ours[key][0].keys() | theirs[key][0].keys()
         wrong = sorted(name for name in names if ours[key][0].get(name) != theirs[key][0].get(name))
-        found += [f"{key}: {name} differs" for name in wrong if not name.startswith(NOT_COMPARED)]
+        found += [f"{key}: {name} differs" for name in wrong if _is_compared(name)]
     for part in ("rollouts", "validation"):
         found += _differing_samples(folder / part, undisturbed / part)
     weights = [
@@ -51,6 +51,11 @@ def differences(folder: Path, undisturbed: Path) -> list[str]:
     if not weights[0] or weights[0] != weights[1]:
         found.append("the exported weights differ")
     return found
+
+
+def _is_compared(name: str) -> bool:
+    """Also for a further policy's metric, whose name begins with that of its role."""
+    return not (name.startswith(NOT_COMPARED) or name.partition("/")[2].startswith(NOT_COMPARED))
 
 
 def step_seconds(folder: Path) -> float:
