@@ -224,6 +224,20 @@ FAMILY_LATENT = {
     "n_group": 2,
     "topk_group": 1,
 }
+FAMILY_HYBRID = {
+    "rms_norm_eps": 1e-3,  # see _DELTA_NETS
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+}
+FAMILY_GATED = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 FAMILY_DEEPSEEK = {
     "model_type": "deepseek_v3",
     **FAMILY_SIZES,
@@ -317,16 +331,24 @@ FAMILIES: dict[str, HfConfig] = {
         "num_experts_per_tok": 2,
         "sliding_window": 16,
     },
+    "qwen3_next": {"model_type": "qwen3_next", **FAMILY_SIZES, **FAMILY_HYBRID, **FAMILY_GATED},
+    "qwen3_5_text": {"model_type": "qwen3_5_text", **FAMILY_SIZES, **FAMILY_HYBRID},
+    "qwen3_5_moe_text": {
+        **{key: value for key, value in FAMILY_SIZES.items() if key != "intermediate_size"},
+        "model_type": "qwen3_5_moe_text",
+        **FAMILY_HYBRID,
+        **FAMILY_GATED,
+    },
 }
 
-# whose weights no test brings into SGLang
-NOT_SYNCED: tuple[str, ...] = ()
+# whose weights no test brings into SGLang, because its gated delta net needs a GPU
+NOT_SYNCED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SYNCED = {name: hf for name, hf in FAMILIES.items() if name not in NOT_SYNCED}
 # whose long tests `make test` leaves to `make test-full`
 LONG_TESTS_FULL = (
     *("glm4_moe_lite", "mistral", "qwen2_moe", "seed_oss"),
     *("glm4", "minimax_m2", "ministral3", "ernie4_5", "ernie4_5_moe", "olmo2", "olmo3"),
-    *("gemma3_text", "gpt_oss"),
+    *("gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 
 # ---- engines
@@ -509,6 +531,20 @@ _FIELD_LATENT = {
     },
     **{"n_group": 4, "topk_group": 2},
 }
+_FIELD_HYBRID = {
+    "head_dim": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_FIELD_GATED = {
+    **_FIELD_SPARSE,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 40,
+}
 _FIELD_KINDS = {"layer_types": ["full_attention", "sliding_attention"]}
 FIELD_MODELS: dict[str, HfConfig] = {
     "llama": _FIELD_SIZES,
@@ -551,6 +587,13 @@ FIELD_MODELS: dict[str, HfConfig] = {
         "head_dim": 8,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
+    },
+    "qwen3_next": {**_FIELD_SIZES, **_FIELD_HYBRID, **_FIELD_GATED},
+    "qwen3_5_text": {**_FIELD_SIZES, **_FIELD_HYBRID},
+    "qwen3_5_moe_text": {
+        **{key: value for key, value in _FIELD_SIZES.items() if key != "intermediate_size"},
+        **_FIELD_HYBRID,
+        **_FIELD_GATED,
     },
 }
 
@@ -607,6 +650,31 @@ _GROWING = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+# The norm after a delta net divides a head's first output, value x (key . query), by its size. With
+# heads this narrow the product is often near zero: at an epsilon of 1e-6, float32 alone moves
+# transformers' log-probs by 4.6e-5.
+_DELTA_NETS: tuple[HfConfig, ...] = (
+    {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6}
+    | {"linear_value_head_dim": 10, "rms_norm_eps": 1e-3},
+    {"linear_num_key_heads": 6, "linear_num_value_heads": 6, "linear_key_head_dim": 5}
+    | {"linear_value_head_dim": 3, "linear_conv_kernel_dim": 2, "partial_rotary_factor": 0.5}
+    | {"layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"]},
+    {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 9}
+    | {"linear_value_head_dim": 7, "linear_conv_kernel_dim": 5, "full_attention_interval": 2}
+    | {"rms_norm_eps": 2e-3}
+    | {"rope_parameters": {"rope_theta": 500.5, "partial_rotary_factor": 0.6}},
+)
+_GATED: tuple[HfConfig, ...] = (
+    {"num_experts": 4, "num_experts_per_tok": 2},
+    {"num_experts": 6, "num_experts_per_tok": 3},
+    {"num_experts": 2, "num_experts_per_tok": 2},
+)
+_GATED_SIZES = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
+_SPARSE: tuple[HfConfig, ...] = (
+    {},
+    {"mlp_only_layers": [1], "norm_topk_prob": False},
+    {"decoder_sparse_step": 2},
+)
 ODD_FAMILIES: dict[str, tuple[HfConfig, ...]] = {
     "glm4": _odd(
         "glm4",
@@ -671,5 +739,16 @@ ODD_FAMILIES: dict[str, tuple[HfConfig, ...]] = {
         {"max_window_layers": 0},
         use_sliding_window=True,
         sliding_window=7,
+    ),
+    "qwen3_next": _odd(
+        "qwen3_next",
+        *(a | b | c for a, b, c in zip(_DELTA_NETS, _GATED, _SPARSE, strict=True)),
+        **_GATED_SIZES,
+    ),
+    "qwen3_5_text": _odd("qwen3_5_text", *_DELTA_NETS),
+    "qwen3_5_moe_text": _odd(
+        "qwen3_5_moe_text",
+        *(a | b for a, b in zip(_DELTA_NETS, _GATED, strict=True)),
+        **_GATED_SIZES,
     ),
 }

@@ -34,6 +34,10 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     "sliding_window": (0, 1 << 40),
     "max_window_layers": (0, 1 << 16),
     "sliding_window_pattern": (1, 1 << 16),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), (1, 1 << 12)),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, 1 << 16)),
+    "linear_conv_kernel_dim": (1, 1 << 10),
+    **dict.fromkeys(("full_attention_interval", "decoder_sparse_step"), (1, 1 << 16)),
     "num_nextn_predict_layers": (0, 64),
     "max_position_embeddings": (1, 1 << 40),
     "original_max_position_embeddings": (1, 1 << 40),
@@ -108,6 +112,9 @@ def _wrong_groups(values: Mapping[str, Any]) -> Iterator[str]:
     for name in _LISTS:
         if values.get(name) is not None and not _is_list_of(str, values[name]):
             yield _line(name, values[name], "a list of names")
+    layers = values.get("mlp_only_layers")
+    if layers is not None and not _is_list_of(int, layers):
+        yield _line("mlp_only_layers", layers, "a list of layers' numbers")
 
 
 def _wrong_quantisation(values: Mapping[str, Any]) -> Iterator[str]:

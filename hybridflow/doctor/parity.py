@@ -148,11 +148,14 @@ def write_weights(family: Family, folder: Path) -> None:
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(_SEED)
+    # these norms add 1 to their weights; the norm in a delta net never does
+    adds_one = bool(family.megatron_config().get("layernorm_zero_centered_gamma"))
 
     def values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         drawn = torch.empty(shape).normal_(0.0, 1.0, generator=generator)
         if len(shape) == 1:
-            return 0.1 * drawn + float("norm" in name)
+            is_factor = "norm" in name and not (adds_one and "linear_attn." not in name)
+            return 0.1 * drawn + float(is_factor)
         # as small as in a trained model, so that the epsilon of a norm matters
         return drawn * 0.02 if "embed_tokens" in name else drawn / shape[-1] ** 0.5
 

@@ -1,6 +1,8 @@
-"""Layers that Megatron's own layer specification cannot express, built from a family's blocks. They
-apply norms after attention and MLP, omit the norms before them, or normalise queries and keys
-across all heads.
+"""Layers that Megatron's own specification cannot express, built from a family's blocks.
+
+They apply norms after attention and MLP, omit the norms before them, normalise queries and keys
+across all heads, have a gated delta net in place of attention, or split gated attention across more
+ranks than it has key heads.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
@@ -24,10 +27,12 @@ from torch import nn
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.errors import ModelError
+from hybridflow.mcore.delta_net import GatedDeltaNet
 from hybridflow.mcore.fused_experts import FusedExpertsMlp
 from hybridflow.models import Family
 from hybridflow.models.blocks import Block, DenseMlp, GroupedAttention
 from hybridflow.models.decoder import Decoder
+from hybridflow.models.delta_net import DeltaNet
 from hybridflow.models.fused_experts import FusedExperts
 from hybridflow.models.layout import Coordinates
 
@@ -66,6 +71,12 @@ def _adapted(spec: ModuleSpec, attention: Block, mlp: Block) -> ModuleSpec:
         if attention.qk_norm and attention.wide_norm:
             inner.q_layernorm, inner.k_layernorm = WideQueryNorm, WideKeyNorm
             is_changed = True
+        if attention.output_gate:
+            parts.self_attention.module = GatedSelfAttention
+            is_changed = True
+    if isinstance(attention, DeltaNet):
+        parts.self_attention = ModuleSpec(GatedDeltaNet, params={"block": attention})
+        is_changed = True
     if isinstance(mlp, DenseMlp):
         after[1] = bool(mlp.norms.after)
         if not mlp.norms.before:
@@ -125,6 +136,21 @@ def _normed(norm: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]
         return normed_add
 
     return get_add
+
+
+class GatedSelfAttention(SelfAttention):
+    """Attention with an output gate.
+
+    With fewer key heads than tensor-parallel ranks, Megatron 0.16 selects the queries of a rank,
+    but not their gates (attention.py:1458).
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's query, key, value and gate [s, b, heads, head size]."""
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
+        mine = query.shape[2]
+        first = parallel_state.get_tensor_model_parallel_rank() * mine % gate.shape[2]
+        return query, key, value, gate[:, :, first : first + mine]
 
 
 class WideNorm(nn.Module):

@@ -33,6 +33,7 @@ from hybridflow.mcore.layers import block_spec, check_windows, scale_embeddings
 from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.scalar_output import replace_output_layer
 from hybridflow.models import Family
+from hybridflow.models.delta_net import check_context
 from hybridflow.models.layout import Coordinates, LocalTensor, padded_vocab_size
 from hybridflow.models.lora import is_adapter
 from hybridflow.models.recompute import check_recompute
@@ -234,6 +235,7 @@ def build_model(
             "moe_dispatcher=alltoall"
         )
     check_recompute(family, recompute, recompute_modules)
+    check_context(family, parallel)
     config = transformer_config(family, parallel, dtype, recompute, recompute_modules, further)
     return [_build_chunk(family, config, at) for at in coordinates().virtual_stages()]
 

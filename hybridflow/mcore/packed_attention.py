@@ -58,6 +58,32 @@ class SegmentClasses:
         self.places = self.rows.new_empty(int(self.real.sum()))
         self.places[self.rows[self.real]] = self.real.nonzero()[:, 0]
 
+    @classmethod
+    def of(cls, params: Any) -> SegmentClasses:
+        """Return the classes of packed rows (`mcore.packed`) on the device; computed once."""
+        found = getattr(params, "segment_classes", None)
+        if found is None:
+            found = params.segment_classes = cls(params.bounds).upload(Platform.detect())
+        return found
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """Expand packed rows [t, ...] to the padded rows of all classes, one after another."""
+        padded: torch.Tensor = _Padded.apply(packed, self)
+        return padded
+
+    def split(self, padded: torch.Tensor) -> list[torch.Tensor]:
+        """Split padded rows into [n, longest, ...] for each class."""
+        shapes = [gather.shape for gather, _ in self.groups]
+        parts = padded.split([shape.numel() for shape in shapes])
+        return [
+            part.view(*shape, *part.shape[1:]) for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+    def pack(self, padded: torch.Tensor) -> torch.Tensor:
+        """Inverse of `pad`: the packed rows [t, ...]."""
+        packed: torch.Tensor = _Packed.apply(padded, self)
+        return packed
+
     def upload(self, platform: Platform) -> SegmentClasses:
         """Move all indices to the device without blocking the host. Returns self."""
         self.groups = [
@@ -197,20 +223,13 @@ class PackedAttention(MegatronModule):
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any
     ) -> torch.Tensor:
-        classes = getattr(params, "segment_classes", None)
-        if classes is None:
-            classes = params.segment_classes = SegmentClasses(params.bounds).upload(
-                Platform.detect()
-            )
-        padded = [_Padded.apply(t, classes) for t in (query, key, value)]
+        classes = SegmentClasses.of(params)
+        padded = [classes.split(classes.pad(t)) for t in (query, key, value)]
         outs = []
-        start = 0
-        for gather, _ in classes.groups:
-            end = start + gather.numel()
-            parts = (t[start:end].view(*gather.shape, *t.shape[1:]).transpose(1, 2) for t in padded)
-            outs.append(self._causal(*parts).transpose(1, 2).flatten(0, 1))
-            start = end
-        packed = _Packed.apply(outs[0] if len(outs) == 1 else torch.cat(outs), classes)
+        for parts in zip(*padded, strict=True):
+            out = self._causal(*(part.transpose(1, 2) for part in parts))
+            outs.append(out.transpose(1, 2).flatten(0, 1))
+        packed = classes.pack(outs[0] if len(outs) == 1 else torch.cat(outs))
         return packed.reshape(packed.shape[0], -1)
 
     def _context_parallel(

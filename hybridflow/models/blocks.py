@@ -66,10 +66,12 @@ class GroupedAttention:
     """Grouped-query attention, including its norms.
 
     `linear_qkv` interleaves by KV group: [query heads of the group, key, value] for each group, and
-    ranks take equal shares of these rows. With fewer groups than ranks, the groups themselves are
-    split, as in Megatron (`get_query_key_value_tensors`). `qk_norm` normalises each query and key
-    head; with `wide_norm`, one norm spans all query heads and another all key heads, and every rank
-    has their full weights (`mcore.layers`). `sinks` adds one logit per head to each softmax.
+    ranks take equal shares of these rows. With fewer groups than ranks, groups are split as well,
+    as in Megatron (`get_query_key_value_tensors`). `qk_norm` normalises each query and key head;
+    with `wide_norm`, one norm spans all query heads and another all key heads, and every rank has
+    their full weights (`mcore.layers`). `sinks` adds one logit per head to each softmax.
+    `output_gate` scales each head's output by the sigmoid of a second projection, whose rows follow
+    the head's query in the checkpoint; in `linear_qkv` a group's gates follow all of its queries.
     """
 
     hidden: int
@@ -81,6 +83,7 @@ class GroupedAttention:
     wide_norm: bool = False
     out_bias: bool = False
     sinks: bool = False
+    output_gate: bool = False
     norms: Norms = Norms("input_layernorm")
 
     def tensors(self, source: str) -> Shapes:
@@ -90,7 +93,7 @@ class GroupedAttention:
         kv = self.groups * self.head_dim
         attention = f"{source}self_attn."
         shapes = self.norms.tensors(source, self.hidden)
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+        for name, rows in (("q", q * (1 + self.output_gate)), ("k", kv), ("v", kv)):
             shapes[f"{attention}{name}_proj.weight"] = (rows, self.hidden)
             if self.qkv_bias:
                 shapes[f"{attention}{name}_proj.bias"] = (rows,)
@@ -173,7 +176,7 @@ class GroupedAttention:
             divisions.append(("num_key_value_heads", self.groups, TENSOR, at.tp_size))
         else:
             divisions.append((TENSOR, at.tp_size, "num_key_value_heads", self.groups))
-            rows = self.heads * self.head_dim + 2 * self.groups * self.head_dim
+            rows = ((1 + self.output_gate) * self.heads + 2 * self.groups) * self.head_dim
             divisions.append(("the rows of q, k and v", rows, TENSOR, at.tp_size))
         return divisions
 
@@ -181,10 +184,24 @@ class GroupedAttention:
         q_rows = self.heads // self.groups * self.head_dim
         parts = []
         for group in range(self.groups):
-            parts.append((f"{hf}q_proj.{kind}", group * q_rows, q_rows))
+            if self.output_gate:
+                parts += self._gated_queries(f"{hf}q_proj.{kind}", group)
+            else:
+                parts.append((f"{hf}q_proj.{kind}", group * q_rows, q_rows))
             parts.append((f"{hf}k_proj.{kind}", group * self.head_dim, self.head_dim))
             parts.append((f"{hf}v_proj.{kind}", group * self.head_dim, self.head_dim))
         return parts
+
+    def _gated_queries(self, tensor: str, group: int) -> list[tuple[str, int, int]]:
+        """Return a group's queries, then its gates. In the checkpoint, each head's gate follows its
+        query."""
+        many = self.heads // self.groups
+        heads = range(group * many, (group + 1) * many)
+        return [
+            (tensor, (2 * head + gate) * self.head_dim, self.head_dim)
+            for gate in (0, 1)
+            for head in heads
+        ]
 
 
 @dataclass(frozen=True)

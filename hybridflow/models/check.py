@@ -11,6 +11,7 @@ from hybridflow.config import derived
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError, ModelError
+from hybridflow.models.delta_net import check_context, has_delta_net
 from hybridflow.models.family import Family, family_of, use_family
 from hybridflow.models.layout import ParallelShape
 from hybridflow.models.model_folder import check_weights
@@ -76,8 +77,13 @@ def check_fsdp(family: Family) -> None:
     """Raise ModelError if the FSDP backend cannot train a model.
 
     The backend replaces transformers' attention mask, which implements the windows, with a mask for
-    packed rows.
+    packed rows. transformers' delta net would carry its state from one row to the next.
     """
+    if has_delta_net(family):
+        raise ModelError(
+            f"model_type {family.hf['model_type']!r} has gated delta nets, which are not supported "
+            "by actor.backend=fsdp; set actor.backend=megatron"
+        )
     if any(getattr(family, "windows", ())):
         raise ModelError(
             "sliding_window is not supported by actor.backend=fsdp; set actor.backend=megatron"
@@ -90,6 +96,7 @@ def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
     """
     family = family_of({"vocab_size": 1, **hf_config})
     family.check(ParallelShape.of(parallel, derived.model_parallel_size(parallel)).place())
+    check_context(family, parallel)
 
 
 def _models(config: RunConfig, job: str) -> Iterator[tuple[str, ModelConfig]]:

@@ -112,6 +112,10 @@ class Decoder:
         """Return the MLP or experts block of a layer, including the norm before it."""
         return DenseMlp(self.hidden, int(self.values["intermediate_size"]))
 
+    def kind_layers(self) -> list[int]:
+        """Return layers among which every kind of attention and of MLP occurs."""
+        return [0, self.num_layers - 1]
+
     def megatron_config(self) -> dict[str, Any]:
         """Return the keyword arguments of Megatron's TransformerConfig.
 
@@ -220,7 +224,7 @@ class Decoder:
     def check(self, at: Coordinates) -> None:
         """Raise ModelError if a size is not divisible by its parallel size."""
         rules: list[Division] = []
-        for layer in (0, self.num_layers - 1):
+        for layer in self.kind_layers():
             for block in (self.attention(layer), self.mlp(layer)):
                 rules.extend(block.divisions(at))
         if self.num_mtp:

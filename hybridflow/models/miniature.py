@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hybridflow.models.windows import FULL
+
 _VOCABULARY = 160
 _HEAD = 16
 _EXPERTS = 8
@@ -23,6 +25,8 @@ _WIDTHS: Mapping[str, int] = {
     "head_dim": _HEAD,
     "rotary_dim": _HEAD // 2,
     "sliding_window": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 24,
 }
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k")
@@ -47,9 +51,14 @@ def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep at most one of the dense layers, followed by two others."""
+    """Keep at most one of the dense layers, followed by two others; with gated delta nets, the
+    layers up to the first with attention."""
     dense = min(1, int(hf.get("first_k_dense_replace") or 0))
     count = dense + 2
+    if hf.get("linear_num_key_heads") is not None:
+        kinds = hf.get("layer_types") or []
+        interval = int(hf.get("full_attention_interval") or 4)
+        count = kinds.index(FULL) + 1 if FULL in kinds else interval
     found: dict[str, Any] = {"num_hidden_layers": count}
     if "first_k_dense_replace" in hf:
         found["first_k_dense_replace"] = dense
@@ -75,6 +84,9 @@ def _heads(hf: Mapping[str, Any]) -> dict[str, Any]:
         64 if hf.get("head_dim") is not None or hf.get("kv_lora_rank") is not None else many * _HEAD
     )
     found = {"num_attention_heads": many, "hidden_size": hidden}
+    if hf.get("linear_num_key_heads") is not None and hf.get("linear_num_value_heads") is not None:
+        ratio = int(hf["linear_num_value_heads"]) // int(hf["linear_num_key_heads"])
+        found |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * min(4, ratio)}
     return found | (
         {"num_key_value_heads": few} if hf.get("num_key_value_heads") is not None else {}
     )

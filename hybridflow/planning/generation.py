@@ -116,11 +116,20 @@ class Engine:
         return sum(layer.kv for layer in self._layers) / self.shape.pipeline / groups * self.kv_item
 
     @cached_property
+    def state_request(self) -> float:
+        """Bytes of a request's states on a rank, in the layers with delta nets."""
+        attention = self.shape.tensor // self.shape.data_attention
+        return 4 * sum(layer.state for layer in self._layers) / self.shape.pipeline / attention
+
+    @cached_property
     def kv_room(self) -> float:
         """Number of tokens that fit into the engine's KV cache, given the memory fraction and
         `kv_tokens`.
         """
         left = self.device.memory_gb * 1e9 * self.memory_fraction - self.weights
+        left -= self.running / self.shape.data_attention * self.state_request
+        if not self.kv_token:  # no layer has a cache
+            return self.kv_tokens if left > 0 else 0
         return max(min(left / self.kv_token * self.shape.data_attention, self.kv_tokens), 0)
 
     @property
@@ -143,7 +152,9 @@ class Engine:
         topk = max((layer.topk for layer in self._layers), default=0)
         visited = 1 - (1 - topk / experts) ** running if experts else 1.0
         read = (self.numbers.dense + self.numbers.expert * visited) * self.item
-        cached = running / shape.data_attention * context * self.kv_token
+        # every state is read and written
+        each = context * self.kv_token + 2 * self.state_request
+        cached = running / shape.data_attention * each
         flops = self._flops * running / self.ranks / (device.peak(False) * c.gemm)
         wide = shape.tensor > device.domain
         layer = c.decode_layer_s + (c.decode_hop_s if wide else 0.0)

@@ -16,6 +16,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models import family_of
 from hybridflow.models.blocks import Block, DenseMlp, Experts, GroupedAttention
 from hybridflow.models.decoder import Decoder
+from hybridflow.models.delta_net import DeltaNet
 from hybridflow.models.fused_experts import FusedExperts
 from hybridflow.models.layout import Coordinates, LocalTensor
 from hybridflow.models.mla import LatentAttention
@@ -159,8 +160,13 @@ def products(block: Block, topk: int) -> tuple[Product, ...]:
     """Return a block's matrix products, derived from the shapes of its tensors. A token visits
     `topk` of the routed experts."""
     found: list[Product] = []
+    if isinstance(block, DeltaNet):
+        channels = block.key_heads * block.mixed
+        found.append(Product(channels, block.kernel))
+        # a token reads, corrects and extends the state of each value head
+        found.append(Product(block.key_dim, block.value_dim, 3 * block.value_heads))
     for name, shape in block.tensors("").items():
-        if len(shape) == 3:  # all experts of a layer
+        if len(shape) == 3 and isinstance(block, FusedExperts):  # all experts of a layer
             found.append(Product(*shape[1:], topk, True))
         if len(shape) != 2:
             continue
@@ -179,6 +185,7 @@ class LayerShape:
         attention, mlp: matrix products.
         core: forward operations per query-key pair.
         kv: elements in the KV cache.
+        state: elements of a delta net's state per request (not per token), in float32.
         heads: activations divided by tensor parallelism: queries, keys, values and the attention
             output.
         expanded: part of `heads` that is the output of latent attention's up projections.
@@ -194,6 +201,7 @@ class LayerShape:
     mlp: tuple[Product, ...]
     core: int
     kv: int
+    state: int
     heads: int
     expanded: int
     core_output: int
@@ -254,10 +262,19 @@ def _attention_shape(block: Block) -> dict[str, int]:
         query = block.heads * block.head_dim
         key = block.groups * block.head_dim
         before_norm = query + key if block.qk_norm else 0
-        heads = query + 2 * key + before_norm + query
+        gate = query if block.output_gate else 0
+        heads = query + 2 * key + before_norm + gate + query
         return {
-            **{"core": 4 * query, "kv": 2 * key, "heads": heads},
+            **{"core": 4 * query, "kv": 2 * key, "state": 0, "heads": heads},
             **{"expanded": 0, "core_output": query, "low_rank": 0},
+        }
+    if isinstance(block, DeltaNet):
+        values = block.key_heads * block.values
+        # the convolution's input and output, the gates, and the output
+        heads = 2 * block.key_heads * block.mixed + 2 * values
+        return {
+            **{"core": 0, "kv": 0, "state": block.key_dim * values, "heads": heads},
+            **{"expanded": 0, "core_output": values, "low_rank": 0},
         }
     if isinstance(block, LatentAttention):
         query = block.heads * (block.nope_dim + block.rope_dim)
@@ -267,6 +284,7 @@ def _attention_shape(block: Block) -> dict[str, int]:
             **{
                 "core": 2 * (query + value),
                 "kv": block.kv_rank + block.rope_dim,
+                "state": 0,
                 "heads": 2 * query + 2 * value,
             },
             **{"expanded": 2 * query + value, "core_output": value, "low_rank": low_rank},

@@ -20,6 +20,7 @@ import numpy as np
 from hybridflow.errors import WeightSyncError
 from hybridflow.models.blocks import DenseMlp, Experts, GroupedAttention, MlpNames, Norms
 from hybridflow.models.decoder import Decoder
+from hybridflow.models.delta_net import DeltaNet
 from hybridflow.models.fp8 import FP8, SCALE_SUFFIX, BlockQuantisation
 from hybridflow.models.fused_experts import FusedExperts
 from hybridflow.models.layout import (
@@ -85,14 +86,17 @@ class EngineShape:
             ("num_hidden_layers", decoder.num_layers, "the engine's pipeline size", self.pipeline),
             ("num_attention_heads", decoder.heads, "the engine's attention ranks", attention_ranks),
         ]
-        attention = decoder.attention(0)
-        if isinstance(attention, GroupedAttention):
-            many = max(attention.groups, attention_ranks)
-            few = min(attention.groups, attention_ranks)
-            rules.append(
-                ("num_key_value_heads or the engine's attention ranks", many, "the other", few)
-            )
-        for layer in (0, decoder.num_layers - 1):
+        for layer in decoder.kind_layers():
+            attention = decoder.attention(layer)
+            if isinstance(attention, GroupedAttention):
+                many = max(attention.groups, attention_ranks)
+                few = min(attention.groups, attention_ranks)
+                rules.append(
+                    ("num_key_value_heads or the engine's attention ranks", many, "the other", few)
+                )
+            if isinstance(attention, DeltaNet):
+                key = "the engine's attention ranks"
+                rules.append(("linear_num_key_heads", attention.key_heads, key, attention_ranks))
             mlp = decoder.mlp(layer)
             if isinstance(mlp, Experts | FusedExperts):
                 rules += [
@@ -316,6 +320,9 @@ class EngineRank:
         if isinstance(block, GroupedAttention):
             norms = _norms(block.norms, prefix, block.hidden)
             return [*norms, *self._grouped(block, f"{prefix}self_attn.")]
+        if isinstance(block, DeltaNet):
+            norm = _whole(f"{prefix}input_layernorm.weight", (block.hidden,))
+            return [norm, *self._delta_net(block, f"{prefix}linear_attn.")]
         raise WeightSyncError(
             f"attention of kind {type(block).__name__} is not supported: it has no engine layout"
         )
@@ -323,7 +330,8 @@ class EngineRank:
     def _grouped(self, block: GroupedAttention, hf: str) -> list[LocalTensor]:
         size = self.attention_size
         rank = self.attention_rank
-        q_rows = block.heads // size * block.head_dim
+        # the gate of a head follows its query
+        q_rows = block.heads // size * block.head_dim * (1 + block.output_gate)
         kv_rows = max(block.groups // size, 1) * block.head_dim
         kv_first = (
             rank * kv_rows
@@ -359,6 +367,47 @@ class EngineRank:
             else:
                 tensors.append(_whole(norm, (width,)))
         return tensors
+
+    def _delta_net(self, block: DeltaNet, hf: str) -> list[LocalTensor]:
+        """Return a rank's heads: its queries, then its keys, values, and gates (interleaved by key
+        head if the checkpoint's are)."""
+        size = self.attention_size
+        rank = self.attention_rank
+        values = block.key_heads * block.values
+        own = values // size
+        heads = block.value_heads // size
+        if block.fused:
+            rows = (block.mixed + block.values) * block.key_heads // size
+            qkvz_parts = [(f"{hf}in_proj_qkvz.weight", rank * rows, rows)]
+            both = 2 * heads
+            ba_parts = [(f"{hf}in_proj_ba.weight", rank * both, both)]
+        else:
+            qkvz_parts = self._mixed(block, f"{hf}in_proj_qkv.weight")
+            qkvz_parts.append((f"{hf}in_proj_z.weight", rank * own, own))
+            ba_parts = [(f"{hf}in_proj_{name}.weight", rank * heads, heads) for name in "ba"]
+        conv_parts = self._mixed(block, f"{hf}conv1d.weight")
+        return [
+            stacked(f"{hf}in_proj_qkvz.weight", qkvz_parts, (block.hidden,)),
+            stacked(f"{hf}in_proj_ba.weight", ba_parts, (block.hidden,)),
+            stacked(f"{hf}conv1d.weight", conv_parts, (1, block.kernel)),
+            _split(f"{hf}dt_bias", (block.value_heads,), 0, rank, size),
+            replace(_split(f"{hf}A_log", (block.value_heads,), 0, rank, size), dtype="float32"),
+            _whole(f"{hf}norm.weight", (block.value_dim,)),
+            _split(f"{hf}out_proj.weight", (block.hidden, values), 1, rank, size),
+        ]
+
+    def _mixed(self, block: DeltaNet, tensor: str) -> list[tuple[str, int, int]]:
+        """Return a rank's rows of an HF tensor that has all queries, then all keys, then all
+        values."""
+        keys = block.key_heads * block.key_dim
+        own = keys // self.attention_size
+        values = block.key_heads * block.values // self.attention_size
+        rank = self.attention_rank
+        return [
+            (tensor, rank * own, own),
+            (tensor, keys + rank * own, own),
+            (tensor, 2 * keys + rank * values, values),
+        ]
 
     def _latent(
         self, block: LatentAttention, hf: str, shapes: dict[str, tuple[int, ...]]

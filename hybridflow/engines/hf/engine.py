@@ -226,7 +226,7 @@ class HfEngine:
             use_cache=True,
             logits_to_keep=1,
         )
-        cache.batch_select_indices(torch.tensor(which, device=ids.device))
+        cache.reorder_cache(torch.tensor(which, device=ids.device))
         return {"past_key_values": cache}
 
     def _completion(

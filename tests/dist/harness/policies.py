@@ -44,7 +44,8 @@ def weights_of(family: Any, std: float = 0.2) -> Any:
                 return values
             digest = sum(map(ord, name))
             full = torch.randn(self.tensors[name], generator=torch.Generator().manual_seed(digest))
-            values = values - 1 if "norm" in name and is_zero_centered else values
+            centered = is_zero_centered and "norm" in name and "linear_attn." not in name
+            values = values - 1 if centered else values
             return values + 0.1 * full[start[0] : start[0] + shape[0]]
 
     return Shaken(family.tensors(), seed=5, std=std)

@@ -45,15 +45,15 @@ def engine_of(hf: HfConfig, folder: Path, **spec: Any) -> Any:
 
 def fill(engine: Any, scale: float = 0.3, version: str = "7") -> None:
     """Random weights, as if from a trainer."""
+    # the norms of these add 1 to their weights, but for the norm in a delta net
+    is_centered = engine._model.config.model_type.startswith(("qwen3_next", "qwen3_5"))
 
     def values(places: Mapping[str, torch.Tensor]) -> int:
         generator = torch.Generator().manual_seed(0)
         for name, tensor in places.items():
-            tensor.copy_(
-                torch.empty(tensor.shape).normal_(
-                    1.0 if "norm" in name else 0.0, scale, generator=generator
-                )
-            )
+            is_one = "norm" in name and not (is_centered and "linear_attn." not in name)
+            mean = 1.0 if is_one else 0.0
+            tensor.copy_(torch.empty(tensor.shape).normal_(mean, scale, generator=generator))
         return len(places)
 
     assert engine.take(version, values) > 0

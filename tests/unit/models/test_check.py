@@ -19,7 +19,7 @@ from hybridflow.config.check import problems as config_problems
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.errors import ModelError
-from hybridflow.models.check import check_cut, problems
+from hybridflow.models.check import check_cut, check_fsdp, problems
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import family_of
 from hybridflow.models.layout import Coordinates, ParallelShape
@@ -204,6 +204,23 @@ def test_run_planners_and_transfers_take_the_same_list(
             {"tensor": 2, "expert": 2},
             "shared experts' .* is 33",
         ),
+        ("qwen3_next", {"linear_num_key_heads": 4}, {"tensor": 8}, "linear_num_key_heads is 4"),
+        (  # attention is neither in the first layer nor in the last
+            "qwen3_5_text",
+            {
+                "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+                "num_attention_heads": 6,
+                "num_key_value_heads": 2,
+            },
+            {"tensor": 4},
+            "num_attention_heads is 6",
+        ),
+        (
+            "qwen3_next",
+            {"linear_num_key_heads": 4},
+            {"tensor": 4, "context": 2},
+            "context=2 exceeds the 1 key heads",
+        ),
         (
             "llama",
             {"num_attention_heads": 12, "num_key_value_heads": 3},
@@ -272,3 +289,11 @@ def test_a_run_that_fits_passes_both_checks() -> None:
     config = load_config("e2e", [])
     assert config_problems(config) == list(problems(config)) == []
     assert isinstance(family_of({"vocab_size": 1, **derived.hf_config(config.model)}), Decoder)
+
+
+def test_fsdp_refuses_delta_nets() -> None:
+    """transformers' layer would carry its state from one packed row to the next."""
+    with pytest.raises(ModelError, match="'qwen3_5_text' has gated delta nets"):
+        check_fsdp(family_of(FAMILIES["qwen3_5_text"]))
+    attention = {**FAMILIES["qwen3_5_text"], "layer_types": ["full_attention"] * 4}
+    check_fsdp(family_of(attention))

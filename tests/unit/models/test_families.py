@@ -226,6 +226,18 @@ def test_settings_of_the_others() -> None:
             },
             "router_jitter_noise",
         ),
+        (
+            {"model_type": "qwen3_5_text", "layer_types": ["sliding_attention"] * 4},
+            "must have one entry, linear_attention or full_attention",
+        ),
+        (
+            {"model_type": "qwen3_5_text", "full_attention_interval": 0},
+            "full_attention_interval=0",
+        ),
+        (
+            {"model_type": "qwen3_5_text", "linear_num_value_heads": 24},
+            "linear_num_value_heads=24 is not a multiple of linear_num_key_heads=16",
+        ),
     ],
 )
 def test_what_has_no_map_is_refused(change: dict[str, Any], message: str) -> None:
@@ -235,6 +247,16 @@ def test_what_has_no_map_is_refused(change: dict[str, Any], message: str) -> Non
         family_of(
             {**FAMILY_DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False}
         ).megatron_config()
+
+
+def test_the_size_of_qwen3_next_is_the_published_one() -> None:
+    """80 billion parameters, 79 without the embedding and the output layer."""
+    sizes = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 256}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 2}
+    shapes = family_of({"model_type": "qwen3_next", **sizes, **heads}).tensors()
+    total = sum(int(np.prod(shape)) for shape in shapes.values())
+    assert round(total / 1e9, 1) == 79.7
+    assert round((total - 2 * 151936 * 2048) / 1e9) == 79
 
 
 @pytest.mark.parametrize("name", published_names())

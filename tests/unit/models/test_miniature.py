@@ -11,6 +11,7 @@ import pytest
 from hybridflow.doctor import parity
 from hybridflow.models import family_of
 from hybridflow.models.family import num_parameters
+from hybridflow.models.hybrid_decoder import HybridDecoder
 from hybridflow.models.miniature import miniature
 from hybridflow.models.published import published, published_names
 
@@ -55,3 +56,21 @@ def test_what_a_config_says_moves_a_copys_log_probs_beyond_the_bound(
             assert (
                 parity.log_probs(reference, other, tmp_path, ids) - right
             ).abs().max() > 1.5 * parity.BOUND, key
+
+
+@pytest.mark.parametrize(
+    ("kinds", "count"),
+    [
+        ({"full_attention_interval": 4}, 4),
+        ({"layer_types": ["linear_attention", "full_attention"] * 24}, 2),
+    ],
+)
+def test_a_copy_has_a_delta_net_and_attention(kinds: dict[str, Any], count: int) -> None:
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    sizes = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144}
+    hf = {"model_type": "qwen3_5_text", "num_hidden_layers": 48, "num_attention_heads": 16}
+    copy = miniature({**hf, **sizes, **heads, **kinds})
+    decoder = family_of(copy)
+    assert isinstance(decoder, HybridDecoder)
+    assert decoder.linear == (*[True] * (count - 1), False)
+    assert decoder.value_heads == 2 * decoder.key_heads

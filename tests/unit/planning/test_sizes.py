@@ -18,6 +18,7 @@ from hybridflow.planning.sizes import EXPERTS, chunk_layers, decoder_of, layer_s
 from hybridflow.planning.training import Cut, Training
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import rank_tensors
+from tests.models import FAMILIES
 
 CUTS: list[tuple[str, dict[str, Any]]] = [
     # tied: the last stage has a copy of the embedding
@@ -108,3 +109,31 @@ def test_heads_for_several_tokens_ahead_are_counted_once() -> None:
     )
     assert extra == of_head
     assert len(layer_shapes(more)) == 61
+
+
+def test_a_delta_net_costs_the_same_at_every_length() -> None:
+    hf = FAMILIES["qwen3_next"]
+    decoder = decoder_of(hf)
+    linear, attention = layer_shapes(decoder)[2:]
+    assert (linear.core, linear.kv) == (0, 0)
+    assert (attention.core, attention.kv, attention.state) == (4 * 8 * 16, 2 * 4 * 16, 0)
+    assert linear.state == 8 * 16 * 12  # key size x value heads x value size
+    # projections, the convolution of 4 tokens, output, and three products with each head's state
+    rows = 2 * 64 + 192
+    weights = (rows + 192 + 2 * 16) * 64 + rows * 4 + 64 * 192
+    assert sum(one.flops for one in linear.attention) == 2 * (weights + 3 * 16 * 8 * 12)
+    # queries are twice as wide: each has a gate
+    weights = 64 * (2 * 128 + 2 * 64) + 64 * 128
+    assert sum(one.flops for one in attention.attention) == 2 * weights
+
+
+def test_states_of_requests_leave_less_room_for_their_cache() -> None:
+    decoder = decoder_of(FAMILIES["qwen3_next"])
+    few, many = (
+        Engine(decoder, EngineShape(tensor=2), DEVICES["H100"], running=running)
+        for running in (1, 1001)
+    )
+    each = 3 * 8 * 16 * 12 * 4 / 2  # three layers, float32, two ranks
+    assert few.state_request == each
+    assert (few.kv_room - many.kv_room) * few.kv_token == pytest.approx(1000 * each)
+    assert few.step_seconds(64, 100) > 0

@@ -255,6 +255,9 @@ def _to_hf(
         "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight", 0),
         "self_attention.linear_q_up_proj.weight": ("self_attn.q_b_proj.weight", 0),
         "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight", 0),
+        "self_attention.out_proj.weight": ("linear_attn.out_proj.weight", 1),
+        "self_attention.A_log": ("linear_attn.A_log", 0),
+        "self_attention.dt_bias": ("linear_attn.dt_bias", 0),
     }
     result: Buffers = {}
     if name == "embedding.word_embeddings.weight":
@@ -263,6 +266,8 @@ def _to_hf(
         result = {"lm_head.weight": np.concatenate(shards)[:vocab]}
     elif name.startswith("self_attention.linear_qkv.") and "layer_norm" not in name:
         result = _qkv(hf, f"{prefix}self_attn.", name.rsplit(".", 1)[1], np.concatenate(shards))
+    elif name in ("self_attention.in_proj.weight", "self_attention.conv1d.weight"):
+        result = _delta_net(hf, f"{prefix}linear_attn.", name, np.concatenate(shards))
     elif name in simple:
         result = {prefix + simple[name][0]: np.concatenate(shards, axis=simple[name][1])}
     elif found := re.match(
@@ -275,12 +280,41 @@ def _to_hf(
 def _qkv(hf: Mapping[str, Any], prefix: str, kind: str, full: np.ndarray) -> Buffers:
     groups = int(hf["num_key_value_heads"])
     per = int(hf["num_attention_heads"]) // groups
-    parts = full.reshape(groups, per + 2, -1, *full.shape[1:])
-    cut = {"q": parts[:, :per], "k": parts[:, per], "v": parts[:, per + 1]}
+    if "linear_num_key_heads" in hf:  # attention with an output gate
+        parts = full.reshape(groups, 2 * per + 2, -1, *full.shape[1:])
+        both = np.stack([parts[:, :per], parts[:, per : 2 * per]], axis=2)
+        cut = {"q": both, "k": parts[:, -2], "v": parts[:, -1]}
+    else:
+        parts = full.reshape(groups, per + 2, -1, *full.shape[1:])
+        cut = {"q": parts[:, :per], "k": parts[:, per], "v": parts[:, per + 1]}
     return {
         f"{prefix}{name}_proj.{kind}": value.reshape(-1, *full.shape[1:])
         for name, value in cut.items()
     }
+
+
+def _delta_net(hf: Mapping[str, Any], prefix: str, name: str, full: np.ndarray) -> Buffers:
+    """The rows of each key head: query, key, values, and for the projection betas, decays and
+    gates."""
+    heads = int(hf["linear_num_key_heads"])
+    ratio = int(hf["linear_num_value_heads"]) // heads
+    key = int(hf["linear_key_head_dim"])
+    values = ratio * int(hf["linear_value_head_dim"])
+    tail = full.shape[1:]
+    ends = np.cumsum([key, key, values, ratio, ratio])
+    parts = np.split(full.reshape(heads, -1, *tail), ends, axis=1)
+    flat = [part.reshape(-1, *tail) for part in parts]
+    if name.endswith("conv1d.weight"):
+        return {f"{prefix}conv1d.weight": np.concatenate(flat[:3])}
+    if hf["model_type"] == "qwen3_next":
+        q, k, v, b, a, z = parts
+        joined = {"qkvz": [q, k, v, z], "ba": [b, a]}
+        return {
+            f"{prefix}in_proj_{short}.weight": np.concatenate(some, axis=1).reshape(-1, *tail)
+            for short, some in joined.items()
+        }
+    whole = {"qkv": np.concatenate(flat[:3]), "b": flat[3], "a": flat[4], "z": flat[5]}
+    return {f"{prefix}in_proj_{short}.weight": value for short, value in whole.items()}
 
 
 def _mlp(
@@ -292,9 +326,8 @@ def _mlp(
 ) -> Buffers:
     kind, linear, number = found
     mixtral = hf["model_type"] in ("mixtral", "minimax_m2")
-    kind = (
-        kind.replace("shared_experts", "shared_expert") if hf["model_type"] == "qwen2_moe" else kind
-    )
+    if "shared_expert_intermediate_size" in hf:
+        kind = kind.replace("shared_experts", "shared_expert")
     place = f"{prefix}{'block_sparse_moe' if mixtral else 'mlp'}.{kind}"
     if number:
         experts = int(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ModelError, WeightSyncError
-from hybridflow.models import blocks, mla
+from hybridflow.models import blocks, delta_net, mla
 from hybridflow.models.blocks import MlpNames
 from hybridflow.models.layout import LocalTensor, ParallelShape
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
@@ -266,7 +266,10 @@ def test_a_missing_tensor_is_caught(model: str, lost: str, monkeypatch: pytest.M
 
         return local
 
-    for kind in (blocks.GroupedAttention, mla.LatentAttention, blocks.Experts, blocks.DenseMlp):
+    for kind in (
+        *(blocks.GroupedAttention, mla.LatentAttention, delta_net.DeltaNet),
+        *(blocks.Experts, blocks.DenseMlp),
+    ):
         monkeypatch.setattr(kind, "local", leaving_out(kind.local))
     assert caught(model) == ("proof" if found else "nobody")
 
