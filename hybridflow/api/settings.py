@@ -50,7 +50,7 @@ def _is_section(key: str) -> bool:
 
 
 def text(value: Any, key: str) -> str:
-    """Format a value as on the command line.
+    """Format a value the way it is written on the command line.
 
     Raises:
         ConfigError: the value is not plain data.

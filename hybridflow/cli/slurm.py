@@ -188,7 +188,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
             "SUITE"
         )
     if args.drain:
-        raise ConfigError("--drain requires --bench SUITE, whose report names the nodes")
+        raise ConfigError("--drain requires --bench SUITE: its report selects the nodes to drain")
     from hybridflow.config.check import check
     from hybridflow.config.hub import located
     from hybridflow.config.load import load_config

@@ -201,7 +201,8 @@ def _special_tokens(file: Path, config: dict[str, Any], first: int) -> list[Any]
             named[int(number)] = str(token["content"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
-            f"{file}: added_tokens_decoder is not {{id: {{content: token}}}} ({error!r})"
+            f"{file}: added_tokens_decoder must have the form {{id: {{content: token}}}} "
+            f"({error!r})"
         ) from error
     last = max([first + _RESERVED - 1, *named])
     if min(named, default=first) < first or last >= first + 4 * _RESERVED:

@@ -113,7 +113,7 @@ def log_files(job: str, out: Path) -> list[tuple[str, Path]]:
     folder = out / job
     if not folder.is_dir():
         raise ResourceError(
-            f"{folder} does not exist; pass the job's number, and the --output-dir that it was "
+            f"{folder} does not exist; pass the job's number and the --output-dir it was "
             "submitted with"
         )
     files = []

@@ -110,7 +110,7 @@ class _Frozen(_Role):
         """Raise FlowError, because this role cannot be trained."""
         raise FlowError(
             f"{self.name}.update(batch): the {self.name.replace('_', ' ')} cannot be trained; "
-            f"only run.policy, run.{', run.'.join(CRITICS.values())} have updates"
+            f"only run.policy, run.{', run.'.join(CRITICS.values())} can be updated"
         )
 
 
@@ -234,9 +234,9 @@ class TrainedPolicy:
             raise FlowError(f"{name} requires a list with at least one prompt")
         if run.holds_memory:
             raise FlowError(
-                f"{name} is called between the policy's passes and the sync, when its engines have "
-                "older weights or no memory; call it before these passes, or after `await "
-                "run.sync()`"
+                f"{name} was called after the policy's passes but before the sync, while its "
+                "engines have stale weights or have released their memory; call it before those "
+                "passes, or after `await run.sync()`"
             )
         count = run.config.rollout.n if n is None else n
         return Pending(run, name, lambda: run.generate(list(prompts), count))

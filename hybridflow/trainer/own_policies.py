@@ -228,7 +228,7 @@ class PolicyPart:
         """
         step = self.whole.open_step(update)
         if self.trained is not None:
-            raise FlowError(f"step {step}: {update} is called twice; one call runs all updates")
+            raise FlowError(f"step {step}: {update} was called twice; one call runs all updates")
         rows = derived.samples_per_step(self.config)
         if len(batch) != rows and not self.whole.is_tracing:
             raise FlowError(

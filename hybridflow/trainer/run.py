@@ -168,7 +168,7 @@ class FlowRun:
     async def take_samples(self, step: int, greedy: bool) -> DataProto:
         """Return the step's samples. From then on, the policy owns the devices' memory."""
         if self._scores is not None:
-            raise FlowError("samples() is called twice in a step")
+            raise FlowError("samples() was called twice in a step")
         self._batch = await self.trainer.samples.take(step, greedy=greedy)
         self._scores = self._batch["scores"]
         if not self.config.trainer.rollout_only:
@@ -298,7 +298,7 @@ class FlowRun:
         """
         step = self.open_step(update)
         if self._was_called(update):
-            raise FlowError(f"step {step}: {update} is called twice; one call runs all updates")
+            raise FlowError(f"step {step}: {update} was called twice; one call runs all updates")
         self._check_rows(batch, update)
         has_begun = any(isinstance(call, Updating) for call in self._calls)
         if self._trained is None or not has_begun:  # a rejected update leaves no record
@@ -549,7 +549,8 @@ class FlowRun:
         if not self._is_open:
             why = "; another loop over run.steps() has consumed all of them" if self._left else ""
             raise FlowError(
-                f"{what} is called outside of a step{why}; call it in `async for _ in run.steps():`"
+                f"{what} was called outside a step{why}; call it inside `async for _ in "
+                "run.steps():`"
             )
         return self.step
 

@@ -197,7 +197,10 @@ def test_a_wrong_line_of_ranks_is_named(
             {"tokenizer_class": "QWenTokenizer"},
             r"tokenizer_class 'QWenTokenizer' is not supported; .* Add a tokenizer\.json to",
         ),
-        ({"added_tokens_decoder": [1]}, r"added_tokens_decoder is not \{id: \{content: token\}\}"),
+        (
+            {"added_tokens_decoder": [1]},
+            r"added_tokens_decoder must have the form \{id: \{content: token\}\}",
+        ),
         (
             {"added_tokens_decoder": {"3": {"content": "x"}}},
             "do both files belong to the same model",

@@ -126,7 +126,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         ),
         (
             BEGIN + "    async for other in run.steps():\n        pass\n    await run.sync()",
-            "outside of a step; another loop over run.steps() has consumed all of them",
+            "outside a step; another loop over run.steps() has consumed all of them",
             10,
         ),
         ("async for step in run.steps():\n    return", "ended without running a step", 4),

@@ -319,7 +319,7 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
         ),
         (
             BEGIN + "    await run.reference.update(batch)",
-            "the reference cannot be trained; only run.policy, run.critic, run.cost_critic have updates",
+            "the reference cannot be trained; only run.policy, run.critic, run.cost_critic can be updated",
             2,
         ),
         (
@@ -327,7 +327,7 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
             "run.critic is called, but the flow declares",
             2,
         ),
-        (BEGIN + "    await run.samples()", "samples() is called twice in a step", 2),
+        (BEGIN + "    await run.samples()", "samples() was called twice in a step", 2),
         (BEGIN + "    await run.sync()", "sync() must be called after policy.update(batch)", 2),
         (BEGIN + "    await run.all(batch)", "all(...) accepts only role calls", 2),
         (BEGIN + "    await run.all()", "all(...) requires at least one role call", 2),
@@ -349,7 +349,7 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
         (BEGIN + "    raise ValueError('mine')", "ValueError: mine", 2),
         (BEGIN + "    raise SystemExit(0)", "SystemExit: 0", 2),
         (BEGIN + "    batch['nothing']", "nothing", 2),
-        ("await run.samples()", "samples() is called outside of a step", 0),
+        ("await run.samples()", "samples() was called outside a step", 0),
         ("return None", "the flow ended without running a step", -2),
     ],
 )
