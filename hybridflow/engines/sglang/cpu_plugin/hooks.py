@@ -32,8 +32,8 @@ def register() -> None:
     # SGLang chooses "triton" for gpt-oss and OLMo wherever it knows no faster backend
     for name in ("torch_native", "triton"):
         register_attention_backend(name)(create_batched_attention)
-    for target, hook, kind in models.hooks():
-        HookRegistry.register(target, hook, HookType[kind])
+    if not _is_fork_server():
+        register_models()
     HookRegistry.register(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
         skip_foreign_experts,
@@ -53,6 +53,20 @@ def register() -> None:
     )
 
 
+def _is_fork_server() -> bool:
+    """Return True in a fork server and in its forks. A fork server does not know yet which model
+    its forks will serve."""
+    return "hybridflow.engines.sglang.preload" in sys.modules
+
+
+def register_models() -> None:
+    """Register the hooks of the model that this process serves. Applying them imports its file."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook, kind in models.hooks():
+        HookRegistry.register(target, hook, HookType[kind])
+
+
 def leave_out_megatron() -> None:
     """Make Megatron-Core unavailable in this process, unless it is loaded already.
 
@@ -65,7 +79,7 @@ def leave_out_megatron() -> None:
 
 
 def fork_children(_: Any, server_args: Any) -> None:
-    """Start the scheduler and the detokenizer by fork.
+    """Start the scheduler and the detokenizer by fork, with the hooks of their model.
 
     sglang/srt/entrypoints/engine.py:1995 requests spawn because CUDA does not survive a fork, so
     each child imports SGLang again (about 8 CPU seconds). Without CUDA the imports can be shared,
@@ -74,6 +88,11 @@ def fork_children(_: Any, server_args: Any) -> None:
     """
     import multiprocessing
 
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if _is_fork_server():
+        register_models()
+        HookRegistry.apply_hooks()
     if server_args.dp_size == 1:
         multiprocessing.set_start_method("fork", force=True)
 
