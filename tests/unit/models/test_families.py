@@ -48,6 +48,10 @@ BILLIONS = {
         "qwen3-32b": 32.8,
     },
     **{"qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1},
+    **{"gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "minimax-m2": 228.7},
+    **{"mistral-small-24b": 23.6, "olmo-3-32b": 32.2, "seed-oss-36b": 36.2},
+    # without the vision tower, and without the layer for multi-token prediction
+    **{"gemma-3-27b": 27.0, "glm-4.7-flash": 29.9},
 }
 
 
