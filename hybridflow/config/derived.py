@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import hub
-from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.entries import ESTIMATORS, FLOWS, POLICY_LOSSES
 from hybridflow.config.model_config import read_model_config, wrong_fields
 from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.config.schema import (
@@ -254,7 +254,7 @@ def engine_margin(config: RunConfig) -> int:
 
 def needs_reference(config: RunConfig) -> bool:
     """Return True if a KL term or the estimator needs log-probabilities of the reference policy."""
-    return ROLES["reference"].is_used(config)
+    return is_in_use(config, "reference")
 
 
 def needs_sum_pi_squared(config: RunConfig) -> bool:
@@ -298,7 +298,7 @@ def has_own_reference(config: RunConfig) -> bool:
 
 def critics(config: RunConfig) -> tuple[str, ...]:
     """Return the critics of a run, in start order."""
-    return tuple(name for name in CRITICS.values() if ROLES[name].is_used(config))
+    return tuple(name for name in CRITICS.values() if is_in_use(config, name))
 
 
 def flow_name(config: RunConfig) -> str:
@@ -331,7 +331,7 @@ def has_reward_model(config: RunConfig) -> bool:
 
 def has_teacher(config: RunConfig) -> bool:
     """Return True if a teacher's most likely tokens are needed."""
-    return ROLES["teacher"].is_used(config)
+    return is_in_use(config, "teacher")
 
 
 def is_colocated(config: RunConfig, role: str) -> bool:
@@ -348,7 +348,15 @@ def models_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
         return ("actor", "reward_model") if needs_policy else ("reward_model",)
     if job == "sft":
         return ("actor",)
-    return tuple(name for name, role in ROLES.items() if role.is_used(config))
+    return tuple(name for name in ROLES if is_in_use(config, name))
+
+
+def is_in_use(config: RunConfig, role: str) -> bool:
+    """Return True if a training run uses this role. A run that only generates uses the roles that
+    its flow calls."""
+    if config.trainer.rollout_only and role not in ("actor", *FLOWS.get("rollouts").roles):
+        return False
+    return ROLES[role].is_used(config)
 
 
 def roles_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
         critics = derived.critics(config)
         for name in critics:
             found += _critic_batches(config, name)
-        if config.trainer.critic_warmup and not critics:
+        if config.trainer.critic_warmup and not critics and not config.trainer.rollout_only:
             found.append(
                 f"trainer.critic_warmup={config.trainer.critic_warmup} requires a critic; set "
                 "algorithm.adv_estimator=gae or critic_warmup=0"

@@ -84,7 +84,7 @@ def traces(
     selected = {
         (item.callspec.params.get("model"), item.callspec.params.get("name"))
         for item in request.session.items
-        if hasattr(item, "callspec")
+        if item.path == request.path and hasattr(item, "callspec")
     }
     everything: list[tuple[str, str, str, dict[str, Any]]] = [
         (model, name, name, {})

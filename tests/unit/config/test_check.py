@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hybridflow.config import derived
 from hybridflow.config.build import build, to_plain
 from hybridflow.config.check import check, problems
 from hybridflow.config.keys import Above, AtLeast, Bound, all_keys
@@ -506,6 +507,13 @@ def test_what_cannot_run_is_refused_with_keys_and_values(
 ) -> None:
     lines = found(*overrides)
     assert any(all(part in line for part in parts) for line in lines), lines
+
+
+@pytest.mark.parametrize("recipe", ["tiny-moe-ppo", "tiny-remax", "tiny-moe-grpo"])
+def test_a_run_that_only_generates_needs_no_critic_and_no_reference(recipe: str) -> None:
+    config = load_config(recipe, ["trainer.rollout_only=true", "actor.kl_loss_coef=0.001"])
+    assert [line for line in problems(config) if "reward_model.path" not in line] == []
+    assert {"critic", "reference"} & set(derived.models_in_use(config)) == set()
 
 
 def test_a_temperature_below_zero_gets_one_answer() -> None:
