@@ -312,11 +312,13 @@ def update_step(config: RunConfig) -> DataflowStep:
 
 def check_steps(config: RunConfig) -> None:
     """Check, before anything starts, that all columns read by a step are written by an earlier
-    step.
+    step. A run that only generates has no steps after generation and scoring.
 
     Raises:
         SchemaError: a column is missing. The message names the step and the column.
     """
+    if config.trainer.rollout_only:
+        return
     scored = derived.scores_before_update(config) or derived.scores_later_rows(config)
     own = [log_prob_method(config)] if scored else []
     if derived.needs_sum_pi_squared(config):
