@@ -25,8 +25,15 @@ if Platform.detect().kind == "cpu":
 # package_info.py:20 (0.19) runs git and adds the commit of the surrounding repository, which is not
 # Megatron's
 os.environ.setdefault("NO_VCS_VERSION", "1")
-# five megatron modules warn that these are missing; `backend_name` reports the substitute once
-warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
+# Megatron's own warnings about itself, which a user can do nothing about
+for _message in (
+    # five modules warn that these are missing; `backend_name` reports the substitute once
+    ".*(Apex|Transformer Engine).*not installed.*",
+    "full scope is deprecated",  # the default of its cuda_graph_scope
+    r"The \.grad attribute of a Tensor that is not a leaf",  # optimizer.py:66 looks for main_grad
+    r"`torch\.distributed\.\w+` is deprecated",
+):
+    warnings.filterwarnings("ignore", message=_message)
 import megatron.core  # noqa: E402
 from megatron.core.extensions import transformer_engine  # noqa: E402
 from megatron.core.tensor_parallel import layers  # noqa: E402
