@@ -50,6 +50,9 @@ def ranks(parallel: ParallelConfig) -> Iterator[Coordinates]:
 
 def is_whole(hf: Any, parallel: ParallelConfig) -> bool:
     """Whether the ranks' layouts, made without the check, hold every element of every tensor."""
+    stages = parallel.pipeline * derived.virtual_pipeline_size(parallel)
+    if len(parallel.layers_per_stage or ()) > stages:
+        return False  # layers of stages that no rank has, even if there are none
     family: Any = family_of(hf)
     family.check = lambda at: None
     found: dict[str, set[Any]] = {}
