@@ -105,7 +105,7 @@ def test_sizes_that_do_not_divide_are_named(
     [
         (
             {**MAP_MOE, "model_type": "gpt2"},
-            r"'gpt2' is not supported; supported: .*qwen3, qwen3_moe",
+            r"'gpt2' is not supported; supported: .*qwen3, .*qwen3_moe",
         ),
         ({**MAP_MOE, "hidden_size": None}, "has no hidden_size"),
         ({**MAP_MOE, "mlp_only_layers": [0]}, "mlp_only_layers"),
