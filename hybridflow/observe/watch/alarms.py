@@ -181,17 +181,19 @@ def _reference_kl(run: RunFolder) -> Iterator[Alarm]:
 
 def _groups(run: RunFolder) -> Iterator[Alarm]:
     replace = "algorithm.dynamic_sampling=10 replaces such groups"
-    for key, name, what, advice in (
+    for key, title, name, seen, advice in (
         (
             "solved",
+            "groups all solved",
             "critic/solved_groups",
-            "solve all samples",
+            "solves all samples",
             ("harder rows in data.train_files", replace, "nothing, if this is the goal"),
         ),
         (
             "unsolved",
+            "groups all failed",
             "critic/unsolved_groups",
-            "solve none of the samples",
+            "solves none of the samples",
             (
                 "easier rows (data.difficulty_key), or partial credit in the reward",
                 "a warm start (sft), or more samples per prompt (rollout.n)",
@@ -202,11 +204,10 @@ def _groups(run: RunFolder) -> Iterator[Alarm]:
         steps, values = _values(run, name)
         if len(values) >= WINDOW and (last := fmean(values[-WINDOW:])) >= THRESHOLDS[key].value:
             yield Alarm(
-                f"groups all {'solved' if key == 'solved' else 'failed'}",
+                title,
                 name,
                 steps[-1],
-                f"For {last:.0%} of the prompts the policy {what.replace('solve', 'solves')}: they "
-                "give no gradient.",
+                f"For {last:.0%} of the prompts the policy {seen}: they give no gradient.",
                 advice,
                 "tutorials/flat-reward.md#3-is-there-a-difference-within-the-groups",
                 f"rollouts?group={key}",
