@@ -103,7 +103,7 @@ _MAKE_WRITABLE = "make it writable, or choose another path"
 _MAKE_ROOM = "free space, or choose another path"
 _REMEDIES = {
     errno.ENOSPC: _MAKE_ROOM,
-    errno.EDQUOT: _MAKE_ROOM,
+    errno.EDQUOT: "your quota there is used up; free space, or choose another path",
     errno.EFBIG: _MAKE_ROOM,
     errno.EROFS: _MAKE_WRITABLE,
     errno.EACCES: _MAKE_WRITABLE,
@@ -112,6 +112,12 @@ _REMEDIES = {
     errno.EISDIR: "it is a folder; choose another name",
     errno.EEXIST: "a file already exists there; remove it, or choose another path",
     errno.EIO: "the device is failing; choose another path",
+    errno.ESTALE: (
+        "another machine has replaced the file, or the file server has restarted; run the same "
+        "command again"
+    ),
+    errno.EMFILE: "this process may not open more files; raise the limit with ulimit -n",
+    errno.ENFILE: "this machine may not open more files; raise fs.file-max with sysctl",
 }
 
 

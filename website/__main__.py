@@ -12,7 +12,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
-from website import commands, figures, indexes, interface, keys, recipes
+from website import commands, figures, indexes, interface, keys, pictures, recipes
 from website.nav import DOCS, ROOT
 
 SITE = ROOT / "build" / "site"
@@ -109,6 +109,7 @@ def main() -> int:
         return 0
     if action == "build":
         write()
+        print(f"website: {pictures.retake()}")
         problems = build(SITE)
     else:
         problems = [f"{name} is out of date: run make docs" for name in outdated()]

@@ -208,6 +208,28 @@ def start(command: list[str]) -> subprocess.Popen[bytes] | Fork | None:
     return None
 
 
+def _become(command: list[str]) -> None:
+    """Run the server in this fork. Exits without the interpreter's shutdown, in which a server that
+    failed while it was starting may wait forever for its threads and queues."""
+    import traceback
+
+    from hybridflow.process.fork_server import run
+
+    status = 1
+    try:
+        run(command)
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(status)
+
+
 def process_end(pid: int) -> select.poll | None:
     """Return a poll object that becomes ready when the process exits; None if it has already
     exited.
@@ -253,10 +275,8 @@ def main(argv: list[str]) -> int:
         time.sleep(POLL_S / 10)
     server = start(command)
     if server is None:
-        from hybridflow.process.fork_server import run
-
-        run(command)
-        return 0
+        _become(command)
+        return 1  # never reached
     session = os.getpid()
     leftovers = set[str]()
     polls = 0

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ from hybridflow.process.surroundings import SAFE_PATH, without_proxy
 HOST = "127.0.0.1"
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
+_LEAST_SHARED_MEMORY = 1 << 20  # bytes; below this, processes of an engine are killed by SIGBUS
 # bytes reserved for the servers' socket names, a uuid (vllm/utils/network_utils.py)
 _SOCKET_ROOM = 45
 # SGLang checks for SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
@@ -266,8 +268,7 @@ class ServerProcess:
                 ):
                     self.check_alive()
                     if time.monotonic() > deadline:
-                        what = f"not ready after {limit:.0f} s"
-                        raise EngineError(what, engine=self.spec.name, log_tail=self.log_tail())
+                        raise self._ended(f"not ready after {limit:.0f} s")
                     time.sleep(POLL_S)
         except BaseException:
             self.stop()
@@ -307,10 +308,21 @@ class ServerProcess:
             raise EngineError("not started", engine=self.spec.name)
         status = self._guard.poll()
         if status is not None:
-            raise EngineError(
-                f"exited with status {status}", engine=self.spec.name, log_tail=self.log_tail()
-            )
+            raise self._ended(f"exited with status {status}")
         self._check()
+
+    def _ended(self, what: str) -> EngineError:
+        """Return the error of an engine that does not run. Processes that write to full shared
+        memory are killed by SIGBUS, so the log does not state the cause."""
+        free = shutil.disk_usage(guard.SHARED_MEMORY_PREFIX).free
+        if free >= _LEAST_SHARED_MEMORY:
+            return EngineError(what, engine=self.spec.name, log_tail=self.log_tail())
+        return EngineError(
+            f"{what}: {guard.SHARED_MEMORY_PREFIX} is full ({free >> 10} KiB free); remove files "
+            "that other programs left there, or enlarge it (in containers with --shm-size). Its "
+            f"log is {self.log_path}",
+            engine=self.spec.name,
+        )
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """Return the last lines of the log, with the key masked; an empty string if there is no

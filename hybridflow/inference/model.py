@@ -20,9 +20,10 @@ from hybridflow.errors import ResourceError
 from hybridflow.inference.source import Source
 from hybridflow.models import FAMILIES, family_of, use_family
 from hybridflow.models.model_folder import INDEX, SINGLE, check_weights, read_weight_map
+from hybridflow.models.served import check_served
 from hybridflow.models.weights import SafetensorsFolder
 from hybridflow.observe.progress import Progress
-from hybridflow.process.private_folder import make_private_folder
+from hybridflow.process.private_folder import temporary_private_folder
 from hybridflow.saving import tools
 from hybridflow.trainer import assets
 
@@ -68,15 +69,16 @@ def opened(source: Source, config: RunConfig, progress: Progress) -> Iterator[Mo
     block.
 
     Raises:
-        ModelError: weights are missing or incomplete.
+        ModelError: weights are missing or incomplete, or the engine would compute another model.
         CheckpointError: a file of the checkpoint does not match its manifest.
         DataError: there is no usable tokenizer.
         ResourceError: TMPDIR has too little space for the weights.
     """
     use_family(config.model.family)
+    if source.hf_config.get("model_type") in FAMILIES.names():
+        check_served(family_of(source.hf_config), config)
     tokenizer = assets.open_tokenizer(_with_tokenizer(config, source))
-    temporary = make_private_folder("hf-model-")
-    try:
+    with temporary_private_folder("hf-model-") as temporary:
         weights = source.folder
         if source.manifest is not None:
             _check_room(source, temporary)
@@ -90,8 +92,6 @@ def opened(source: Source, config: RunConfig, progress: Progress) -> Iterator[Mo
         target = temporary / "engine"
         _write_engine_folder(target, weights, config, tokenizer)
         yield Model(config, tokenizer, weights.resolve(), target.resolve(), temporary)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _with_tokenizer(config: RunConfig, source: Source) -> RunConfig:

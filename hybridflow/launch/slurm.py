@@ -15,6 +15,7 @@ from hybridflow.launch.job import Job
 from hybridflow.launch.site import Site
 
 _TIMEOUT_S = 60.0
+_NO_CLUSTER = "Could not establish a configuration source"  # printed by Slurm's library
 _LOOK_S = 0.5  # interval between two reads of a followed job's output
 _LOOKS = 10  # reads of the output per query of slurmctld, which all users share
 
@@ -174,6 +175,11 @@ def _ask(
             f"{words[0]} did not answer within {_TIMEOUT_S:.0f} s; is slurmctld up (scontrol ping)?"
         ) from error
     if asked.returncode:
+        if _NO_CLUSTER in asked.stderr:
+            raise ResourceError(
+                f"{words[0]} finds no slurm.conf on this machine; run this on a login node of a "
+                "Slurm cluster, or set SLURM_CONF"
+            )
         raise ResourceError(
             f"{words[0]}: {asked.stderr.strip() or f'exited with status {asked.returncode}'}"
         )

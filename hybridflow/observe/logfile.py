@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -68,10 +69,11 @@ class _LogFile(logging.FileHandler):
         """Report a write error. Called by `emit` while handling the exception."""
         if self.level <= logging.CRITICAL:
             self.setLevel(logging.CRITICAL + 1)
-            print(
-                f"hybridflow: could not write {self.baseFilename}: {sys.exc_info()[1]}",
-                file=sys.stderr,
-            )
+            with suppress(OSError):  # stderr may be on the same disk
+                print(
+                    f"hybridflow: could not write {self.baseFilename}: {sys.exc_info()[1]}",
+                    file=sys.stderr,
+                )
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):

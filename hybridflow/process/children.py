@@ -8,6 +8,7 @@ occupying ports and memory. Linux only (`prctl(PR_SET_PDEATHSIG)`).
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 STOPPED = "T"  # by SIGSTOP or a terminal; a process halted by a debugger has another state
 ENDED = "Z"  # not yet reaped by its parent
@@ -82,9 +84,45 @@ def use_threads_of_environment() -> None:
 def print_whole_lines() -> None:
     """Make `print` write each line immediately and atomically, for a process that shares its log
     file with others or may be killed. By default, the last lines of a killed process are lost; with
-    PYTHONUNBUFFERED, lines of two processes interleave."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    PYTHONUNBUFFERED, lines of two processes interleave.
+
+    A full disk then costs lines of the log, but never ends the process that prints.
+    """
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        with suppress(OSError):
+            getattr(sys, name).flush()
+        raw = io.BufferedWriter(_Log(descriptor))
+        # as Python's own stderr
+        stream = io.TextIOWrapper(
+            raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
+        setattr(sys, name, stream)
+
+
+class _Log(io.RawIOBase):
+    """A descriptor whose write errors drop the text. How much was dropped is written later."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lost = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, data: Any) -> int:
+        size = len(data)
+        try:
+            written = os.write(self._descriptor, data)
+            if self._lost:
+                os.write(self._descriptor, b"(%d bytes of this log are lost)\n" % self._lost)
+                self._lost = 0
+        except OSError:
+            self._lost += size
+            return size
+        return written
 
 
 def main(argv: Sequence[str]) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hybridflow.errors import ResourceError
@@ -12,6 +17,7 @@ from hybridflow.errors import ResourceError
 RAY = "r"
 ROOM_FOR_RAY = 67  # bytes of a socket's path below a private folder: /r, and up to 64 of Ray's own
 _LONGEST_SOCKET = 107  # bytes in the path of a unix socket
+_NEW_S = 60.0  # a younger folder may not have been locked yet
 _RANDOM = 8  # characters that mkdtemp appends
 
 
@@ -59,3 +65,39 @@ def make_private_folder(prefix: str, room: int = 0) -> Path:
         raise ResourceError(
             f"could not create a folder in {parent}: {error.strerror}; set TMPDIR to another folder"
         ) from error
+
+
+@contextmanager
+def temporary_private_folder(prefix: str) -> Iterator[Path]:
+    """Yield a private folder that is removed at the end of the block. Folders with this prefix that
+    killed processes of this user have left are removed first.
+
+    Raises:
+        ResourceError: as for `make_private_folder`.
+    """
+    folder = make_private_folder(prefix)
+    for other in folder.parent.glob(f"{prefix}*"):
+        if other != folder:
+            _remove_unless_locked(other)
+    # a process that is killed loses its lock
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield folder
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_unless_locked(folder: Path) -> None:
+    with suppress(OSError):  # another user's, not a folder, or already removed
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            status = os.fstat(descriptor)
+            is_new = time.time() - status.st_mtime < _NEW_S
+            if status.st_uid != os.getuid() or is_new:
+                return
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,7 +76,8 @@ class SpanFile:
                     self._file = None
             except OSError as error:
                 self._is_over = True
-                print(f"{self.path}: no further spans are recorded: {error}", file=sys.stderr)
+                with suppress(OSError):  # the log may be on the same disk
+                    print(f"{self.path}: no further spans are recorded: {error}", file=sys.stderr)
 
     def close(self) -> None:
         """Close the file. Later records are dropped."""

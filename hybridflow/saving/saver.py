@@ -27,6 +27,7 @@ from hybridflow.errors import CheckpointError
 from hybridflow.models import Family
 from hybridflow.process import spans
 from hybridflow.process.exchange import Exchange
+from hybridflow.saving.failures import cause_of, not_written
 from hybridflow.saving.manifest import (
     INDEX,
     MANIFEST,
@@ -307,10 +308,7 @@ class Job:
         """Remove the partial save and return the error to raise."""
         if self.rank == 0 and not (self.folder / MANIFEST).exists():
             shutil.rmtree(self.folder, ignore_errors=True)
-        return CheckpointError(
-            f"the checkpoint {self.folder} could not be written ({cause}); the previous checkpoint "
-            "is untouched. Free disk space and rerun the same command to resume."
-        )
+        return not_written(self.folder, cause)
 
 
 def manifest_of(
@@ -416,14 +414,3 @@ def _mismatches(holder: Holder, manifest: Manifest, backend: str) -> list[str]:
         if needed and part not in manifest.contains
     ]
     return found
-
-
-def cause_of(error: BaseException) -> str:
-    """Describe an error in one line."""
-    if isinstance(error, OSError):
-        return (
-            f"{error.strerror}: {error.filename}"
-            if error.filename
-            else str(error.strerror or error)
-        )
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

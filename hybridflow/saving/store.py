@@ -25,6 +25,7 @@ from hybridflow.batch import DataProto, read_parquet, write_parquet
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import CheckpointError
 from hybridflow.observe.jsonl import finite
+from hybridflow.saving.failures import cause_of, not_written
 from hybridflow.saving.fingerprint import Fingerprint
 from hybridflow.saving.manifest import (
     MANIFEST,
@@ -339,10 +340,7 @@ class CheckpointStore:
                 self._pending = None
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError):
-                raise CheckpointError(
-                    f"the checkpoint {final} could not be written: {error}; the previous "
-                    "checkpoint is untouched. Free disk space and rerun the same command to resume."
-                ) from error
+                raise not_written(final, cause_of(error)) from error
             raise
 
 

@@ -114,11 +114,12 @@ class Watch:
             f"hybridflow: {self._lost}; the driver was waiting for it in a call that cannot be "
             "interrupted, and was ended"
         )
-        print(
-            f"{text}; the same command resumes from the last checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
+        with suppress(OSError):  # a full disk or a closed pipe must not keep it alive
+            print(
+                f"{text}; the same command resumes from the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
         os._exit(1)
 
     def _wait(self, kept: Sequence[int]) -> None:

@@ -126,8 +126,9 @@ class RLTrainer:
     async def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after them."""
         trainer = self.config.trainer
-        name = self.config.algorithm.flow or ("PPO" if self.critics else "GRPO")
-        title = name.rpartition(":")[2]
+        algorithm = self.config.algorithm
+        own = (algorithm.flow or algorithm.adv_estimator).rpartition(":")[2]
+        title = own if algorithm.flow else "PPO" if self.critics else own.upper().replace("_", "-")
         with self.session.progress(self.last, title, self.step) as progress:
             if self.step == 0 and self.config.sft.steps:
                 # ranks lost from here on are restored from the warm start

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from hybridflow.process.stopping import terminate_as_interrupt
 from tests.e2e.runs import Run
-from tests.faults import limits, oracle, table
+from tests.faults import commands, limits, oracle, slurm_jobs, table
 from tests.faults.campaign import Campaign, Trial, durations, moments_path
 from tests.faults.faults import COVERING, Fault, draw, two_kills
+from tests.faults.free_hand import CAMPAIGNS
 from tests.faults.shapes import FLOWS, SHAPES, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,20 @@ def main() -> int:
         help="kill a rank and the driver, once each, in a run of the shape (or of each built-in "
         "flow), at moments of the seed",
     )
+    parser.add_argument(
+        "--free-hand",
+        action="store_true",
+        help="play the campaigns of free_hand.py, which no seed draws; their trials have the seeds "
+        "0, 1, ...",
+    )
+    parser.add_argument(
+        "--slurm",
+        type=int,
+        default=0,
+        metavar="N",
+        help="kill the processes of so many jobs of a Slurm of our own; they have the seeds from "
+        "--seed on",
+    )
     parser.add_argument("--table", action="store_true", help="write docs/faults.md")
     args = parser.parse_args()
     outcomes = args.outcomes or args.folder / "trials.jsonl"
@@ -63,6 +78,11 @@ def main() -> int:
             table.page([Trial(**json.loads(line)) for line in lines])
         )
         return 0
+    if args.slurm:
+        with tempfile.TemporaryDirectory(prefix="hybridflow-faults-", dir="/tmp") as name:
+            trials = slurm_jobs.play(range(args.seed, args.seed + args.slurm), Path(name))
+        _add(outcomes, trials)
+        return shown(trials)
     if _INSIDE not in os.environ:
         return _in_own_namespace()
     disks = os.environ[_INSIDE] == "1"
@@ -74,14 +94,32 @@ def main() -> int:
             shown(play(shape, args.seed, args.folder, two_kills(shape, args.seed)))
             for shape in shapes
         )
-    status = 0
+    todo: list[tuple[str, int, Sequence[Fault]]] = []
+    if args.free_hand:
+        if not disks:
+            parser.error("--free-hand needs file systems of its own: run it as root")
+        todo = [(shape, seed, faults) for seed, (shape, faults) in enumerate(CAMPAIGNS)]
     for number in range(args.seed, args.seed + args.campaigns):
         shape = args.shape or list(SHAPES)[number % len(SHAPES)]
-        trials = play(shape, number, args.folder, draw(shape, number, disks, limits.can_starve()))
-        with outcomes.open("a") as file:
-            file.writelines(json.dumps(trial.__dict__) + "\n" for trial in trials)
+        todo.append((shape, number, draw(shape, number, disks, limits.can_starve())))
+    status = 0
+    for shape, seed, faults in todo:
+        trials = play(shape, seed, args.folder, faults)
+        _add(outcomes, trials)
+        status |= shown(trials)
+    if args.free_hand:
+        finished = undisturbed("one process", args.folder) / "out" / "e2e"
+        with tempfile.TemporaryDirectory(prefix="hybridflow-faults-", dir="/tmp") as name:
+            trials = commands.play(finished, Path(name), seed=len(CAMPAIGNS))
+        _add(outcomes, trials)
         status |= shown(trials)
     return status
+
+
+def _add(outcomes: Path, trials: Sequence[Trial]) -> None:
+    """Add a line for each trial."""
+    with outcomes.open("a") as file:
+        file.writelines(json.dumps(trial.__dict__) + "\n" for trial in trials)
 
 
 def shown(trials: Sequence[Trial]) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,23 +22,31 @@ import psutil
 from tests.e2e.runs import Run
 from tests.faults import limits, victims
 from tests.faults.faults import (
+    CHECKPOINTS_REMOVED,
     DAMAGED,
     FULL,
     KILL,
+    KILL_TWO,
+    NO_INODES,
     NO_MEMORY,
+    NO_RIGHTS,
+    NO_SHARED_MEMORY,
     OF_PROCESSES,
+    PAUSE,
     READ_ONLY,
+    SAVE_REMOVED,
     SLOW,
     STOP,
     Fault,
 )
 
 PATIENCE_S = 420.0  # without any sign of life a trial has failed
-PAUSED_S = 4.0  # how long a driver that was stopped by us stands still
+PAUSED_S = 4.0  # how long a driver, or what is to go on by itself, stands still
 FROZEN_S = 8.0  # how long a disk takes no write
 REMEDIES = ("same command", "run again", "start over", "start a new run", "Point it to")
 OF_DISKS = ("free space", "make it writable")  # a remedy of a message that says where
 SHARED_MEMORY = Path("/dev/shm")
+FILLER_OF_SHARED_MEMORY = SHARED_MEMORY / "hybridflow-faults-filler"
 
 
 @dataclass
@@ -85,6 +96,7 @@ class Campaign:
         self._due: tuple[float, Fault] | None = None
         self._restored: tuple[float, Callable[[], object]] | None = None
         self._filler = folder.parent / "filler"
+        self._empty_files = folder.parent / "empty"
 
     def play(self, todo: Sequence[Fault]) -> list[Trial]:
         """Give the command until the run has finished; returns a trial for each disturbance that
@@ -107,7 +119,7 @@ class Campaign:
 
     def _play_once(self, left: list[Fault]) -> int:
         before = set(os.listdir(SHARED_MEMORY))
-        moments = _Moments(moments_path(self.folder))
+        moments = Moments(moments_path(self.folder))
         self._is_driver_starved = False
         with Run(self.output, *self.words) as run:
             killed = self._watch(run, moments, left)
@@ -116,6 +128,7 @@ class Campaign:
             nothing_left = run.left_behind(within_s=25 if killed else 8)
             out = run.out
             err = run.err
+        FILLER_OF_SHARED_MEMORY.unlink(missing_ok=True)
         leaked = sorted(set(os.listdir(SHARED_MEMORY)) - before)
         problems = [f"left behind: {nothing_left}"] if nothing_left else []
         problems += [f"shared memory left: {leaked}"] if leaked else []
@@ -135,7 +148,7 @@ class Campaign:
                 trial.ended = True
         return code
 
-    def _watch(self, run: Run, moments: _Moments, left: list[Fault]) -> bool:
+    def _watch(self, run: Run, moments: Moments, left: list[Fault]) -> bool:
         """Disturb the run until it ends; returns whether it was we who ended it."""
         killed = False
         heard = time.monotonic()
@@ -175,7 +188,7 @@ class Campaign:
             return
         fault = left[0]
         late = bool(step and fault.step and step > fault.step)  # its own moment is past
-        if late or _is_moment(fault, word, name, step):
+        if late or is_moment(fault, word, name, step):
             left.pop(0)
             length = 0.0 if late else self.durations.get(name, 1.0)
             self._due = (now + fault.part * length, fault)
@@ -184,44 +197,32 @@ class Campaign:
 
     def _disturb(self, run: Run, fault: Fault) -> bool:
         """Do it; returns whether the driver itself was killed by it."""
-        victim = ""
-        pid = None
-        logs = self.folder / "logs"
-        if fault.kind in OF_PROCESSES:
-            run._look()
-            found = ((name, victims.find(run, name, logs)) for name in fault.victims)
-            victim, pid = next(((name, pid) for name, pid in found if pid is not None), ("", None))
-            if pid is None:
-                return False
+        found = self._victims(run, fault) if fault.kind in OF_PROCESSES else []
+        if fault.kind in OF_PROCESSES and not found:
+            return False
         if fault.kind == READ_ONLY and not _mount(self.folder.parent, "remount,ro"):
             return False  # a file is open for writing, and the kernel refuses: nothing has happened
-        fault = replace(fault, victims=(victim,) if victim else ())  # the one that ran
+        if fault.kind == SAVE_REMOVED and not self._remove_save():
+            return False
+        names = tuple(name for name, _ in found)
+        fault = replace(fault, victims=names)  # those that ran
         trial = Trial(
             self.shape,
             self.seed,
             fault.title,
             fault.kind,
-            victim or fault.kind,
+            " and ".join(names) or fault.kind,
             fault.moment,
             fault.step,
         )
         trial.seconds = time.monotonic()
         self.trials.append(trial)
         self._open.append(trial)
+        for name, pid in found:
+            self._disturb_process(fault.kind, name, pid)
         if fault.kind == DAMAGED:
             self._damage_next = fault.draw
             os.kill(run.process.pid, signal.SIGKILL)
-            return True
-        if fault.kind == NO_MEMORY and pid is not None:
-            limits.starve(pid)
-            self._is_driver_starved |= victim == "driver"
-        elif pid is not None:
-            os.kill(pid, signal.SIGKILL if fault.kind == KILL else signal.SIGSTOP)
-            if fault.kind == STOP and victim == "driver":
-                self._restored = (
-                    time.monotonic() + PAUSED_S,
-                    functools.partial(os.kill, pid, signal.SIGCONT),
-                )
         elif fault.kind == SLOW:
             limits.freeze(self.folder.parent)
             self._restored = (
@@ -230,7 +231,48 @@ class Campaign:
             )
         elif fault.kind == FULL:
             _fill(self._filler)
-        return fault.kind == KILL and victim == "driver"
+        elif fault.kind == NO_SHARED_MEMORY:
+            _fill(FILLER_OF_SHARED_MEMORY)
+        elif fault.kind == NO_INODES:
+            _fill_with_files(self._empty_files)
+        elif fault.kind == NO_RIGHTS:
+            limits.set_immutable(self.folder, True)
+        elif fault.kind == CHECKPOINTS_REMOVED:
+            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+        return fault.kind == DAMAGED or (fault.kind in (KILL, KILL_TWO) and "driver" in names)
+
+    def _victims(self, run: Run, fault: Fault) -> list[tuple[str, int]]:
+        """Name and process id of each process that the fault meets: those named first that run."""
+        run._look()
+        wanted = 2 if fault.kind == KILL_TWO else 1
+        found = list[tuple[str, int]]()
+        for name in fault.victims:
+            pid = victims.find(run, name, self.folder / "logs")
+            if pid is not None and len(found) < wanted:
+                found.append((name, pid))
+        return found if len(found) == wanted else []
+
+    def _disturb_process(self, kind: str, name: str, pid: int) -> None:
+        if kind == NO_MEMORY:
+            limits.starve(pid)
+            self._is_driver_starved |= name == "driver"
+            return
+        os.kill(pid, signal.SIGKILL if kind in (KILL, KILL_TWO) else signal.SIGSTOP)
+        if kind == PAUSE or (kind == STOP and name == "driver"):
+            self._restored = (
+                time.monotonic() + PAUSED_S,
+                functools.partial(_continue, pid),
+            )
+
+    def _remove_save(self) -> bool:
+        """Remove a checkpoint that is being written; returns whether there was one within 5 s."""
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline:
+            for path in (self.folder / "checkpoints").glob("*.partial"):
+                shutil.rmtree(path, ignore_errors=True)
+                return True
+            time.sleep(0.001)
+        return False
 
     _damage_next: float | None = None
     _is_driver_starved = False  # since its start; the kernel kills it when it next asks for memory
@@ -241,6 +283,8 @@ class Campaign:
         if os.path.ismount(self.folder.parent):
             _mount(self.folder.parent, "remount,rw")
             self._filler.unlink(missing_ok=True)
+            shutil.rmtree(self._empty_files, ignore_errors=True)
+            limits.set_immutable(self.folder, False)
         if self._damage_next is not None:
             self._offer_damage(self._damage_next)
             self._damage_next = None
@@ -297,7 +341,7 @@ class Campaign:
                 continue  # it has ended
 
 
-class _Moments:
+class Moments:
     """The new lines of the announcer's file."""
 
     def __init__(self, path: Path) -> None:
@@ -353,7 +397,7 @@ def moment_of(name: str) -> str:
     return next((moment for piece, moment in known.items() if piece in name), name)
 
 
-def _is_moment(fault: Fault, word: str, name: str, step: int) -> bool:
+def is_moment(fault: Fault, word: str, name: str, step: int) -> bool:
     if fault.moment == "shutdown":
         return (word, name) == ("end", "export")
     return word == "begin" and name == fault.moment and step == fault.step
@@ -382,6 +426,21 @@ def _fill(filler: Path) -> None:
                     file.write(b"x" * size)
             except OSError:
                 continue
+
+
+def _fill_with_files(folder: Path) -> None:
+    """Take all inodes that are left."""
+    folder.mkdir()
+    for number in itertools.count():
+        try:
+            (folder / str(number)).touch()
+        except OSError:
+            return
+
+
+def _continue(pid: int) -> None:
+    with suppress(ProcessLookupError):  # it was ended meanwhile
+        os.kill(pid, signal.SIGCONT)
 
 
 def _mount(folder: Path, options: str) -> bool:

@@ -15,7 +15,15 @@ READ_ONLY = "read-only"
 DAMAGED = "damaged checkpoint"
 NO_MEMORY = "out of memory"
 SLOW = "disk stands still"
-OF_PROCESSES = (KILL, STOP, NO_MEMORY)
+# by hand (`free_hand.py`), not drawn
+KILL_TWO = "SIGKILL of two"
+PAUSE = "SIGSTOP, then SIGCONT"
+NO_SHARED_MEMORY = "shared memory full"
+NO_INODES = "no inodes left"
+NO_RIGHTS = "folder not writable"
+SAVE_REMOVED = "unfinished checkpoint removed"
+CHECKPOINTS_REMOVED = "all checkpoints removed"
+OF_PROCESSES = (KILL, STOP, NO_MEMORY, KILL_TWO, PAUSE)
 STARTING = (
     "start_Ray",
     "start_engine_workers",
@@ -63,27 +71,27 @@ class Fault:
     """One disturbance.
 
     Attributes:
-        kind: SIGKILL, SIGSTOP, out of memory, disk full, read-only, disk stands still, damaged
-            checkpoint.
+        kind: one of the constants above.
         moment: a stage of the start, a phase of a step, or part of the end.
         step: of the phase; 0 outside of steps.
         part: 0 to 1, how far into the moment.
-        victims: processes by name; the first that runs then is it.
+        victims: processes by name; the first that runs then is it, or the first two.
         draw: what is left to chance later: the byte that is damaged.
     """
 
     kind: str
     moment: str
     step: int
-    part: float
-    victims: tuple[str, ...]
-    draw: float
+    part: float = 0.5
+    victims: tuple[str, ...] = ()
+    draw: float = 0.0
 
     @property
     def title(self) -> str:
         """One line about it."""
         at = f"{self.moment} {self.step}" if self.step else self.moment
-        whom = f" {self.victims[0]}" if self.victims else ""
+        named = self.victims[:2] if self.kind == KILL_TWO else self.victims[:1]
+        whom = f" {' and '.join(named)}" if named else ""
         return f"{self.kind}{whom} at {self.part:.2f} of {at}"
 
 
@@ -107,7 +115,7 @@ def two_kills(shape: str, seed: int) -> list[Fault]:
     victims = chance.sample([rank, "driver"], 2)
     steps = (chance.randrange(2, STEPS // 2 + 1), chance.randrange(STEPS // 2 + 1, STEPS))
     return [
-        Fault(KILL, _possible(chance.choice(PHASES), step), step, chance.random(), (victim,), 0.0)
+        Fault(KILL, possible(chance.choice(PHASES), step), step, chance.random(), (victim,), 0.0)
         for victim, step in zip(victims, steps, strict=True)
     ]
 
@@ -126,7 +134,7 @@ def draw(shape: str, seed: int, disks: bool, memory: bool) -> list[Fault]:
         *((chance.choice(PHASES), step) for step in range(1, STEPS)),
     ]
     places.append((chance.choice(ENDING), 0))
-    places = [(_possible(name, step), step) for name, step in places]
+    places = [(possible(name, step), step) for name, step in places]
     faults = []
     for moment, step in places:
         kinds = (KILL, KILL, KILL, STOP, STOP, DAMAGED) + ((FULL, READ_ONLY, SLOW) if disks else ())
@@ -141,6 +149,6 @@ def draw(shape: str, seed: int, disks: bool, memory: bool) -> list[Fault]:
     return faults
 
 
-def _possible(moment: str, step: int) -> str:
+def possible(moment: str, step: int) -> str:
     """A validation comes after every fourth step alone."""
     return "update_weights" if moment == "testing" and step % 4 else moment

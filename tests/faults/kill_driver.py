@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -55,6 +56,7 @@ TRAINING_S = 0.05
 SAVING_S = 0.02
 AWAY_S = 0.2
 TRAINED = "trained.jsonl"
+PEAK_MB = "peak_mb"
 
 
 class _Engine:
@@ -242,7 +244,7 @@ def configuration(folder: Path, staleness: int) -> RunConfig:
                 "start_timeout_s": 300.0,  # of a loaded machine
             }
         },
-        tool_timeout_s=60.0,
+        tool_timeout_s=float((folder / "tool_timeout_s").read_text()),
     )
     return RunConfig(
         output_dir=str(folder),
@@ -282,6 +284,7 @@ async def main() -> None:
         _say("save", step)
         await store.save("rl", step, groups.state(), _Policy(), rollouts=await groups.begun())
     assert await groups.begun() is None and not groups.state()["handed_out"]
+    (folder / PEAK_MB).write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
     _say("end", step)
 
 

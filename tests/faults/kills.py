@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
-from tests.faults.kill_driver import SIZE, STEPS, TRAINED, N
+from tests.faults.kill_driver import PEAK_MB, SIZE, STEPS, TRAINED, N
 from tests.faults.stub_engine import next_token
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +96,29 @@ for line in sys.stdin:
 
 
 @dataclass(frozen=True)
+class Programs:
+    """The programs that conversations of a campaign ask.
+
+    Attributes:
+        title: what is wrong with them.
+        allowed: pattern of an observation that may be there for the right one.
+        losses: pattern of the reasons for which a conversation may be masked.
+        most_mb: memory that the driver may have held at its peak.
+    """
+
+    title: str = ""
+    server: str = SERVER
+    environment: str = ENVIRONMENT
+    tool_timeout_s: float = 60.0
+    allowed: str = "(?!)"
+    losses: str = LOSSES
+    most_mb: float = 1024.0
+
+
+RIGHT = Programs()
+
+
+@dataclass(frozen=True)
 class Kill:
     """A process to kill: `part` of the way into a moment of a step."""
 
@@ -153,10 +176,18 @@ def _possible(kill: Kill) -> Kill:
     return Kill(kill.victim, kill.moment, kill.step + (kill.moment == "save"), kill.part)
 
 
-def play(seed: int, staleness: int, todo: Sequence[Kill], folder: Path) -> list[Outcome]:
+def play(
+    seed: int, staleness: int, todo: Sequence[Kill], folder: Path, programs: Programs = RIGHT
+) -> list[Outcome]:
     """Give the command until the run has finished; an outcome for each process that was killed."""
     write_character_tokenizer(folder / "tokenizer", CHARACTERS)
-    for name, text in (("loop.py", LOOP), ("environment.py", ENVIRONMENT), ("server.py", SERVER)):
+    files = {
+        "loop.py": LOOP,
+        "environment.py": programs.environment,
+        "server.py": programs.server,
+        "tool_timeout_s": str(programs.tool_timeout_s),
+    }
+    for name, text in files.items():
         (folder / name).write_text(text)
     outcomes = list[Outcome]()
     left = list(todo)
@@ -172,15 +203,19 @@ def play(seed: int, staleness: int, todo: Sequence[Kill], folder: Path) -> list[
             break
     for one in outcomes:
         one.seconds = max(one.seconds, -1.0)
-    last = outcomes[-1] if outcomes else Outcome(seed, staleness, "", "", 0)
+    last = outcomes[-1] if outcomes else Outcome(seed, staleness, programs.title, "", 0)
     if code != 0:
         last.faults.append(f"the run does not finish: code {code}, {said[-600:]}")
     if remaining := _left_behind(folder):
         last.faults.append(f"left behind: {remaining}")
     if code == 0:
-        faults, lost = differences(folder, staleness, may_lose=any(_loses(one) for one in outcomes))
+        may_lose = programs is not RIGHT or any(_loses(one) for one in outcomes)
+        faults, lost = differences(folder, staleness, may_lose, programs)
         last.faults += faults
         last.lost = lost
+        peak_mb = float((folder / PEAK_MB).read_text())
+        if peak_mb > programs.most_mb:
+            last.faults.append(f"the driver held {peak_mb:.0f} MB")
     # of a run that ended before anything was killed, what is wrong with it
     return outcomes or [last]
 
@@ -293,7 +328,9 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
-def differences(folder: Path, staleness: int, may_lose: bool) -> tuple[list[str], int]:
+def differences(
+    folder: Path, staleness: int, may_lose: bool, programs: Programs = RIGHT
+) -> tuple[list[str], int]:
     """What is wrong with what was trained, and the number of conversations that were lost: prompts,
     groups, tokens, versions, observations."""
     steps = {}
@@ -314,9 +351,8 @@ def differences(folder: Path, staleness: int, may_lose: bool) -> tuple[list[str]
             faults.append(f"step {step}: the groups are {of_step}")
         prompts.update(of_step[::N])
         for row in range(len(of_step)):
-            found = _row_faults(
-                {name: one[name][row] for name in one if name != "step"}, step, staleness
-            )
+            of_row = {name: one[name][row] for name in one if name != "step"}
+            found = _row_faults(of_row, step, staleness, programs)
             faults += [f"step {step}, row {row}: {fault}" for fault in found]
             lost += one["agent_failure"][row] is not None
     if prompts != Counter(range(SIZE * STEPS)):
@@ -326,7 +362,9 @@ def differences(folder: Path, staleness: int, may_lose: bool) -> tuple[list[str]
     return faults, lost
 
 
-def _row_faults(row: dict[str, object], step: int, staleness: int) -> Iterator[str]:
+def _row_faults(
+    row: dict[str, object], step: int, staleness: int, programs: Programs
+) -> Iterator[str]:
     prompt, ids, mask, log_probs, versions = (
         list(row[name])  # type: ignore[call-overload]
         for name in (
@@ -338,7 +376,7 @@ def _row_faults(row: dict[str, object], step: int, staleness: int) -> Iterator[s
         )
     )
     if (failure := row["agent_failure"]) is not None:
-        if any(mask) or not re.search(LOSSES, str(failure)):
+        if any(mask) or not re.search(programs.losses, str(failure)):
             yield f"failed with {failure!r}, {sum(mask)} tokens to train"
         return
     sampled = [place for place, is_sampled in enumerate(mask) if is_sampled]
@@ -352,10 +390,10 @@ def _row_faults(row: dict[str, object], step: int, staleness: int) -> Iterator[s
         or not step - staleness <= min(made, default=step) <= max(made, default=step) <= step
     ):
         yield f"versions {sorted(set(made))}"
-    yield from _observation_faults(row, prompt[1] - 3)
+    yield from _observation_faults(row, prompt[1] - 3, programs.allowed)
 
 
-def _observation_faults(row: dict[str, object], seen: int) -> Iterator[str]:
+def _observation_faults(row: dict[str, object], seen: int, allowed: str) -> Iterator[str]:
     messages: list[dict[str, str]] = row["messages"]  # type: ignore[assignment]
     shown = [one["content"] for one in messages if one["role"] == "tool"]
     rewards = list[float]()
@@ -365,15 +403,19 @@ def _observation_faults(row: dict[str, object], seen: int) -> Iterator[str]:
         seen += len(text)
         rewards.append(float(seen % 5))
         wanted = [str(seen), str(sum(map(ord, text))), f"{len(text) * 3}\n"]
-        if (told := shown[3 * place : 3 * place + 3]) and told != wanted:
-            yield f"observed {told}, expected {wanted}"
+        told = shown[3 * place : 3 * place + 3]
+        if told and any(
+            one != right and not re.match(allowed, one)
+            for one, right in zip(told, wanted, strict=True)
+        ):
+            yield f"observed {[one[:200] for one in told]}, expected {wanted}"
     if row["turn_rewards"] != rewards:
         yield f"rewards {row['turn_rewards']}, expected {rewards}"
 
 
 def main() -> int:
     """Exit status 1 when a campaign had a fault."""
-    from tests.faults import kills_table
+    from tests.faults import kills_table, liars
 
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.kills", description=__doc__, allow_abbrev=False
@@ -382,6 +424,11 @@ def main() -> int:
         "--seed", type=int, default=1, help="of the first product; each next one has the next seed"
     )
     parser.add_argument("--products", type=int, default=1, help="how many to play")
+    parser.add_argument(
+        "--liars",
+        action="store_true",
+        help="kill nothing: let an MCP server lie and an environment return 100 MB",
+    )
     parser.add_argument("--campaign", type=int, help="play this one of each product alone")
     parser.add_argument(
         "--outcomes", type=Path, default=ROOT / "runs" / "kills.jsonl", help="file of all outcomes"
@@ -396,21 +443,29 @@ def main() -> int:
         return 0
     status = 0
     args.outcomes.parent.mkdir(parents=True, exist_ok=True)
+    todo: list[tuple[str, int, int, list[Kill], Programs]] = []
     for seed in range(args.seed, args.seed + args.products):
-        for number, (staleness, todo) in enumerate(product(seed)):
-            if args.campaign not in (None, number):
-                continue
-            with tempfile.TemporaryDirectory(prefix="hybridflow-kills-", dir="/tmp") as name:
-                outcomes = play(seed, staleness, todo, Path(name))
-            with args.outcomes.open("a") as file:
-                file.writelines(json.dumps(outcome.__dict__) + "\n" for outcome in outcomes)
-            for one in outcomes:
-                where = (
-                    f"seed {seed}.{number}, staleness {staleness}: {one.victim} in {one.moment} "
-                    f"{one.step}"
-                )
-                print(f"{where} {one.seconds:.1f} s: {'; '.join(one.faults) or 'ok'}", flush=True)
-                status |= bool(one.faults)
+        if args.liars:
+            todo += [
+                (f"seed {seed}", seed, staleness, [], programs)
+                for programs in (liars.LYING_SERVER, liars.LARGE_ENVIRONMENT)
+                for staleness in STALENESS
+            ]
+            continue
+        todo += [
+            (f"seed {seed}.{number}", seed, staleness, kills, RIGHT)
+            for number, (staleness, kills) in enumerate(product(seed))
+            if args.campaign in (None, number)
+        ]
+    for title, seed, staleness, kills, programs in todo:
+        with tempfile.TemporaryDirectory(prefix="hybridflow-kills-", dir="/tmp") as name:
+            outcomes = play(seed, staleness, kills, Path(name), programs)
+        with args.outcomes.open("a") as file:
+            file.writelines(json.dumps(outcome.__dict__) + "\n" for outcome in outcomes)
+        for one in outcomes:
+            where = f"{title}, staleness {staleness}: {one.victim} in {one.moment} {one.step}"
+            print(f"{where} {one.seconds:.1f} s: {'; '.join(one.faults) or 'ok'}", flush=True)
+            status |= bool(one.faults)
     return status
 
 

@@ -96,3 +96,11 @@ def freeze(folder: Path) -> None:
 def thaw(folder: Path) -> None:
     """Let writes go on, where they wait."""
     subprocess.run(["fsfreeze", "--unfreeze", str(folder)], capture_output=True, check=False)
+
+
+def set_immutable(folder: Path, on: bool) -> None:
+    """Let nobody, root included, add or remove entries of a folder and those in it; or let them
+    again."""
+    folders = [str(path) for path in (folder, *folder.rglob("*")) if path.is_dir()]
+    if folders:
+        subprocess.run(["chattr", "+i" if on else "-i", *folders], check=False)

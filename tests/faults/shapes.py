@@ -89,6 +89,16 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "actor.parallel.expert=1",
     ),
 }
+SLURM = "Slurm, two nodes"
+_OF_JOBS = {
+    SLURM: (
+        "actor=tiny",
+        "cluster.nodes=2",
+        "cluster.procs_per_node=1",
+        "actor.parallel.pipeline=2",
+        "rollout=tiny",
+    )
+}
 # the built-in flows that train, and a shape that follows each
 FLOWS = {
     "grpo": "one process",
@@ -113,7 +123,7 @@ def words_of(shape: str, work: Path, out: Path) -> list[str]:
     announcer, estimator = (
         Path(__file__).with_name(f"{name}.py") for name in ("announcer", "estimator")
     )
-    own = list(SHAPES[shape])
+    own = list({**SHAPES, **_OF_JOBS}[shape])
     if not any(word.startswith("algorithm=") for word in own):
         own.append(f"algorithm.adv_estimator='{estimator}:score'")
     if shape in ("own flow", "learned reward"):

@@ -14,12 +14,16 @@ HEAD = """\
 # Disturbed runs
 
 This page is written by `python -m tests.faults --table` from the outcomes of `python -m tests.faults`. A campaign is
-one small run with greedy sampling on a shared two-core machine, which is disturbed in its start-up, in every step and
-at its end, at moments drawn by a seed; whatever becomes of it, the same command is given until it has finished. A
-trial is one disturbance. A campaign passes when metrics, samples and final weights are bit-identical to those of an
-undisturbed run, each step is recorded once, no process, shared memory or temporary folder is left, no output has a
-traceback, and every message names a remedy. A fault stays in the list below when it has been fixed since. Seconds run
-to the end of the next whole step, on a machine that several jobs shared.
+one small run with greedy sampling on a two-core machine, which is disturbed in its start-up, in every step and at its
+end, at moments drawn by a seed; whatever becomes of it, the same command is given until it has finished. A trial is one
+disturbance. A campaign passes when metrics, samples and final weights are bit-identical to those of an undisturbed run,
+each step is recorded once, no process, shared memory or temporary folder is left, no output has a traceback, and every
+message names a remedy. A fault stays in the list below when it has been fixed since. Seconds run to the end of the next
+whole step.
+
+Seeds below 10 are not drawn (`tests/faults/free_hand.py`): two processes at once, processes that go on after 4 s, shared
+memory and inodes used up, folders removed or made read-only, the driver killed again and again, and commands on a
+finished run (`tests/faults/commands.py`). "Slurm, two nodes" is a job that Slurm starts again (`--slurm`).
 
 "Out of memory": the process gets eight more MiB, and the kernel kills it when it asks for more. "Disk stands still":
 the file system of the run folder takes no write for eight seconds. A network that loses 1% of all frames, repeats 1%

@@ -12,8 +12,10 @@ import pytest
 
 from hybridflow.config.registry import package_folder
 from hybridflow.observe.jsonl import read_jsonl
+from tests.faults import slurm_jobs
 from tests.faults.campaign import problems_of_message
-from tests.faults.faults import two_kills
+from tests.faults.faults import COMMON, ENDING, MORE, PHASES, STARTING, two_kills
+from tests.faults.free_hand import CAMPAIGNS
 from tests.faults.shapes import FLOWS, OWN_FLOW, SHAPES, STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +73,19 @@ def test_every_built_in_flow_that_trains_loses_its_processes() -> None:
         kills = two_kills(shape, 1)
         assert kills == two_kills(shape, 1) and kills[0].step < kills[1].step
         assert [kill.victims for kill in kills].count(("driver",)) == 1
+
+
+def test_campaigns_by_hand_name_processes_and_moments_that_exist() -> None:
+    moments = {*STARTING, *PHASES, *ENDING}
+    for shape, faults in CAMPAIGNS:
+        known = {*COMMON, *MORE.get(shape, ())}
+        steps = [fault.step for fault in faults if fault.step]
+        assert shape in SHAPES and steps == sorted(steps) and max(steps) < STEPS
+        for fault in faults:
+            assert fault.moment in moments and {*fault.victims} <= known
+    drawn = slurm_jobs.draw(1)
+    assert drawn == slurm_jobs.draw(1) != slurm_jobs.draw(2)
+    assert [fault.step for fault in drawn] == list(range(STEPS))
 
 
 @pytest.mark.parametrize(

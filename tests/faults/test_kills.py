@@ -12,7 +12,17 @@ import pytest
 from hybridflow.errors import ResourceError
 from hybridflow.rewards.sandbox import Sandbox
 from tests.faults.kill_driver import SIZE, STEPS, TRAINED, N
-from tests.faults.kills import MOMENTS, STALENESS, VICTIMS, covering, differences, play, product
+from tests.faults.kills import (
+    MOMENTS,
+    STALENESS,
+    VICTIMS,
+    Programs,
+    covering,
+    differences,
+    play,
+    product,
+)
+from tests.faults.liars import LARGE_ENVIRONMENT, LYING_SERVER
 from tests.faults.stub_engine import EOS, next_token
 
 
@@ -35,6 +45,19 @@ def test_a_run_that_loses_each_process_once_trains_every_prompt_once(tmp_path: P
     assert [fault for one in outcomes for fault in one.faults] == []
     assert {one.victim for one in outcomes} == set(VICTIMS)
     assert any(one.ended for one in outcomes if one.victim == "driver")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("programs", [LYING_SERVER, LARGE_ENVIRONMENT], ids=lambda one: one.title)
+def test_programs_that_lie_cost_no_prompt_and_little_memory(
+    programs: Programs, tmp_path: Path
+) -> None:
+    try:
+        Sandbox().close()
+    except ResourceError as error:
+        pytest.skip(str(error))
+    outcomes = play(1, 1, [], tmp_path, programs)
+    assert [fault for one in outcomes for fault in one.faults] == []
 
 
 def written(folder: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,9 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +23,7 @@ import pytest
 
 from hybridflow.config.engine_arguments import refusals
 from hybridflow.engines import guard
-from hybridflow.engines.server import command_line, reserve_port
+from hybridflow.engines.server import ServerProcess, command_line, reserve_port
 from hybridflow.engines.sglang.engine import SglangEngine
 from hybridflow.engines.sglang.server import (
     MODEL_FILES,
@@ -337,6 +339,43 @@ def test_the_guard_ends_an_engine_of_which_a_process_was_stopped(tmp_path: Path)
     os.kill(max(guard.session_members(process.pid)), signal.SIGSTOP)
     assert process.wait(120) == 128 + signal.SIGKILL
     assert guard.session_members(process.pid) == []
+
+
+STUCK = """
+import threading, time
+threading.Thread(target=time.sleep, args=(300,)).start()
+raise RuntimeError("the scheduler died")
+"""
+
+
+def test_a_forked_server_that_fails_ends_though_its_threads_go_on(tmp_path: Path) -> None:
+    """Python waits for them at the end; a start would then last until its deadline."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "stuck.py").write_text(STUCK)
+    command = [sys.executable, guard.__file__, str(os.getpid()), "0", str(tmp_path / "folder")]
+    ended = subprocess.run(
+        [*command, "--", "-m", "stuck"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1 and "RuntimeError: the scheduler died" in ended.stderr
+
+
+def test_full_shared_memory_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ServerProcess(EngineSpec("an engine", str(tmp_path)), tmp_path / "log")
+    assert "full" not in str(server._ended("exited with status 1"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2048))
+    assert re.search(
+        r"exited with status 1: /dev/shm/ is full \(2 KiB free\); remove .* --shm-size",
+        str(server._ended("exited with status 1")),
+    )
 
 
 # maps one file of shared memory, and once the guard has noted it another; ends when that is noted

@@ -46,6 +46,16 @@ def test_a_slurm_that_is_down_is_not_taken_for_a_job_that_has_ended(
         slurm.status("7", tmp_path)
 
 
+def test_a_machine_without_a_slurm_gets_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's library prints four lines there."""
+    lines = "fetch_config: DNS SRV lookup failed\nfatal: Could not establish a configuration source"
+    fake(tmp_path, monkeypatch, f"echo '{lines}' >&2; exit 1")
+    with pytest.raises(ResourceError, match=r"^squeue finds no slurm\.conf .*SLURM_CONF$"):
+        slurm.status("7", tmp_path)
+
+
 def test_a_job_is_followed_before_it_has_written_anything_and_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

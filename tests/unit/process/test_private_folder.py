@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -9,7 +12,12 @@ import pytest
 
 from hybridflow.errors import ResourceError
 from hybridflow.launch.__main__ import main
-from hybridflow.process.private_folder import ROOM_FOR_RAY, make_private_folder, parent_of_private
+from hybridflow.process.private_folder import (
+    ROOM_FOR_RAY,
+    make_private_folder,
+    parent_of_private,
+    temporary_private_folder,
+)
 
 
 @pytest.fixture
@@ -79,3 +87,40 @@ def test_the_script_gets_a_folder_inside_of_the_private_one(
     assert shown.name == "r" and not shown.exists()
     assert shown.parent.stat().st_mode & 0o777 == 0o700
     shown.parent.rmdir()
+
+
+_HOLDER = """
+import sys, time
+from hybridflow.process.private_folder import temporary_private_folder
+with temporary_private_folder("b-") as folder:
+    (folder / "weights").mkdir()
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_in_use_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    target = tmp_path / "not a temporary folder"
+    target.mkdir()
+    (tmp_path / "b-link").symlink_to(target)
+    holders = []
+    for _ in range(2):
+        holders.append(
+            subprocess.Popen([sys.executable, "-c", _HOLDER], stdout=subprocess.PIPE, text=True)
+        )
+    folders = [Path(holder.stdout.readline().strip()) for holder in holders if holder.stdout]
+    killed, alive = holders
+    killed.kill()
+    killed.wait(10)
+    for folder in (*folders, target):
+        os.utime(folder, (1.0, 1.0))
+    with temporary_private_folder("b-") as own:
+        assert not folders[0].exists() and folders[1].is_dir() and target.is_dir()
+        assert own.stat().st_mode & 0o077 == 0
+    assert not own.exists()
+    alive.kill()
+    alive.wait(10)

@@ -4,6 +4,7 @@ upstream only runs on accelerators."""
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from hybridflow.engines.sglang.packed_answers import pack_answers
 def register() -> None:
     """Register all hooks. Entry point, called once in every SGLang process by `load_plugins()`."""
     leave_out_megatron()
+    keep_loads_in_folder()
     close_sockets()
     close_paths()
     pack_answers()
@@ -76,6 +78,25 @@ def leave_out_megatron() -> None:
     crash at start-up.
     """
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
+
+
+def keep_loads_in_folder() -> None:
+    """Move the file in which schedulers publish their load from /dev/shm to the engine's private
+    folder.
+
+    SGLang never removes it (sglang/srt/managers/load_snapshot.py:299). The guard removes files that
+    it has seen mapped, but not those of a scheduler that fails first.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.managers.load_snapshot.shm_path_for", load_file, HookType.REPLACE
+    )
+
+
+def load_file(instance: str) -> str:
+    """Return the path of an engine's load file."""
+    return f"{tempfile.gettempdir()}/loads-{instance}"
 
 
 def fork_children(_: Any, server_args: Any) -> None:

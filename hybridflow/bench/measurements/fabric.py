@@ -1,0 +1,158 @@
+"""Measures the bandwidth of NCCL between the GPUs of different nodes, pair by pair.
+
+Nodes exchange data in pairs, and the pairs change as in a tournament. A node whose own link is slow
+is slow in each of its pairs, while its partners are slow in one of theirs; so the best pair of a
+node is reported, and only the node with the slow link stands out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.result import Metric, NotRun
+from hybridflow.bench.rounds import rotated
+from hybridflow.launch import records
+from hybridflow.launch.preflight import node_address
+from hybridflow.placement.place import PORTS
+from hybridflow.process.rendezvous import join_world, leave_world
+from hybridflow.process.secret import VARIABLE
+from hybridflow.single_controller.host import free_port, interface_of
+
+BYTES = {"nccl": 256 << 20, "gloo": 8 << 20}
+PAIRS = 3  # partners of each node
+ROUNDS = 9
+_WARM_UP = 2  # NCCL connects a pair in its first exchange
+_TIMEOUT_S = 60.0
+
+
+@measurement("fabric", "preflight", per_node=True, timeout_s=120)
+def fabric(place: Place, backend: str = "") -> Iterator[Metric | NotRun]:
+    """bandwidth of NCCL from each GPU to the same GPU of other nodes, in both directions at once
+
+    Args:
+        backend: of torch.distributed; by default nccl, and nothing is measured without a GPU.
+    """
+    from hybridflow.device.platform import Platform
+
+    platform = Platform.detect()
+    devices = platform.device_count()
+    backend = backend or ("nccl" if devices else "")
+    if not backend or len(place.nodes) < 2:
+        lacking = "several nodes" if backend else "a GPU"
+        yield NotRun("fabric", f"it needs {lacking}", place.node)
+        return
+    _join(place, backend)
+    try:
+        for device in range(max(devices, 1)):
+            platform.set_device(device)
+            name = f"fabric/GPU {device}" if devices else "fabric/CPU"
+            yield _best_pair(place, backend, name, platform.synchronize)
+    finally:
+        leave_world()
+
+
+def partners(count: int) -> list[list[int]]:
+    """Return the rounds of a tournament of `count` players: the partner of each player, or the
+    player itself where it pauses. Any two players meet once."""
+    size = count + count % 2
+    order = list(range(size))
+    rounds = []
+    for _ in range(size - 1):
+        pairs = [0] * size
+        for one, other in zip(
+            order[: size // 2], reversed(order[size // 2 :]), strict=True
+        ):
+            pairs[one] = other
+            pairs[other] = one
+        # with an odd number, the last player does not exist
+        rounds.append(
+            [pairs[one] if pairs[one] < count else one for one in range(count)]
+        )
+        order = [order[0], order[-1], *order[1:-1]]
+    return rounds
+
+
+def _join(place: Place, backend: str) -> None:
+    """Make all nodes one world. Its address and secret are in a folder that only this user can
+    read."""
+    where = place.folder / "fabric"
+    where.mkdir(mode=0o700, parents=True, exist_ok=True)
+    address = node_address(place.node, None)
+    rank = place.nodes.index(place.node)
+    first = where / "first.json"
+    if rank == 0:
+        port = free_port(address, PORTS)
+        records.write(
+            first, {"address": address, "port": port, "secret": secrets.token_hex(32)}
+        )
+    place.meet("fabric-open")
+    found = json.loads(first.read_text(encoding="utf-8"))
+    interface = interface_of(address)
+    os.environ |= {
+        VARIABLE: found["secret"],
+        "MASTER_ADDR": found["address"],
+        "MASTER_PORT": str(found["port"]),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(place.nodes)),
+        "GLOO_SOCKET_IFNAME": interface,
+    }
+    join_world(backend, _TIMEOUT_S)
+    place.meet("fabric-joined")
+    if rank == 0:
+        first.unlink()
+
+
+def _best_pair(
+    place: Place, backend: str, name: str, synchronize: Callable[[], None]
+) -> Metric:
+    """Measure this node's pairs. Returns the bandwidth of the best of them in each round."""
+    import torch
+    import torch.distributed as dist
+
+    from hybridflow.device.platform import Platform
+
+    device = Platform.detect().current_device()
+    ours = torch.zeros(BYTES[backend], dtype=torch.uint8, device=device)
+    theirs = torch.zeros_like(ours)
+    rank = place.nodes.index(place.node)
+    others = {
+        str(pairs[rank]): pairs[rank] for pairs in partners(len(place.nodes))[:PAIRS]
+    }
+    seconds: dict[str, list[float]] = {other: [] for other in others}
+    for other in rotated(list(others), _WARM_UP + ROUNDS):
+        # otherwise a pair would also wait for its members' previous partners
+        dist.barrier()
+        synchronize()
+        start = time.perf_counter()
+        _exchange(ours, theirs, others[other], rank)
+        synchronize()
+        seconds[other].append(time.perf_counter() - start)
+    seconds.pop(str(rank), None)  # this node paused
+    rounds = [min(of_round) for of_round in zip(*seconds.values(), strict=True)]
+    return Metric(
+        measurement="",
+        name=name,
+        unit="GB/s",
+        better="higher",
+        rounds=tuple(ours.nbytes / 1e9 / one for one in rounds[_WARM_UP:]),
+        bound=0.2,
+    )
+
+
+def _exchange(ours: Any, theirs: Any, partner: int, rank: int) -> None:
+    import torch.distributed as dist
+
+    if partner == rank:
+        return
+    sides = [
+        dist.P2POp(dist.isend, ours, partner),
+        dist.P2POp(dist.irecv, theirs, partner),
+    ]
+    for work in dist.batch_isend_irecv(sides if rank < partner else sides[::-1]):
+        work.wait()
