@@ -7,7 +7,6 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +16,6 @@ from hybridflow.errors import ResourceError
 RAY = "r"
 ROOM_FOR_RAY = 67  # bytes of a socket's path below a private folder: /r, and up to 64 of Ray's own
 _LONGEST_SOCKET = 107  # bytes in the path of a unix socket
-_NEW_S = 60.0  # a younger folder may not have been locked yet
 _RANDOM = 8  # characters that mkdtemp appends
 
 
@@ -75,29 +73,28 @@ def temporary_private_folder(prefix: str) -> Iterator[Path]:
     Raises:
         ResourceError: as for `make_private_folder`.
     """
-    folder = make_private_folder(prefix)
-    for other in folder.parent.glob(f"{prefix}*"):
-        if other != folder:
-            _remove_unless_locked(other)
+    unlocked = make_private_folder(f".{prefix}")
     # a process that is killed loses its lock
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
+        folder = unlocked.rename(unlocked.with_name(unlocked.name[1:]))
+        for other in folder.parent.glob(f"{prefix}*"):
+            if other != folder:
+                _remove_unless_locked(other)
         yield folder
     finally:
         os.close(descriptor)
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in (unlocked, unlocked.with_name(unlocked.name[1:])):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_unless_locked(folder: Path) -> None:
-    with suppress(OSError):  # another user's, not a folder, or already removed
+    with suppress(OSError):  # another user's, not a folder, in use, or already removed
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            status = os.fstat(descriptor)
-            is_new = time.time() - status.st_mtime < _NEW_S
-            if status.st_uid != os.getuid() or is_new:
-                return
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if os.fstat(descriptor).st_uid == os.getuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(descriptor)

@@ -16,14 +16,21 @@ from tests.faults.campaign import PATIENCE_S, Moments, Trial, is_moment
 from tests.faults.faults import KILL, PHASES, STARTING, Fault, possible
 from tests.faults.shapes import SLURM, STEPS, words_of
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.jobs import PATIENT, Jobs, find, left_behind, rank_on
-from tests.slurm.test_deaths import agent_of_second_node, engine
+from tests.slurm.jobs import (
+    PATIENT,
+    Jobs,
+    agent_of_second_node,
+    engine_of,
+    find,
+    left_behind,
+    rank_on,
+)
 
 _SECOND = "127.0.0.12"
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 _VICTIMS: dict[str, Callable[[str], psutil.Process]] = {
     "rank of n2": lambda job: rank_on(job, _SECOND),
-    "engine scheduler": engine,
+    "engine scheduler": engine_of,
     "raylet of n2": lambda job: find(job, "raylet/raylet", _SECOND),
     "gcs": lambda job: find(job, "gcs_server"),
     "agent of n2": agent_of_second_node,

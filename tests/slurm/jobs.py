@@ -315,6 +315,29 @@ def rank_on(job: str, address: str) -> psutil.Process:
     return max(children, key=lambda child: child.memory_info().rss)
 
 
+def agent_of_second_node(job: str) -> psutil.Process:
+    """The process that watches Ray on n2."""
+    found = [
+        psutil.Process(int(line.split()[0]))
+        for line in processes_of(job)
+        if "hybridflow.launch node" in line
+    ]
+    return next(process for process in found if process.environ().get("SLURMD_NODENAME") == "n2")
+
+
+def engine_of(job: str) -> psutil.Process:
+    """The scheduler of the job's engine; its environment does not name the job, but it runs in the
+    driver's folder."""
+    folder = find(job, "hybridflow.cli.main train").cwd()
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        if (
+            "sglang::scheduler" in " ".join(process.info["cmdline"] or [])
+            and process.info["cwd"] == folder
+        ):
+            return process
+    raise AssertionError(f"no engine of job {job} runs in {folder}")
+
+
 def left_behind(job: str, within_s: float = 120.0) -> list[str]:
     """Processes and temporary folders of a job that are there `within_s` seconds after its end."""
     deadline = time.monotonic() + within_s

@@ -9,38 +9,22 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.slurm.jobs import Jobs, find, left_behind, processes_of, rank_on
+from tests.slurm.jobs import (
+    Jobs,
+    agent_of_second_node,
+    engine_of,
+    find,
+    left_behind,
+    rank_on,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-
-
-def agent_of_second_node(job: str) -> psutil.Process:
-    """The process that watches Ray on n2."""
-    found = [
-        psutil.Process(int(line.split()[0]))
-        for line in processes_of(job)
-        if "hybridflow.launch node" in line
-    ]
-    return next(process for process in found if process.environ().get("SLURMD_NODENAME") == "n2")
-
-
-def engine(job: str) -> psutil.Process:
-    """The scheduler of the job's engine; its environment does not name the job, but it runs in the
-    driver's folder."""
-    folder = find(job, "hybridflow.cli.main train").cwd()
-    for process in psutil.process_iter(["cmdline", "cwd"]):
-        if (
-            "sglang::scheduler" in " ".join(process.info["cmdline"] or [])
-            and process.info["cwd"] == folder
-        ):
-            return process
-    raise AssertionError(f"no engine of job {job} runs in {folder}")
 
 
 # Who is killed, and what the last line says.
 VICTIMS: dict[str, tuple[Callable[[str], psutil.Process], str]] = {
     "rank": (lambda job: rank_on(job, "127.0.0.12"), "on n2"),
-    "engine": (engine, "engine"),
+    "engine": (engine_of, "engine"),
     "raylet": (lambda job: find(job, "raylet/raylet", "127.0.0.12"), "node n2: Ray exited"),
     "head": (lambda job: find(job, "gcs_server"), "node n1: Ray exited"),
     "agent": (agent_of_second_node, "node n2: the process watching Ray exited (Killed)"),

@@ -45,7 +45,7 @@ def test_errors_of_storage_name_the_file_and_the_remedy() -> None:
     assert "make it writable" in str(
         StorageError.of(OSError(errno.EROFS, "Read-only file system", "/runs"))
     )
-    quota = StorageError.of(OSError(errno.EDQUOT, "Disk quota exceeded", "/home/runs"))
+    quota = StorageError.of(OSError(errno.EDQUOT, "Disk quota exceeded", "/quota/runs"))
     assert "your quota there is used up" in str(quota)
     stale = StorageError.of(OSError(errno.ESTALE, "Stale file handle", "/runs/dump.parquet"))
     assert str(stale).startswith("/runs/dump.parquet: Stale file handle; another machine has")

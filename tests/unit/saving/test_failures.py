@@ -13,7 +13,7 @@ FOLDER = Path("/runs/mine/checkpoints/global_step_2")
 def test_the_remedy_fits_the_cause() -> None:
     full = not_written(FOLDER, cause_of(OSError(errno.ENOSPC, "No space left on device")))
     assert "Free disk space and rerun the same command" in str(full)
-    gone = OSError(errno.ENOENT, "No such file or directory", str(FOLDER / "index.json"))
-    message = str(not_written(FOLDER, cause_of(gone)))
+    missing = OSError(errno.ENOENT, "No such file or directory", str(FOLDER / "index.json"))
+    message = str(not_written(FOLDER, cause_of(missing)))
     assert f"{FOLDER / 'index.json'}" in message and "another program has removed" in message
     assert "disk space" not in message and "untouched" not in message
