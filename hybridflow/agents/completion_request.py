@@ -26,7 +26,7 @@ _OF_THE_SENDER = (
 )
 # {field: (values that have no effect, why others are rejected)}
 _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "must be 1: a conversation has one answer at a time"),
+    "n": ((1,), "must be 1: a conversation generates one answer at a time"),
     "top_logprobs": (
         (0,),
         "must be 0: the engines return log-probabilities only of sampled tokens",
@@ -41,11 +41,11 @@ _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), "must be empty: it would change the sampling distribution"),
     "chat_template_kwargs": (
         ({},),
-        "must be empty: the row's prompt was rendered without them",
+        "must be empty: the row's prompt was rendered without such arguments",
     ),
     "modalities": ((["text"],), 'must be ["text"]'),
-    "functions": (([],), "is the old name of tools; send tools"),
-    "function_call": ((), "is the old name of tool_choice; send tool_choice"),
+    "functions": (([],), "was replaced by tools; send tools instead"),
+    "function_call": ((), "was replaced by tool_choice; send tool_choice instead"),
 }
 # further sampling fields that a model's server honours
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")

@@ -89,7 +89,9 @@ class CompletionServer(Door):
 
     def _holder(self, key: str) -> _Served:
         if key not in self._served:
-            raise RequestError("no conversation has this API key; it may have ended", 401)
+            raise RequestError(
+                "this API key belongs to no open conversation; the conversation may have ended", 401
+            )
         return self._served[key]
 
     async def _completion(self, holder: _Served, asked: ChatRequest) -> dict[str, Any]:
@@ -105,15 +107,15 @@ class CompletionServer(Door):
         if asked.ignored and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "a program's request sets %s, which is ignored: the run samples with "
-                "rollout.sampling and rollout.val_sampling",
+                "ignoring %s in a request from the program: the run samples with rollout.sampling "
+                "and rollout.val_sampling",
                 ", ".join(asked.ignored),
             )
 
     async def _answer_to(self, served: _Served, asked: ChatRequest) -> dict[str, Any]:
         if served.pending is None or asked.messages != served.messages:
             if served.pending is not None and not served.pending.done():
-                raise RequestError("another request of this conversation is still pending")
+                raise RequestError("another request in this conversation is still pending")
             self._show(served, asked)
             served.messages = asked.messages
             served.pending = asyncio.create_task(_next_answer(served, asked))
@@ -164,8 +166,8 @@ def _compare(
     # encoding megabytes would block the other conversations
     if asked > _LONGER * len(shown) + _SLACK:
         raise RequestError(
-            f"the first request's messages and tools have {asked} characters, but the row's prompt "
-            f"has {len(shown)}, so the two cannot match"
+            f"the first request's messages and tools contain {asked} characters, but the row's "
+            f"prompt contains {len(shown)}, so they cannot match"
         )
     as_system = [
         {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
@@ -198,7 +200,8 @@ def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
     for one in new:
         if one["role"] == "assistant":
             raise RequestError(
-                "an assistant message follows the answer; only the policy may answer"
+                "an assistant message follows the answer; only the policy may write assistant "
+                "messages"
             )
         known = {"tool_call_id": one["tool_call_id"]} if "tool_call_id" in one else {}
         name = one.get("name") or names.get(one.get("tool_call_id", ""))

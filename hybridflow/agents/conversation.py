@@ -120,7 +120,7 @@ class Conversation:
                 has no room for another token.
         """
         if self.answered == self.config.max_answers:
-            raise ConversationOver(f"it has {self.answered} answers (rollout.agent.max_answers)")
+            raise ConversationOver(f"it reached rollout.agent.max_answers={self.answered}")
         self.need(1)
         asked = [*self.prompt, *self.tokens]
         sampled, text = self._until(
@@ -213,7 +213,7 @@ class Conversation:
             ConfigError: `rollout.agent.environment` is not set.
         """
         if self.episodes is None:
-            raise ConfigError("the agent loop needs an episode: set rollout.agent.environment")
+            raise ConfigError("the agent loop requires an episode: set rollout.agent.environment")
         return self.episodes.begin(self.row)
 
     def serve(self) -> AbstractAsyncContextManager[Endpoint]:
@@ -237,7 +237,7 @@ class Conversation:
         """
         if tokens > self.room:
             self.finish_reason = "length"
-            raise ConversationOver("no room is left")
+            raise ConversationOver("it has no room for more tokens")
 
     def _until(self, stop: Sequence[str], sampled: Sampled, asked: int) -> tuple[Sampled, str]:
         """Truncate the sampled tokens at the first stop string. Returns the tokens, and the text

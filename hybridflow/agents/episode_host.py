@@ -61,7 +61,7 @@ def _carried_out(
 
 def _plain(step: Any) -> list[Any]:
     if not isinstance(step, Step):
-        raise TypeError(f"step returned {str(step)[:120]!r}, not a Step")
+        raise TypeError(f"step must return a Step, got {str(step)[:120]!r}")
     reward: Any = step.reward  # user code may return anything
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
         raise ValueError(

@@ -199,7 +199,7 @@ class _Process:
             self._timer = self._loop.call_later(self._left_s(), self._watch)
         else:
             key = " (rollout.agent.tool_timeout_s)" if self._has_started else ""
-            self.end(f"was silent for {self._limit_s:g} s{key} and was killed")
+            self.end(f"sent nothing for {self._limit_s:g} s{key} and was killed")
 
     def _left_s(self) -> float:
         """Return the number of seconds until the process counts as hung."""

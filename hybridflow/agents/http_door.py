@@ -171,7 +171,7 @@ class Door(ABC):
             return _error(error)
         except ConversationOver as over:
             return _error(
-                RequestError(f"the conversation is over: {over}"), "context_length_exceeded"
+                RequestError(f"the conversation has ended: {over}"), "context_length_exceeded"
             )
         return await _streamed(request, completion, asked) if asked.stream else _json(completion)
 
@@ -216,7 +216,7 @@ async def _body_of(request: web.Request) -> Any:
         # parsing takes seconds, and blocks all other conversations
         if (made := _containers(text)) > _MOST_CONTAINERS:
             raise RequestError(
-                f"the body has {made} lists and objects; the limit is {_MOST_CONTAINERS}"
+                f"the body contains {made} lists and objects; the limit is {_MOST_CONTAINERS}"
             )
         return json.loads(text)
     except TimeoutError as error:

@@ -80,7 +80,7 @@ class _Server:
         for variable in (*settings.env, *([settings.token_env] if settings.token_env else [])):
             if not os.environ.get(variable):
                 raise ConfigError(
-                    f"{self.key} needs the environment variable {variable}, which is not set"
+                    f"{self.key} requires the environment variable {variable}, but it is not set"
                 )
         self._limit = RestartLimit(settings.max_restarts)
         self._client: Client | None = None
@@ -106,11 +106,11 @@ class _Server:
         has = [one.name for one in self._declared]
         if not has:
             self.close()
-            raise ConfigError(f"{self.key}: the server has no tools")
+            raise ConfigError(f"{self.key}: the server offers no tools")
         if missing := [one for one in settings.tools if one not in has]:
             self.close()
             raise ConfigError(
-                f"{self.key}.tools: the server has no {missing[0]} (it has: "
+                f"{self.key}.tools: the server offers no {missing[0]} (it offers: "
                 f"{', '.join(has) or 'none'})"
             )
 
@@ -215,7 +215,8 @@ class _Server:
                 client = await self._connected()
         except TimeoutError as error:
             raise ToolLostError(
-                f"{self.key} was lost and has not been reconnected: {self._lost or self._before}"
+                f"the connection to {self.key} was lost and could not be restored: "
+                f"{self._lost or self._before}"
             ) from error
         if client is None:
             raise ToolLostError(f"{self.key}: {self._given_up}")
@@ -228,12 +229,12 @@ class _Server:
                     return f"error: {error.message}"
                 self._lose(over, error.message)
                 raise ToolLostError(
-                    f"{self.key} was lost during a call of {name}: {self._lost}"
+                    f"the connection to {self.key} was lost during a call to {name}: {self._lost}"
                 ) from error
             except httpx2.TransportError as error:
                 self._lose(over, _said(error))
                 raise ToolLostError(
-                    f"{self.key} was lost during a call of {name}: {self._lost}"
+                    f"the connection to {self.key} was lost during a call to {name}: {self._lost}"
                 ) from error
 
 

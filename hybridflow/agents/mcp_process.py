@@ -91,7 +91,7 @@ async def _read(
             try:
                 line = await process.stdout.readline()
             except ValueError:
-                lose(f"it sent a message of more than {MOST_BYTES} bytes")
+                lose(f"it sent a message larger than {MOST_BYTES} bytes")
                 return
             if not line:
                 with suppress(TimeoutError):

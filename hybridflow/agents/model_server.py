@@ -69,7 +69,7 @@ class ModelServer(Door):
     def _holder(self, key: str) -> ModelServer:
         given = key.encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._key.encode()):
-            raise RequestError("the API key is wrong; send the one that the server printed", 401)
+            raise RequestError("the API key is invalid; send the one printed at startup", 401)
         return self
 
     def _read(self, body: Any) -> ChatRequest:
@@ -82,7 +82,7 @@ class ModelServer(Door):
         room = self._context - len(prompt)
         if room < 1:
             raise ConversationOver(
-                f"the prompt has {len(prompt)} tokens, and the context {self._context}"
+                f"the prompt has {len(prompt)} tokens, but the context length is {self._context}"
             )
 
         async def sample(tokens: Sequence[int], most: int) -> Sampled:
@@ -142,8 +142,8 @@ def _with_objects(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
             calls.append({**call, "function": {**function, "arguments": arguments}})
         except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise RequestError(
-                f"message {number}: each tool call needs function.name and function.arguments, a "
-                "JSON object",
+                f"message {number}: each tool call must have function.name, and function.arguments "
+                "as a JSON object",
                 param="messages",
             ) from error
     return {**message, "tool_calls": calls}

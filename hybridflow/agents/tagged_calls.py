@@ -75,7 +75,7 @@ class TaggedCalls:
         place = begin.end()
         arguments = dict[str, Any]()
         not_closed = Call(
-            name, problem=f"the call of {name} is not closed", span=(begin.start(), len(text))
+            name, problem=f"the call to {name} is not closed", span=(begin.start(), len(text))
         )
         while key := self.key.match(text, place):
             closed = self.value_end.search(text, key.end())
@@ -90,7 +90,7 @@ class TaggedCalls:
         if text[place:end].strip():
             return Call(
                 name,
-                problem=f"the arguments of {name} are not written as {self.example}",
+                problem=f"the arguments of {name} must be written as {self.example}",
                 span=span,
             )
         return Call(name, arguments, is_text=self.is_text, span=span)

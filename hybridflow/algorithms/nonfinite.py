@@ -75,8 +75,8 @@ def describe(found: Sequence[Sequence[int]]) -> str:
             continue
         if place == len(_PLACES) - 1:
             return (
-                f"{name} of rank {ranks[0][0]} are not finite, although those of each micro-batch "
-                "were: their sum overflowed"
+                f"{name} on rank {ranks[0][0]} are not finite, although the gradients of every "
+                "micro-batch are: their sum overflowed"
             )
         shown = ", ".join(f"rank {rank} micro-batch {micro}" for rank, micro in ranks[:4])
         more = f" and {len(ranks) - 4} more ranks" if len(ranks) > 4 else ""

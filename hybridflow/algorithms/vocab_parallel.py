@@ -100,8 +100,9 @@ class Support:
         if len(wrong := np.flatnonzero(found != (sizes > 0))):
             row = int(wrong[0])
             raise ValueError(
-                f"target {row} is {int(targets_N[row])}, which occurs {found[row]} times among "
-                f"the {sizes[row]} tokens in its support; the support belongs to another token"
+                f"target {row} is {int(targets_N[row])}, which occurs {found[row]} times among the "
+                f"{sizes[row]} tokens in its support instead of once; the support belongs to "
+                "another token"
             )
         places = np.zeros(len(sizes), np.int64)
         places[rows[hits]] = columns[hits]
@@ -222,7 +223,7 @@ def top_log_probs(
         ValueError: the vocabulary has fewer than k tokens.
     """
     if not 1 <= k <= scoring.vocab_size:
-        raise ValueError(f"k={k} exceeds the {scoring.vocab_size} tokens of the vocabulary")
+        raise ValueError(f"k={k} exceeds the vocabulary size of {scoring.vocab_size}")
     shard = _Shard(weight_VH, scoring, group)
     values = hidden_NH.new_full((len(hidden_NH), k), -torch.inf, dtype=torch.float32)
     tokens = torch.zeros(values.shape, dtype=torch.int64, device=values.device)
@@ -246,9 +247,9 @@ class _Shard:
         held = dist.get_world_size(group) * len(weight)
         if held < scoring.vocab_size:
             raise ValueError(
-                f"the output layer has {held} rows on the {dist.get_world_size(group)} ranks of "
-                f"the group, {len(weight)} each, for a vocabulary of {scoring.vocab_size}; the "
-                "shard belongs to another group"
+                f"the output layer has {held} rows across the {dist.get_world_size(group)} ranks "
+                f"of the group ({len(weight)} each), but the vocabulary has {scoring.vocab_size} "
+                "tokens; the shard belongs to another group"
             )
         self.first = dist.get_rank(group) * len(weight)
         self.rows = max(0, min(len(weight), scoring.vocab_size - self.first))

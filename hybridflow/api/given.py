@@ -70,7 +70,7 @@ class Given:
         held_out = [name for name in HELD_OUT if name in splits]
         if "train" not in splits or len(held_out) > 1:
             raise ConfigError(
-                "data must have the part train, and may have test for held-out prompts; got "
+                "data must contain train, and may contain test (held-out prompts); got "
                 f"{', '.join(map(repr, splits)) or 'none'}"
             )
         self._add_files("data.train_files", splits["train"], scratch)

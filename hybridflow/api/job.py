@@ -31,7 +31,7 @@ def options_of(given: Mapping[str, Any]) -> Options:
         if name == "array":
             raise ConfigError(
                 'slurm={"array": ...}: a program cannot be a job array; submit it in a loop, with '
-                "another name for each run"
+                "a different name for each run"
             )
         if name not in names:
             hint = did_you_mean(name, names)
@@ -81,7 +81,7 @@ def _program() -> list[str]:
     file = getattr(main, "__file__", None)
     if file is None or not Path(file).is_file():
         raise ConfigError(
-            'where="slurm" submits the program\'s file, but a notebook or prompt has none; move '
-            "the run into a file and start it with python"
+            'where="slurm" submits the program\'s file, but a notebook or interactive '
+            "prompt has none; move the run into a file and start it with python"
         )
     return [PROGRAM, str(Path(file).resolve()), *sys.argv[1:]]

@@ -313,7 +313,7 @@ class Run:
         elif self._is_by_hand != by_hand:
             now, other = ("steps_by_hand()", "steps() or train()")[:: 1 if self._is_by_hand else -1]
             raise HybridFlowError(
-                f"this run's steps are executed by {now}; for {other}, close it and create another "
+                f"this run already uses {now}; to use {other} instead, close it and create another "
                 "Run with the same settings, which continues from its checkpoint"
             )
 

@@ -86,8 +86,8 @@ class DataProto:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(
-            "DataProto is immutable; with_columns() or with_meta() return a changed batch (setting "
-            f"{name!r})"
+            f"DataProto is immutable, so {name!r} cannot be set; with_columns() and with_meta() "
+            "return a modified copy"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -123,7 +123,8 @@ class DataProto:
                 wrong[name] = len(column)
         if wrong and set(self._columns) - set(columns):
             raise SchemaError(
-                f"new columns must have {len(self)} rows like the batch, got {named_lengths(wrong)}"
+                f"new columns must have {len(self)} rows, as many as the batch, got "
+                f"{named_lengths(wrong)}"
             )
         return DataProto({**self._columns, **columns}, self._meta, self._bfloat16 - set(columns))
 
@@ -228,7 +229,7 @@ class DataProto:
         column = self._held(name)
         found = None if isinstance(column, np.ndarray) else column.lengths
         if found is None:
-            raise SchemaError(f"column {name!r} is not jagged; it has no row lengths")
+            raise SchemaError(f"column {name!r} is not jagged, so it has no row lengths")
         return found
 
     def dense(self, name: str) -> np.ndarray:
@@ -312,7 +313,7 @@ class DataProto:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise SchemaError(
-                f"rename would give two columns the name {', '.join(map(repr, twice))}"
+                f"rename would produce two columns named {', '.join(map(repr, twice))}"
             )
         tags = {mapping.get(name, name) for name in self._bfloat16}
         return DataProto(dict(zip(names, self._columns.values(), strict=True)), self._meta, tags)
@@ -475,7 +476,7 @@ class DataProto:
     def _held(self, name: str) -> Held:
         if name not in self._columns:
             near = difflib.get_close_matches(str(name), self._columns, n=1)
-            hint = f"; did you mean {near[0]!r}? There" if near else "; there"
+            hint = f"; did you mean {near[0]!r}? The columns" if near else "; the columns"
             raise SchemaError(f"no column {name!r}{hint} are {', '.join(self._columns) or 'none'}")
         return self._columns[name]
 

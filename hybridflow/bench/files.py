@@ -31,7 +31,7 @@ def load(path: Path) -> Result:
     nodes = sorted((path / "nodes").glob("*.json"))
     if not nodes:
         raise DataError(
-            f"{path}: has no {RESULT}; give a folder or file written by `hybridflow bench run`"
+            f"{path}: no {RESULT} found; pass a folder or file written by `hybridflow bench run`"
         )
     return results.merge(map(results.read, nodes))
 
@@ -50,7 +50,8 @@ def load_all(paths: Sequence[Path]) -> list[Result]:
     suites = sorted({one.suite for one in found})
     if len(suites) > 1:
         raise DataError(
-            f"the results are from several suites ({', '.join(suites)}); give results of one suite"
+            f"the results are from several suites ({', '.join(suites)}); pass results of a single "
+            "suite"
         )
     return sorted(found, key=lambda one: one.started)
 
@@ -111,9 +112,9 @@ def find_baseline(folder: Path, result: Result) -> Result:
         )
         others.append(f"an existing one differs in {', '.join(words)}")
     raise ConfigError(
-        f"{folder} has no baseline of {result.suite} on this hardware"
-        f"{' (' + '; '.join(others) + ')' if others else ''}; create one with "
-        "`hybridflow bench baseline RESULT ...`"
+        f"{folder} contains no baseline of {result.suite} for this "
+        f"hardware{' (' + '; '.join(others) + ')' if others else ''}; create one with `hybridflow "
+        "bench baseline RESULT ...`"
     )
 
 

@@ -158,7 +158,8 @@ def _change(one: Metric, other: Metric, alarm: float, *, judge: bool) -> Change:
     fewest = min(len(a), len(b))
     if fewest < MIN_ROUNDS:
         return replace(
-            blank, why=f"only {fewest} rounds; at least {MIN_ROUNDS} are needed"
+            blank,
+            why=f"only {fewest} rounds were measured; at least {MIN_ROUNDS} are required",
         )
     spread = max(_spread(a), _spread(b))
     limit = max(other.bound, min(spread, WIDEST))

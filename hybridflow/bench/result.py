@@ -227,7 +227,7 @@ def read(path: Path) -> Result:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: cannot be read ({error}); give a file written by `hybridflow bench run`"
+            f"{path}: cannot be read ({error}); pass a file written by `hybridflow bench run`"
         ) from error
     except ValueError as error:
         raise DataError(
@@ -239,7 +239,7 @@ def read(path: Path) -> Result:
         raise DataError(f"{path}: not a benchmark result (missing `format: {FORMAT}`)")
     if form != FORMAT:
         raise DataError(
-            f"{path}: has format {form}, but this version reads {FORMAT}; update hybridflow"
+            f"{path}: the format is {form}, but this version reads {FORMAT}; update hybridflow"
         )
     _check(path, found)
     return Result(

@@ -129,4 +129,4 @@ def loop() -> int:
 
 def loops(count: int) -> Side:
     """Return a yardstick that consists of `count` Python loops."""
-    return Side("Python's own loop", lambda: [loop() for _ in range(count)])
+    return Side("a plain Python loop", lambda: [loop() for _ in range(count)])

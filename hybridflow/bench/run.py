@@ -69,7 +69,7 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
     entries = {name: find(name) for name in chosen(job.what)}
     if job.settings and job.what in SUITES:
         raise ConfigError(
-            f"{job.settings[0]}: a suite has no settings; run one of its entries"
+            f"{job.settings[0]}: a suite takes no settings; run one of its entries by name"
         )
     for entry in entries.values():
         entry.settings(job.settings)

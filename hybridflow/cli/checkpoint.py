@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
         add(
             "--family",
             metavar="FILE.py:TYPE",
-            help="your own map of the model's tensors, in the form of model.family",
+            help="your own parameter map of the model, in the format of model.family",
         )
     export.add_argument(
         "--adapter", action="store_true", help="only the low-rank adapters, in PEFT's format"
@@ -115,8 +115,8 @@ def _verify(args: argparse.Namespace) -> int:
         reports.append(report)
         if not problems and not args.json:
             say(
-                f"{folder}: {len(manifest.files)} files, {manifest.size} bytes, all as in "
-                f"the manifest (step {manifest.step})"
+                f"{folder}: {len(manifest.files)} files, {manifest.size} bytes; all match the "
+                f"manifest (step {manifest.step})"
             )
         for problem in problems:
             say_error(problem)

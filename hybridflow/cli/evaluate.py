@@ -20,7 +20,7 @@ id in this machine's cache. The settings of the run that wrote it are the defaul
 chat template and sampling, so the result equals the run's own validation.
 
 examples:
-  hybridflow eval runs/tiny-moe-grpo/checkpoints/latest       the sets that the run validated
+  hybridflow eval runs/tiny-moe-grpo/checkpoints/latest       the run's validation sets
   hybridflow eval runs/tiny-moe-grpo --data held-out.parquet  another set
   hybridflow eval models/Qwen3-0.6B --data math=math.parquet --data code=code.parquet \\
     data.val_sets.math.samples=16 data.val_sets.math.sampling.temperature=1.0 --k 1 8 16 \\
@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
         action="extend",
         default=[],
         metavar="K",
-        help="numbers of answers for pass@k and maj@k (default: 2, 4, 8, ... and all)",
+        help="values of k for pass@k and maj@k (default: 2, 4, 8, ... and all)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for the results; it must not exist"

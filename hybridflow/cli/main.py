@@ -330,7 +330,7 @@ def _epochs(run: RunConfig) -> str:
     given = f"trainer.total_steps {steps} = {steps * batch / max(rows, 1):,.2f} epochs"
     if epochs is not None:
         given = f"trainer.total_epochs {epochs} = {steps} steps"
-    fits = "" if rows >= batch else "; error: the batch is larger than the files"
+    fits = "" if rows >= batch else "; error: a batch has more rows than the files"
     return (
         f"Epoch: {rows} rows of data.train_files / data.train_batch_size {batch} = "
         f"{rows / batch:,.1f} steps; {given} (before dropping rows that are too long){fits}"
@@ -388,7 +388,7 @@ def _add_job(commands: Any, name: str, summary: str) -> None:
     parser = add_command(
         commands, name, summary, JOB.format(job=name), partial(run_configured, job=name)
     )
-    add_recipe(parser, "name of a recipe; without it, recipes are listed")
+    add_recipe(parser, "name of a recipe; if omitted, the recipes are listed")
     parser.add_argument(
         "--print-config",
         action="store_true",

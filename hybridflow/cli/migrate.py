@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 MIGRATE = """\
 examples:
   hybridflow migrate verl run_qwen3-8b.sh > my/qwen3-8b.yaml
-  NNODES=4 hybridflow migrate verl run_qwen3-8b.sh trainer.test_freq=5     as bash would be given it
+  NNODES=4 hybridflow migrate verl run_qwen3-8b.sh trainer.test_freq=5     environment and arguments
   hybridflow migrate verl actor_rollout_ref.rollout.n=8 trainer.save_freq=20
-  hybridflow migrate verl config.yaml                                      of verl's Hydra config
+  hybridflow migrate verl config.yaml                                      verl's Hydra config
 
-The script is read, not run. The recipe goes to the standard output; settings without an equivalent,
-and what has to be changed before the run can start, to the standard error. docs/verl.md
+The script is parsed, not run. The recipe is written to standard output; settings without an
+equivalent, and changes needed before the run can start, to standard error. See docs/verl.md.
 """
 
 
@@ -71,11 +71,12 @@ def _of_file(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         script = command_of(text, "main_ppo", {**os.environ, "PWD": str(Path.cwd())})
     except ValueError as error:
-        raise ConfigError(f"{path}: not a bash script that can be read: {error}") from error
+        raise ConfigError(f"{path}: could not parse this bash script: {error}") from error
     notes += dict.fromkeys(script.notes)
     if not script.words:
         raise ConfigError(
-            f"{path}: found no command with verl.trainer.main_ppo; give its settings as key=value"
+            f"{path}: no command that runs verl.trainer.main_ppo was found; pass its settings as "
+            "key=value"
         )
     return _of_words([word for word in script.words if "=" in word and not word.startswith("-")])
 

@@ -9,8 +9,9 @@ from hybridflow.cli.command import add_command, port_number, say, starting_engin
 
 SERVE = """\
 MODEL is a run (its latest checkpoint), a checkpoint, an export, any Hugging Face folder, or a hub
-id in this machine's cache. It is served at /v1/chat/completions and /v1/models, to clients with the
-API key: the one in HYBRIDFLOW_API_KEY, or a new one that is printed. Nothing is recorded.
+id in this machine's cache. It is served at /v1/chat/completions and /v1/models. Clients must send
+the API key: HYBRIDFLOW_API_KEY if it is set, otherwise a new key, which is printed. Nothing is
+recorded.
 
 examples:
   hybridflow serve runs/tiny-moe-grpo
@@ -19,8 +20,8 @@ examples:
   curl http://127.0.0.1:8000/v1/chat/completions -H "Authorization: Bearer $HYBRIDFLOW_API_KEY" \\
     -d '{"messages": [{"role": "user", "content": "12+34="}]}'
 
-A request's temperature, top_p, top_k, min_p and penalties are honoured; the others' defaults are
-rollout.val_sampling. SIGINT (Ctrl-C) and SIGTERM end the server with all its processes.
+A request's temperature, top_p, top_k, min_p and penalties are honoured; those it omits default to
+rollout.val_sampling. SIGINT (Ctrl-C) and SIGTERM stop the server and all its processes.
 """
 
 
@@ -40,7 +41,7 @@ def add(commands: Any) -> None:
         "--port",
         type=port_number,
         default=8000,
-        help="port to listen on; 0: any free one (default: 8000)",
+        help="port to listen on; 0 chooses a free one (default: 8000)",
     )
     about = "run the code that the run's config.yaml refers to: engines and model families"
     parser.add_argument("--run-code", action="store_true", help=about)

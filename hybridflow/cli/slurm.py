@@ -71,7 +71,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--drain",
         action="store_true",
-        help="with --bench: drain the nodes that stand out (requires an operator of Slurm)",
+        help="with --bench: drain the outlier nodes (requires Slurm operator privileges)",
     )
     add("--job", choices=("train", "sft", "train-reward"), default="train", help="default: train")
     add(
@@ -82,7 +82,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="M",
-        help="number of the N nodes in the second component of a heterogeneous job",
+        help="how many of the N nodes form the second component of a heterogeneous job",
     )
     add(
         "--other-sbatch",
@@ -102,7 +102,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add("--partition", metavar="NAME")
     add("--account", metavar="NAME")
     add("--time", metavar="TIME", help="time limit, in sbatch's format")
-    add("--array", metavar="SPEC", help="a job array; %%a in settings is the task's number")
+    add("--array", metavar="SPEC", help="a job array; %%a in settings stands for the task's number")
     add("--dependency", metavar="SPEC", help="in sbatch's format")
     add(
         "--max-restarts",
@@ -116,7 +116,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=180,
         metavar="S",
-        help="seconds for a final checkpoint before the time limit (default: 180)",
+        help="seconds before the time limit to write a final checkpoint (default: 180)",
     )
     add("--site", type=Path, metavar="FILE", help="the site file (default: $HYBRIDFLOW_SITE)")
     add(

@@ -20,7 +20,7 @@ examples:
   hybridflow timeline runs/tiny-moe-grpo --steps 3-5 --out step.perfetto
 
 The trace opens in https://ui.perfetto.dev, which reads it in the browser without uploading it. It
-has the driver's phases, every call of every rank and engine worker, checkpoints written in the
+contains the driver's phases, every call of every rank and engine worker, checkpoints written in the
 background, requests in flight at each engine and pending reward calls, all on the driver's clock.
 """
 _MOST_ROWS = 40
@@ -60,7 +60,10 @@ def run_timeline(args: argparse.Namespace) -> int:
         say(f"and {len(rows) - _MOST_ROWS} more processes")
     for line in chosen.missing:
         say(f"note: {line}")
-    say(f"{slices} spans of {len(rows)} processes: {out}; open it in https://ui.perfetto.dev")
+    say(
+        f"{slices} spans of {len(rows)} processes written to {out}; open it in "
+        "https://ui.perfetto.dev"
+    )
     return 0
 
 
@@ -71,7 +74,7 @@ def _interval(timeline: JoinedTimeline, steps: str | None) -> tuple[float, float
             span for one in timeline.processes for spans in one.threads.values() for span in spans
         ]
         if not every:
-            raise ConfigError("timeline.jsonl has no finished phase yet")
+            raise ConfigError("timeline.jsonl contains no finished phase yet")
         return min(span.start for span in every), max(span.end for span in every)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
     if match is None:

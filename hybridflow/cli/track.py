@@ -11,11 +11,11 @@ from hybridflow.errors import ConfigError
 
 TRACK = """\
 examples:
-  hybridflow track runs/mine --to wandb                           what wandb lacks, or all of it
+  hybridflow track runs/mine --to wandb                           the records that wandb lacks
   MLFLOW_TRACKING_URI=http://host:5000 hybridflow track runs/mine --to mlflow
 
-Sends the metrics, samples and report of a run folder that the tracker does not have yet: of a run
-without this tracker, of one that was offline, or records that were lost.
+Sends the metrics, samples and report that the tracker does not have yet, because the run did not
+use the tracker, was offline, or lost records.
 """
 
 
@@ -41,8 +41,8 @@ def run_track(args: argparse.Namespace) -> int:
     run_dir: Path = args.run_dir
     if not (run_dir / "metrics.jsonl").is_file():
         raise ConfigError(
-            f"{run_dir / 'metrics.jsonl'}: no such file; pass a run folder whose trainer.loggers "
-            "had jsonl"
+            f"{run_dir / 'metrics.jsonl'}: no such file; pass the folder of a run whose "
+            "trainer.loggers include jsonl"
         )
     entry = TRACKERS.get(args.to)
     if entry.library:
@@ -51,7 +51,7 @@ def run_track(args: argparse.Namespace) -> int:
     if not isinstance(sink, CatchesUp):
         raise ConfigError(
             f"--to {args.to}: this tracker only follows a running job; choose wandb, mlflow or "
-            "trackio, or give your own a method catch_up (hybridflow/observe/trackers/base.py)"
+            "trackio, or add a catch_up method to your own (hybridflow/observe/trackers/base.py)"
         )
     sent = sum(1 for _ in sink.catch_up())
     report = run_dir / REPORT_NAME

@@ -14,9 +14,9 @@ examples:
   hybridflow watch runs/tiny-moe-grpo                      while it runs, or afterwards
   hybridflow watch runs/mine --with runs/before            the curves of both in the same charts
 
-Prints an address for your browser. It works on this machine only, and only with the token in it;
-from elsewhere: ssh -L 8484:127.0.0.1:8484 HOST. The folder is read and never written, so it may
-belong to a run on any machine that shares the disk, or to somebody else. Ctrl-C ends the page, not
+Prints an address for your browser. The address works only on this machine and contains a token;
+from elsewhere, use ssh -L 8484:127.0.0.1:8484 HOST. The folder is read and never written, so it may
+belong to a run on any machine that shares the disk, or to another user. Ctrl-C stops the page, not
 the run.
 """
 
@@ -39,12 +39,12 @@ def add(commands: Any) -> None:
         "--port",
         type=port_number,
         default=8484,
-        help="port of 127.0.0.1; 0: any free one (default: 8484)",
+        help="port on 127.0.0.1; 0 chooses a free one (default: 8484)",
     )
 
 
 def run_watch(args: argparse.Namespace) -> int:
-    """Run `hybridflow watch`. An interrupt is its normal end."""
+    """Run `hybridflow watch`, which normally ends with an interrupt."""
     require_run_folder(args.run_dir)
     if args.other is not None:
         require_run_folder(args.other)

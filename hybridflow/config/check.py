@@ -288,7 +288,7 @@ def _model_source(config: RunConfig) -> Iterator[str]:
         )
     if model.path is None and model.hf_config and "model_type" not in model.hf_config:
         yield (
-            "model.hf_config has no model_type, which selects the family; set it, for example "
+            "model.hf_config must contain model_type, which selects the family, for example "
             "model.hf_config.model_type=qwen3"
         )
 
@@ -411,7 +411,8 @@ def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
     prompt = config.data.max_prompt_length
     margin = derived.engine_margin(config)
     rest = (
-        f" + {margin}, because an engine rejects a prompt that ends in its last {margin} tokens"
+        f" + {margin}, because an engine rejects a prompt that reaches into the last {margin} "
+        "tokens of its context"
         if margin
         else ""
     )
@@ -436,17 +437,17 @@ def _router_losses(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]
         return
     named = " and ".join(f"actor.{key}={getattr(actor, key)}" for key in keys)
     if sizes and not derived.num_experts(sizes):
-        yield f"{named}: router losses require a mixture of experts, but the model is dense; set 0"
+        yield f"{named}: router losses require a mixture of experts, but the model is dense; use 0"
     if actor.lora.rank:
         yield (
             f"{named} with actor.lora.rank={actor.lora.rank}: adapters do not change routers; set "
-            "one of them to 0"
+            "one of the two to 0"
         )
     if actor.rollout_correction.reject:
         yield (
             f"{named} with actor.rollout_correction.reject={actor.rollout_correction.reject}: "
-            "router losses are weighted by the tokens that enter the policy loss, which rejection "
-            "determines too late; remove one of them"
+            "router losses are weighted by the tokens in the policy loss, but rejection selects "
+            "these tokens too late; remove one of the two"
         )
 
 

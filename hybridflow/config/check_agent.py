@@ -72,8 +72,8 @@ def problems(config: RunConfig) -> Iterator[str]:
                 else f"mcp_servers={','.join(agent.mcp_servers)}"
             )
             yield (
-                f"rollout.agent.{names} has no effect with rollout.agent.loop=single_turn, which "
-                "calls no tools; set rollout.agent.loop=tools"
+                f"rollout.agent.{names} has no effect with rollout.agent.loop=single_turn, because "
+                "that loop calls no tools; set rollout.agent.loop=tools"
             )
         return
     if agent.loop == "tools" and not agent.tools and not agent.mcp_servers:

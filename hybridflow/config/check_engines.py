@@ -72,7 +72,7 @@ def _open_doors(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.nodes_per_engine={rollout.nodes_per_engine} in the cluster at "
             f"{cluster.address}: an engine's ranks unpickle data from unauthenticated connections "
-            "(docs/security.md); set cluster.trusted_network=true if no other user can send to its "
+            "(docs/security.md); set cluster.trusted_network=true if no other user can reach its "
             "machines, or rollout.nodes_per_engine=1"
         )
 

@@ -81,8 +81,8 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
         if role not in called:
             yield (
                 f"{given} does not call run.{role}, but this run has a {role.replace('_', ' ')} "
-                "whose results would be missing. Call it in the flow and add it to the flow's "
-                "roles, choose another flow (null selects one), or remove the role"
+                "that would never run. Call it in the flow and add it to the flow's roles, choose "
+                "another flow (null selects one), or remove the role"
             )
     for role in flow.roles:
         if role not in ROLES and role not in ("policy", *config.roles):
@@ -99,13 +99,13 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
         )
     if config.reward_model.trains and config.algorithm.flow is None:
         yield (
-            f"reward_model.trains=true has no effect with {given}, which the other settings "
-            "select: set algorithm.flow=learned_reward, or trains=false"
+            f"reward_model.trains=true has no effect with {given}, the flow that the other "
+            "settings select: set algorithm.flow=learned_reward, or trains=false"
         )
     if config.trainer.rollout_only and name != "rollouts":
         yield (
-            f"trainer.rollout_only=true is not supported with {given}, which trains; remove "
-            "algorithm.flow, or set rollout_only=false"
+            f"trainer.rollout_only=true is not supported with {given}, because that flow trains; "
+            "remove algorithm.flow, or set rollout_only=false"
         )
     if name == "rollouts" and not config.trainer.rollout_only:
         yield f"{given} does not train; set trainer.rollout_only=true, or choose another flow"
@@ -120,15 +120,15 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
     if loss.aggregations and actor.loss_agg_mode not in loss.aggregations:
         yield (
             f"actor.loss_agg_mode={actor.loss_agg_mode} is not supported with "
-            f"actor.policy_loss={actor.policy_loss}, which averages over sequences; set "
-            f"actor.loss_agg_mode={loss.aggregations[0]}"
+            f"actor.policy_loss={actor.policy_loss}, because that loss averages over sequences; "
+            f"set actor.loss_agg_mode={loss.aggregations[0]}"
         )
     estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
     if estimator.aggregations and actor.loss_agg_mode not in estimator.aggregations:
         yield (
             f"actor.loss_agg_mode={actor.loss_agg_mode} is not supported with "
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, whose loss is per answer; "
-            f"set actor.loss_agg_mode={estimator.aggregations[0]}"
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, because its loss is per "
+            f"answer; set actor.loss_agg_mode={estimator.aggregations[0]}"
         )
     if (
         correction.weight != "none"
@@ -136,9 +136,9 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
         and "old_log_probs" in loss.reads
     ):
         yield (
-            f"actor.rollout_correction.weight={correction.weight} with actor.old_log_probs=engine: "
-            f"the ratio in actor.policy_loss={actor.policy_loss} already is that weight, which "
-            "would be applied twice; set weight=none, old_log_probs=trainer, or "
+            f"actor.rollout_correction.weight={correction.weight} with actor.old_log_probs=engine "
+            "would be applied twice, because it equals the ratio in "
+            f"actor.policy_loss={actor.policy_loss}; set weight=none, old_log_probs=trainer, or "
             "policy_loss=reinforce"
         )
     if actor.kl_loss_unbiased and actor.kl_loss_type not in ("k1", "k3"):
@@ -171,8 +171,8 @@ def _unused_critics(config: RunConfig) -> Iterator[str]:
     if config.critic.path is not None and not ESTIMATORS.get(estimator).needs_critic:
         yield (
             f"critic.path={config.critic.path} has no effect with "
-            f"algorithm.adv_estimator={estimator}, which uses no critic; remove it, or set "
-            "adv_estimator=gae"
+            f"algorithm.adv_estimator={estimator}, because that estimator uses no critic; remove "
+            "critic.path, or set adv_estimator=gae"
         )
     for name in CRITICS.values():
         if name in ("critic", *derived.critics(config)):
@@ -207,7 +207,10 @@ def preference_problems(config: RunConfig) -> Iterator[str]:
             if key.startswith("actor.ppo")
             else "has its own KL term"
         )
-        yield f"{key}={given} with algorithm.adv_estimator={name}, which {why}; set {key}={one}"
+        yield (
+            f"{key}={given} is not supported with algorithm.adv_estimator={name}, because it "
+            f"{why}; set {key}={one}"
+        )
 
 
 def recorded_problems(config: RunConfig) -> Iterator[str]:
@@ -224,8 +227,8 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
     if algorithm.adv_estimator not in able:
         yield (
             f"{pairs} is not supported with algorithm.adv_estimator={algorithm.adv_estimator}, "
-            "which learns from answers sampled by the policy; set adv_estimator to "
-            f"{', '.join(able)}, or data.answers=sampled"
+            "because that estimator learns from answers sampled by the policy; set adv_estimator "
+            f"to {', '.join(able)}, or data.answers=sampled"
         )
     if config.rollout.n != 2:
         yield (
@@ -234,8 +237,8 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
         )
     if correction.weight != "none" or correction.reject:
         yield (
-            f"actor.rollout_correction is not supported with {pairs}, whose answers no engine has "
-            "sampled; remove it"
+            f"actor.rollout_correction is not supported with {pairs}, because no engine sampled "
+            "those answers; remove it"
         )
     sampled: dict[str, Any] = {
         "actor.old_log_probs": "trainer",
@@ -297,8 +300,8 @@ def sample_problems(config: RunConfig) -> Iterator[str]:
     if algorithm.dynamic_sampling and not entry.compares_samples:
         yield (
             f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} is not supported with "
-            f"algorithm.adv_estimator={name}, which also learns from groups with equal scores; set "
-            "it to 0, or adv_estimator to grpo"
+            f"algorithm.adv_estimator={name}, because that estimator also learns from groups with "
+            "equal scores; set dynamic_sampling=0 or adv_estimator=grpo"
         )
     if reward.overlong_tokens > config.data.max_response_length:
         yield (
@@ -311,20 +314,20 @@ def sample_problems(config: RunConfig) -> Iterator[str]:
     if greedy and temperature:
         yield (
             f"rollout.val_sampling.temperature={temperature} must be 0 with "
-            f"algorithm.adv_estimator={name}, whose baseline is a greedy answer sampled with the "
-            "validation settings"
+            f"algorithm.adv_estimator={name}, because its baseline is a greedy answer sampled with "
+            "the validation settings"
         )
     if greedy and config.reward_model.path is not None:
         yield (
             f"reward_model.path={config.reward_model.path} is not supported with "
-            f"algorithm.adv_estimator={name}, whose baseline comes from reward functions only; "
-            "remove the reward model, or choose another estimator"
+            f"algorithm.adv_estimator={name}, because its baseline comes from reward functions "
+            "only; remove the reward model, or choose another estimator"
         )
     if "sum_pi_squared" in entry.reads and config.actor.router_replay != "none":
         yield (
             f"actor.router_replay={config.actor.router_replay} is not supported with "
-            f"algorithm.adv_estimator={name}, whose pass over the full vocabulary would use other "
-            "experts; set router_replay=none, or choose another estimator"
+            f"algorithm.adv_estimator={name}, because its pass over the full vocabulary would use "
+            "other experts; set router_replay=none, or choose another estimator"
         )
     if config.rollout.n == 1 and ESTIMATORS.get(name).compares_samples:
         others = []
@@ -332,7 +335,7 @@ def sample_problems(config: RunConfig) -> Iterator[str]:
             if not ESTIMATORS.get(other).compares_samples:
                 others.append(other)
         yield (
-            f"rollout.n=1 is not supported with algorithm.adv_estimator={name}, which compares the "
-            "samples of a prompt: with one sample the advantage would be the score itself; set "
-            f"rollout.n to 2 or more, or choose {' or '.join(others)}"
+            f"rollout.n=1 is not supported with algorithm.adv_estimator={name}, because it "
+            "compares the samples of a prompt, and with one sample the advantage would be the "
+            f"score itself; set rollout.n to 2 or more, or choose {' or '.join(others)}"
         )

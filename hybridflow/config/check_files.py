@@ -48,8 +48,8 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
     for key in ("learned_key", "tools_key"):
         if getattr(config.sft, key) is not None and config.sft.messages_key is None:
             yield (
-                f"sft.{key}={getattr(config.sft, key)} requires rows of whole conversations; set "
-                "their column as sft.messages_key, or remove it"
+                f"sft.{key}={getattr(config.sft, key)} requires rows with whole conversations; set "
+                f"sft.messages_key to their column, or remove this key"
             )
     yield from _missing(config, wanted)
     for key, script in (

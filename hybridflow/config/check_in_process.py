@@ -54,7 +54,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     if derived.needs_engine_routes(config):
         yield (
             f"actor.router_replay={config.actor.router_replay} requires the experts that the "
-            f"engine used, which rollout.engine={_ENGINE} does not return; set it to none or r2"
+            f"engine used, but rollout.engine={_ENGINE} does not return them; set it to none or r2"
         )
     for role in derived.roles_in_use(config):
         if not derived.is_colocated(config, role):

@@ -26,7 +26,7 @@ def staleness_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"{stale} trains while long answers are still in flight, but "
             f"trainer.tail_batching={config.trainer.tail_batching} cuts them off and regenerates "
-            "them; set one of them to 0"
+            "them; set one of the two to 0"
         )
     actor = config.actor
     rollout = config.rollout
@@ -85,12 +85,14 @@ def _retention_problems(config: RunConfig) -> Iterator[str]:
         if trainer.keep_rollouts_every_steps:
             yield (
                 f"trainer.keep_rollouts_every_steps={trainer.keep_rollouts_every_steps} has no "
-                "effect while trainer.keep_rollout_steps=null keeps all dumps; set it as well"
+                "effect while trainer.keep_rollout_steps=null keeps all dumps; set "
+                "keep_rollout_steps as well"
             )
     elif not trainer.dump_rollouts_every_steps:
         yield (
             f"trainer.keep_rollout_steps={kept} has no effect with "
-            "trainer.dump_rollouts_every_steps=0, which writes no dumps; remove one of them"
+            "trainer.dump_rollouts_every_steps=0, because no dumps are written; remove one of the "
+            "two"
         )
     elif trainer.rollout_only:
         yield (
@@ -121,7 +123,7 @@ def dump_problems(config: RunConfig) -> Iterator[str]:
     if trainer.rollout_only:
         yield (
             f"{source} trains without generating, but trainer.rollout_only=true does not train; "
-            "remove one of them"
+            "remove one of the two"
         )
     if not Path(trainer.rollouts_from).exists():
         yield (
@@ -131,5 +133,5 @@ def dump_problems(config: RunConfig) -> Iterator[str]:
     if derived.needs_engine_routes(config):
         yield (
             f"actor.router_replay={config.actor.router_replay} requires the experts that the "
-            f"engine used, which dumps do not contain ({source}); set it to none or r2"
+            f"engine used, but dumps do not contain them ({source}); set it to none or r2"
         )

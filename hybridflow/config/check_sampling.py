@@ -66,13 +66,13 @@ def _training(config: RunConfig) -> Iterator[str]:
     key = "rollout.sampling"
     for name, value, off in differing(sampling, _PENALTIES):
         yield (
-            f"{key}.{name}={value} changes logits based on earlier tokens, which the trainer's "
-            f"log-probs do not model; set it to {off} (only rollout.val_sampling supports it)"
+            f"{key}.{name}={value} changes logits based on earlier tokens, but the trainer's "
+            f"log-probs do not model this; set it to {off} (only rollout.val_sampling supports it)"
         )
     if sampling.top_k == 1 and config.rollout.logprob_diff_bound is not None:
         yield (
-            f"{key}.top_k=1 always takes the most likely token, which gives no gradient; raise it, "
-            "set it to -1, or, to debug with log-probs over the whole vocabulary, set "
+            f"{key}.top_k=1 always selects the most likely token, which yields no gradient; raise "
+            "it, set it to -1, or, to debug with log-probs over the whole vocabulary, set "
             "rollout.logprob_diff_bound=null"
         )
     if not derived.needs_support(config):
@@ -88,9 +88,9 @@ def _training(config: RunConfig) -> Iterator[str]:
     if engine in ENGINE.names() and not _tells_support(engine):
         others = ", ".join(filter(_tells_support, ENGINE.names()))
         yield (
-            f"{named} is not supported with rollout.engine={engine}, which does not report the "
-            "candidates that a token was sampled from, so the trainer cannot compute its log-prob; "
-            f"disable them, or choose one of {others}"
+            f"{named} is not supported with rollout.engine={engine}, because it does not report "
+            "the candidates that a token was sampled from, so the trainer cannot compute the "
+            f"token's log-prob; disable these settings, or choose one of {others}"
         )
     if config.actor.distillation.coef:
         yield (

@@ -29,7 +29,7 @@ def warnings(config: RunConfig) -> Iterator[str]:
         yield (
             f"actor.optim.lr={lr:g} is far above the learning rates of published reinforcement "
             "learning from pretrained weights (3e-7 to "
-            f"{usual:g}{' with adapters' if config.actor.lora.rank else ''}; this one has about "
+            f"{usual:g}{' with adapters' if config.actor.lora.rank else ''}; this model has about "
             f"{size / 1e9:.1f}B parameters): the policy may collapse within a few steps; set "
             "actor.optim.lr=1e-6, or actor=pretrained"
         )

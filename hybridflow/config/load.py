@@ -65,7 +65,7 @@ def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
     if len(refused) > 1:
         lines = [f"{len(refused)} invalid settings:", *refused]
         if any("actor_rollout_ref." in line for line in refused):
-            lines.append("`hybridflow migrate verl FILE` writes a recipe from a script of verl's")
+            lines.append("`hybridflow migrate verl FILE` converts a verl script to a recipe")
         raise ConfigError("\n  ".join(lines))
     if refused:
         raise ConfigError(refused[0])

@@ -61,7 +61,7 @@ _REFUSED = {
         "v_head_dim rope_type rotary_* original_max_position_embeddings beta_fast beta_slow "
         "mscale* mtp_*"
     ),
-    "weights come from model.path, or are drawn with the job's seed": (
+    "weights come from model.path, or are initialised from the job's seed": (
         "init_method* output_layer_init_method embedding_init_* perform_initialization "
         "use_cpu_initialization init_model_with_meta_device"
     ),
@@ -84,7 +84,7 @@ _REFUSED = {
         "ep_overlap_early_attn_memory_release defer_embedding_wgrad_compute wgrad_deferral_limit "
         "moe_router_fusion use_te_activation_func fp32_residual_connection"
     ),
-    "it needs set-up that only Megatron's own training program does": (
+    "it requires setup that only Megatron's own training program performs": (
         "pipeline_model_parallel_comm_backend tp_comm_* *cuda_graph* qk_clip* "
         "log_max_attention_logit use_te_rng_tracker "
         "config_logger_dir test_mode timers *_func moe_per_layer_logging"

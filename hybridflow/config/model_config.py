@@ -114,7 +114,7 @@ def _wrong_groups(values: Mapping[str, Any]) -> Iterator[str]:
             yield _line(name, values[name], "a list of names")
     layers = values.get("mlp_only_layers")
     if layers is not None and not _is_list_of(int, layers):
-        yield _line("mlp_only_layers", layers, "a list of layers' numbers")
+        yield _line("mlp_only_layers", layers, "a list of layer numbers")
 
 
 def _wrong_quantisation(values: Mapping[str, Any]) -> Iterator[str]:

@@ -65,7 +65,7 @@ class Registry(Generic[T]):
             module, line = self._places.get(name, (None, 0))
             if module is frame.f_globals:  # and not of an earlier import of the file that failed
                 raise ConfigError(
-                    f"the {self.kind} {name.rpartition(':')[2]!r} is already registered in line "
+                    f"the {self.kind} {name.rpartition(':')[2]!r} is already registered on line "
                     f"{line}; rename one of the two"
                 )
             self._places[name] = (frame.f_globals, frame.f_lineno)

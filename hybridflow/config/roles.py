@@ -57,7 +57,7 @@ def _steering(config: RunConfig) -> Iterator[str]:
     if algorithm.kl_target is not None and not algorithm.kl_coef:
         yield (
             f"algorithm.kl_target={algorithm.kl_target} adapts algorithm.kl_coef, which is 0; set "
-            "it above 0, or set kl_target=null"
+            "kl_coef above 0, or kl_target=null"
         )
     steps = derived.total_steps(config, None)
     if steps is not None and trainer.critic_warmup >= steps and derived.critics(config):
@@ -121,8 +121,8 @@ def _layout(section: Role, role: str) -> Iterator[str]:
     if section.placement == "colocated":
         if parallel != ParallelConfig():
             yield (
-                f"{role}.parallel has no effect with {role}.placement=colocated, which uses the "
-                f"layout actor.parallel; remove it, or set {role}.placement=own"
+                f"{role}.parallel has no effect with {role}.placement=colocated, because colocated "
+                f"roles use the layout actor.parallel; remove it, or set {role}.placement=own"
             )
         return
     size = derived.model_parallel_size(parallel)
@@ -159,8 +159,9 @@ def _other_model(config: RunConfig) -> Iterator[str]:
         )
     if reference.offload != OffloadConfig():
         yield (
-            "reference.offload has no effect with reference.placement=colocated, which uses "
-            "actor.offload.weights; set that, or reference.placement=own"
+            "reference.offload has no effect with reference.placement=colocated, because a "
+            "colocated reference uses actor.offload.weights; set that key, or "
+            "reference.placement=own"
         )
 
 
@@ -295,6 +296,6 @@ def pool_problems(config: RunConfig, job: str) -> Iterator[str]:
             )
         elif pool is not None and packing != "pack":
             yield (
-                f"{name}.packing={packing} has no effect with {name}.pool={pool}, which uses the "
-                f"devices of {pool}; remove it, or set {name}.pool=null"
+                f"{name}.packing={packing} has no effect with {name}.pool={pool}, because it uses "
+                f"the devices of {pool}; remove packing, or set {name}.pool=null"
             )

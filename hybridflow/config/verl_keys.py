@@ -312,7 +312,9 @@ ABSENT = {
         "weights are always sent to the engines as slices from the trainer; remove the key"
     ),
     "rollout.calculate_log_probs": "the engine's log-probs are always recorded; remove the key",
-    "rollout.multi_stage_wake_up": "weights and cache are always woken separately; remove the key",
+    "rollout.multi_stage_wake_up": (
+        "weights and KV cache are always restored separately; remove the key"
+    ),
     "rollout.enforce_eager": _ENGINE_OWN,
     "rollout.cudagraph_capture_sizes": _ENGINE_OWN,
     "rollout.enable_prefix_caching": _ENGINE_OWN,

@@ -230,8 +230,8 @@ class ChatTemplate:
             raise DataError(
                 f"{self._name}: the chat template changes earlier messages when a message of role "
                 f"{role} follows, so the tokens of a conversation would change; use another "
-                "rollout.agent.observation_role, or a template that leaves earlier messages as "
-                "they are"
+                "rollout.agent.observation_role, or a template that leaves earlier messages "
+                "unchanged"
             )
 
     def stops_in(self, text: str, begin: int = 0) -> Iterator[Found]:
@@ -366,7 +366,7 @@ class ChatTemplate:
             raise DataError(
                 f"{self._name}: the chat template does not show an answer and the messages after "
                 "it exactly once, in order; set rollout.agent.observation_role to the other role, "
-                "or use a template that leaves earlier messages as they are"
+                "or use a template that leaves earlier messages unchanged"
             )
         seen = min(found.end() for found in said + called)
         if not called:

@@ -24,8 +24,8 @@ from hybridflow.errors import DataError
 Messages = Sequence[Mapping[str, Any]]
 _THINKING = re.compile(r"</?think>")
 _FORM = (
-    "a list of chat messages {role: string, content: string, ...}, and an answer with tool_calls "
-    "may lack content"
+    "a list of chat messages {role: string, content: string, ...} (an answer with tool_calls may "
+    "omit content)"
 )
 
 
@@ -89,7 +89,7 @@ def learned_rows(
         if is_wanted:
             learned.append(place)
     if not learned:
-        raise DataError("there is no assistant message to learn; remove the row")
+        raise DataError("there is no assistant message to train on; remove the row")
     problem: DataError | None = None
     # some templates require call arguments as objects, others as text
     for form in (

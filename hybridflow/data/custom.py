@@ -125,8 +125,8 @@ def _numbers(dataset: Prompts | PreferenceDataset, key: str | None) -> np.ndarra
     for row, info in enumerate(infos):
         if not isinstance((info or {}).get(key), (int, float)):
             raise ConfigError(
-                f"row {row}: extra_info has no number {key!r}, which is required by "
-                "data.weight_key or data.difficulty_key"
+                f"row {row}: extra_info[{key!r}] must be a number, as required by data.weight_key "
+                "or data.difficulty_key"
             )
     return np.array([info[key] for info in infos], dtype=np.float64)
 

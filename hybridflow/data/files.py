@@ -148,7 +148,7 @@ def _json(path: Path) -> Iterator[dict[str, Any]]:
     if path.stat().st_size > memory // 2:
         raise DataError(
             f"{path}: is larger than half of this machine's memory; write one object per line "
-            "(jsonl), which is read line by line"
+            "(jsonl) so that it can be read line by line"
         )
     for number, item in enumerate(_parsed(path.read_bytes(), str(path))):
         yield _object(item, f"{path}, row {number}")

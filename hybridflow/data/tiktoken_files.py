@@ -66,7 +66,7 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
         config = read_outside_json(file)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"could not read {file} ({error}); it names the special tokens of {RANKS}"
+            f"could not read {file} ({error}); it lists the special tokens of {RANKS}"
         ) from error
     if config.get("tokenizer_class") != _CLASS:
         raise DataError(

@@ -328,8 +328,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     for file in _settings(folder):
         if file.stat().st_size > _MOST_SETTINGS_BYTES:
             raise DataError(
-                f"{file} is larger than {_MOST_SETTINGS_BYTES} bytes, more than tokenizer "
-                "settings can be; download it again"
+                f"{file} is larger than the limit of {_MOST_SETTINGS_BYTES} bytes for tokenizer "
+                "settings; download it again"
             )
     # transformers creates an empty tokenizer from a folder that has only a model's config.json
     if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):

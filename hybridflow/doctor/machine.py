@@ -30,9 +30,9 @@ NEEDED = ("torch", "megatron-core", "ray", "transformers", "numpy", "pyarrow", "
 LOCKED = ((3, 11), (3, 12))  # requirements/cpu.txt and gpu.txt
 # optional package -> (module, its use)
 FASTER = {
-    "transformer-engine": ("transformer_engine", "fused layers and FP8 of Megatron"),
-    "apex": ("apex", "fused normalisation and gradient accumulation of Megatron"),
-    "flash-attn": ("flash_attn", "attention of Megatron"),
+    "transformer-engine": ("transformer_engine", "Megatron's fused layers and FP8"),
+    "apex": ("apex", "Megatron's fused normalisation and gradient accumulation"),
+    "flash-attn": ("flash_attn", "Megatron's attention"),
     "deep-ep": ("deep_ep", "the expert all-to-all of Megatron and the engines"),
 }
 
@@ -75,7 +75,7 @@ def _versions() -> Iterator[Finding]:
             "kernels",
             "error",
             "hybridflow_kernels is not installed",
-            "build the package with its folder kernels/",
+            "build the package together with the folder kernels/",
         )
 
 
@@ -128,11 +128,11 @@ def _faster(has_gpus: bool) -> Iterator[Finding]:
             yield Finding(
                 name,
                 "warning",
-                f"not installed: {use} is slower",
-                f"use an image of launch/containers/, or install {name}",
+                f"not installed, which slows down {use}",
+                f"use an image from launch/containers/, or install {name}",
             )
         else:
-            yield Finding(name, "unused", f"not installed; {use}, only on GPUs")
+            yield Finding(name, "unused", f"not installed; used only on GPUs, for {use}")
 
 
 def _network(has_gpus: bool) -> Iterator[Finding]:
@@ -172,7 +172,9 @@ def _network(has_gpus: bool) -> Iterator[Finding]:
     yield Finding("host name", "warning" if loopback else "ok", what, remedy)
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     if first < FIRST_PORT + 2000:
-        what = f"ephemeral ports start at {first}; Ray needs ports from {FIRST_PORT} up to there"
+        what = (
+            f"ephemeral ports start at {first}, which leaves Ray too few ports above {FIRST_PORT}"
+        )
         remedy = 'run sysctl net.ipv4.ip_local_port_range="32768 60999"'
         yield Finding("ports", "error", what, remedy)
     else:

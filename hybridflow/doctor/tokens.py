@@ -81,7 +81,7 @@ def _template(tokenizer: Tokenizer, observed: str | None) -> Iterator[Finding]:
             "base models have none; copy chat_template.jinja from the instruct model to the folder"
         )
         yield Finding("chat template", "error", str(error), remedy)
-        what = f"at {names}; there is no template to choose among them"
+        what = f"at any of {names}; without a template, the token that ends an answer is unknown"
         yield Finding("answers end", "warning", what, remedy)
         return
     report = tokenizer.template.report()
@@ -119,7 +119,7 @@ def _end(report: TemplateReport, names: str) -> Finding:
         return Finding(
             "answers end",
             "ok",
-            f"with {end}, as in the template; generation stops at {names}",
+            f"with {end}, which the template also writes; generation stops at {names}",
         )
     marks = {form.before.strip() for form in report.observations.values()}
     if (
@@ -135,8 +135,8 @@ def _end(report: TemplateReport, names: str) -> Finding:
     else:
         what = f"at {names}, but the template closes an answer with {_short(report.closes_answer)}"
     remedy = (
-        "set eos_token_id in generation_config.json to the token with which the model was trained "
-        "to end"
+        "set eos_token_id in generation_config.json to the token that the model was trained to end "
+        "its answers with"
     )
     return Finding(
         "answers end", "warning", f"{what}: answers may run to data.max_response_length", remedy

@@ -99,8 +99,8 @@ def check_ks(config: RunConfig, ks: Sequence[int]) -> None:
             key = f"data.val_sets.{name}.samples" if name else "rollout.val_samples"
             heat = f"data.val_sets.{name}.sampling" if name else "rollout.val_sampling"
             raise ConfigError(
-                f"--k {max(ks)} needs that many answers per prompt, but {key}={one.samples}; set "
-                f"{key}={max(ks)} (and {heat}.temperature above 0), or a smaller k"
+                f"--k {max(ks)} requires that many answers per prompt, but {key}={one.samples}; "
+                f"set {key}={max(ks)} (and {heat}.temperature above 0), or a smaller k"
             )
 
 

@@ -99,7 +99,7 @@ async def _serve(
         progress.message(f"the API key is read from {API_KEY}")
     else:
         progress.message(f"API key, for this server only: {key}")
-    progress.message("Ctrl-C stops it")
+    progress.message("press Ctrl-C to stop the server")
     await asking.run()
 
 

@@ -110,7 +110,7 @@ def settings(
     config = _without_preparation(located(config))
     if job.name == "eval" and not any(one.files for one in val_sets(config).values()):
         raise ConfigError(
-            "there is no evaluation set: add --data FILE or --data NAME=FILE (parquet, jsonl or "
+            "no evaluation set was given: add --data FILE or --data NAME=FILE (parquet, jsonl or "
             "csv files, or a data set's hub id)"
         )
     check(config, job.name)
@@ -175,8 +175,8 @@ def _with_sets(data: DataConfig, given: Sequence[str], words: Sequence[str]) -> 
         name = key.removeprefix("data.val_sets.").partition(".")[0]
         if key.startswith("data.val_sets.") and name not in named:
             raise ConfigError(
-                f"{key}: --data has no set {name} (it has {', '.join(named) or 'no names'}); write "
-                f"--data {name}=FILE"
+                f"{key}: --data has no set named {name} (named sets: "
+                f"{', '.join(named) or 'none'}); write --data {name}=FILE"
             )
     sets = {}
     for name, files in named.items():

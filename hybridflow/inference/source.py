@@ -15,7 +15,7 @@ from hybridflow.saving import tools
 from hybridflow.saving.manifest import Manifest
 from hybridflow.saving.store import LATEST
 
-_WANTED = "give a run, a checkpoint (runs/NAME/checkpoints/global_step_N), an export or a model"
+_WANTED = "pass a run, a checkpoint (runs/NAME/checkpoints/global_step_N), an export or a model"
 _POLICY = "policy"
 _SCALAR = ("ForSequenceClassification", "ForTokenClassification")
 

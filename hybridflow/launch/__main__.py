@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     choose = steps.add_parser("judge", help="choose the nodes to use from all preflight records")
     choose.add_argument("--nodes", type=int, required=True)
     choose.add_argument("--max-clock-skew", type=float, default=2.0)
-    choose.add_argument("--bad-nodes", type=Path, help="file that gets the excluded nodes")
+    choose.add_argument(
+        "--bad-nodes", type=Path, help="file to which the excluded nodes are written"
+    )
     choose.set_defaults(handler=_judge)
 
     ray = steps.add_parser("node", help="run Ray on this node")
@@ -68,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     drive.set_defaults(handler=_driver)
 
     for step in (check, choose, ray, drive):
-        step.add_argument("--dir", type=Path, required=True, help="folder of this start of the job")
+        step.add_argument(
+            "--dir", type=Path, required=True, help="folder for this start of the job"
+        )
     for step in (check, choose):
         step.add_argument(
             "--hosts", required=True, help="all nodes of the allocation, separated by spaces"

@@ -46,10 +46,10 @@ _FLAGS = {
     "retired_pages/pending_retirement": ("Yes", "page retirement is pending", _RESET),
 }
 _SLOWDOWNS = {
-    "hw_slowdown": "the hardware slows it down",
+    "hw_slowdown": "it is throttled by the hardware",
     "hw_thermal_slowdown": "it is throttled because of its temperature",
     "hw_power_brake_slowdown": "it is throttled by the power brake",
-    "sw_thermal_slowdown": "the driver throttles it because of its temperature",
+    "sw_thermal_slowdown": "it is throttled by the driver because of its temperature",
 }
 _COOL = "check its cooling and power supply"
 
@@ -96,15 +96,15 @@ def _faults(gpu: ElementTree.Element) -> Iterator[tuple[str, str]]:
         _number(gpu, f"{widths}/{name}") for name in ("current_link_width", "max_link_width")
     )
     if 0 < now < most:
-        yield f"its PCIe link has {now} of {most} lanes", "reseat it"
+        yield f"its PCIe link uses {now} of {most} lanes", "reseat it"
     action = gpu.findtext("gpu_recovery_action", "None").strip()
     if action not in ("None", "N/A", ""):
-        yield f"the driver asks for: {action}", _RESET
+        yield f"the driver requests this action: {action}", _RESET
     state = gpu.findtext("fabric/state", "N/A").strip()
     status = gpu.findtext("fabric/status", "N/A").strip()
     if state not in ("N/A", "Completed") or status not in ("N/A", "Success"):
         what = f"it has not joined the NVLink fabric (state {state}, status {status})"
-        yield what, "start nvidia-fabricmanager there"
+        yield what, "start nvidia-fabricmanager on that node"
 
 
 def _number(gpu: ElementTree.Element, path: str) -> int:

@@ -78,8 +78,8 @@ def check(job: Job) -> None:
     """Raise ConfigError if the job's settings are invalid or inconsistent."""
     if job.nodes < 1 or job.spares < 0 or not 0 <= job.other_nodes < job.nodes:
         raise ConfigError(
-            f"--nodes {job.nodes} --other-nodes {job.other_nodes} --spares {job.spares}: the "
-            "first part must have at least one node, and no number may be negative"
+            f"--nodes {job.nodes} --other-nodes {job.other_nodes} --spares {job.spares}: the first "
+            "component must have at least one node, and no value may be negative"
         )
     if job.other_nodes and job.spares:
         raise ConfigError(
@@ -166,7 +166,7 @@ def _settings(job: Job, site: Site) -> list[str]:
         _assign("NODES", str(job.nodes)),
         _assign("MAX_RESTARTS", str(job.max_restarts)),
         _assign("GRACE", str(max(1, job.grace_s * 2 // 3)))
-        + "  # of the seconds before Slurm takes the nodes",
+        + "  # seconds for the final checkpoint, before Slurm takes the nodes",
         _assign("START_TIMEOUT", str(limits.join_timeout_s(job.nodes))),
         _assign("PREFLIGHT_TIMEOUT", str(limits.preflight_timeout_s)),
         *([_assign("BAD_NODES", site.bad_nodes)] if site.bad_nodes else []),

@@ -92,7 +92,7 @@ def check_node(
         time.sleep(_POLL_S)
     if not folder.is_dir():
         record.problems.append(
-            f"{folder} does not exist there; choose an output_dir that all nodes mount"
+            f"{folder} does not exist on that node; choose an output_dir that all nodes mount"
         )
         return record
     record.facts, record.problems = _resources(folder, wanted)
@@ -203,7 +203,7 @@ def usable(
     """
     bad = {
         host: (
-            f"it did not answer{_said(host, errors)}; see its state with `sinfo -R`, and exclude "
+            f"it did not answer{_said(host, errors)}; check its state with `sinfo -R`, or exclude "
             "it (--exclude)"
         )
         for host in hosts
@@ -238,8 +238,8 @@ def choose(
     if len(good) < nodes:
         described = "\n".join(f"  {host}: {why}" for host, why in bad.items())
         raise ResourceError(
-            f"preflight: {len(good)} of {len(hosts)} nodes are usable, {nodes} are "
-            f"needed\n{described}"
+            f"preflight: {len(good)} of {len(hosts)} nodes are usable, but the job requires "
+            f"{nodes}\n{described}"
         )
     return [found[host] for host in good[:nodes]]
 
@@ -302,17 +302,17 @@ def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]
     for path, gib in free.items():
         if gib < wanted.min_free_gib:
             problems.append(
-                f"{path} has {gib:.1f} GiB free, {wanted.min_free_gib:g} are needed; free space "
-                "there, or lower limits.min_free_gib"
+                f"{path} has {gib:.1f} GiB free, but {wanted.min_free_gib:g} are required; free "
+                "space there, or lower limits.min_free_gib"
             )
     if shm < wanted.min_shm_gib:
         problems.append(
-            f"/dev/shm has {shm:.1f} GiB free, {wanted.min_shm_gib:g} are needed; remove leftover "
-            "files"
+            f"/dev/shm has {shm:.1f} GiB free, but {wanted.min_shm_gib:g} are required; remove "
+            "leftover files"
         )
     if files != resource.RLIM_INFINITY and files < wanted.min_open_files:
         problems.append(
-            f"the limit on open files is {files}, {wanted.min_open_files} are needed; raise "
+            f"the limit on open files is {files}, but {wanted.min_open_files} are required; raise "
             "slurmd's LimitNOFILE"
         )
     if len(gpus) < wanted.gpus:

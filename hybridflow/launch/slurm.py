@@ -114,8 +114,7 @@ def log_files(job: str, out: Path) -> list[tuple[str, Path]]:
     folder = out / job
     if not folder.is_dir():
         raise ResourceError(
-            f"{folder} does not exist; pass the job's number and the --output-dir it was "
-            "submitted with"
+            f"{folder} does not exist; pass the job ID and the --output-dir it was submitted with"
         )
     files = []
     for start in sorted(

@@ -77,9 +77,11 @@ def judge(
     code = driver_status if driver_status and driver_status != STOPPED else 1
     if state != "RUNNING":
         then = "left to Slurm"
-        reason = f"{reason}; Slurm has put the job into state {state}"
+        reason = f"{reason}; Slurm has set the job's state to {state}"
     elif not stopped and (is_refused or failed_before >= max_restarts):
-        reason += f" ({max_restarts} restarts used up)" if max_restarts and not is_refused else ""
+        reason += (
+            f" (all {max_restarts} restarts were used)" if max_restarts and not is_refused else ""
+        )
     elif len(lost) == SAME_STEP and len(set(lost)) == 1:
         reason += f"; gave up: {SAME_STEP} starts in a row ended at {checkpoint or 'no checkpoint'}"
     else:

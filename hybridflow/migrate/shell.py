@@ -156,7 +156,7 @@ class _Reader:
         values: list[str] = []
         while True:
             if self.at >= len(self.text):
-                raise ValueError("an array's bracket ( is not closed")
+                raise ValueError("unclosed bracket ( of an array")
             letter = self.text[self.at]
             if letter == ")":
                 self.at += 1
@@ -210,7 +210,7 @@ class _Reader:
         self.at += 1
         while not self.text.startswith('"', self.at):
             if self.at >= len(self.text):
-                raise ValueError('a quotation mark " is not closed')
+                raise ValueError('unclosed quotation mark "')
             found = self._piece(pieces)
             expanded = expanded if found is None else found
         self.at += 1
@@ -226,7 +226,7 @@ class _Reader:
             return None
         if letter == "`":
             self.at = self._closing("`", self.at + 1) + 1
-            self.notes.append("the output of a command is not known")
+            self.notes.append("the output of a command is unknown")
             return None
         if letter != "$":
             pieces.append(letter)
@@ -241,7 +241,7 @@ class _Reader:
             pieces.append(self._computed(self.text[rest + 2 : end - 1]))
         elif self.text.startswith("(", rest):
             end = self._matching(rest, "(", ")")
-            self.notes.append(f"the output of {self.text[rest - 1 : end + 1]} is not known")
+            self.notes.append(f"the output of {self.text[rest - 1 : end + 1]} is unknown")
         elif self.text.startswith("{", rest):
             end = self._matching(rest, "{", "}")
             found = self._parameter(self.text[rest + 1 : end])
@@ -267,7 +267,7 @@ class _Reader:
         """Expand the expression inside `${...}`."""
         name = _NAME.match(inside) or re.match(r"\d+", inside)  # a number: the script's argument
         if name is None:
-            self.notes.append(f"${{{inside}}} is not known")
+            self.notes.append(f"the value of ${{{inside}}} is unknown")
             return ""
         rest = inside[name.end() :]
         if rest in ("[@]", "[*]"):
@@ -280,7 +280,7 @@ class _Reader:
             default = rest.lstrip(":")[1:]
             return "".join(self._expanded(default))
         if rest:
-            self.notes.append(f"${{{inside}}} is not known")
+            self.notes.append(f"the value of ${{{inside}}} is unknown")
             return ""
         value = self._value(name[0])
         return value if isinstance(value, str) else (value or [""])[0]
@@ -332,7 +332,7 @@ class _Reader:
     def _closing(self, mark: str, start: int) -> int:
         end = self.text.find(mark, start)
         if end < 0:
-            raise ValueError(f"a quotation mark {mark} is not closed")
+            raise ValueError(f"unclosed quotation mark {mark}")
         return end
 
     def _matching(self, start: int, opener: str, closer: str) -> int:
@@ -343,4 +343,4 @@ class _Reader:
             depth -= self.text[position] == closer
             if depth == 0:
                 return position
-        raise ValueError(f"a bracket {opener} is not closed")
+        raise ValueError(f"unclosed bracket {opener}")

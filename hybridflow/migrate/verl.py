@@ -78,7 +78,7 @@ _DEVICE_FIELDS = (
     "moe_permute_fusion",
     "persist_layer_norm",
 )
-_BY_DEVICE = "Megatron's kernels are chosen by the device"
+_BY_DEVICE = "Megatron's kernels are chosen based on the device"
 # losses that verl averages over sequences, whatever loss_agg_mode is
 _OVER_SEQUENCES = ("gspo", "sapo")
 _LIBRARIES = ("wandb", "mlflow", "trackio")
@@ -191,7 +191,7 @@ def _by_name(name: str, settings: Settings, out: Migration) -> None:
             out.settings[key] = _converted(key, value)
         return
     is_known = note not in ("", NO_EFFECT)
-    reason = note if is_known else "no setting here corresponds to it"
+    reason = note if is_known else "no equivalent setting here"
     is_needless = is_known and any(words in note for words in ("remove", "need no key"))
     settings.drop(reason, name, needless=is_needless or value in (None, False, "null", [], {}))
 
@@ -311,9 +311,9 @@ def _optimizer(given: Settings) -> dict[str, Any]:
             found[f"{role}.optim.lr_warmup_steps"] = warmup
         else:
             given.drop(
-                f"a share of the run's updates: set {role}.optim.lr_warmup_steps to {ratio} x the "
-                f"steps x {max(updates, 1)} updates a step, when `--explain` has said how many "
-                "steps an epoch has",
+                f"a share of the run's updates: set {role}.optim.lr_warmup_steps to {ratio} x "
+                f"total steps x {max(updates, 1)} updates per step; `--explain` shows the steps "
+                "per epoch",
                 f"{role}.optim.lr_warmup_steps_ratio",
                 needless=False,
             )
@@ -332,7 +332,7 @@ def _layout(given: Settings) -> dict[str, Any]:
     given.take("ref.megatron.*_offload", "ref.fsdp_config.*_offload", "ref.strategy")
     given.take("ref.ulysses_sequence_parallel_size")
     given.drop(
-        "actor.offload.optimizer moves the whole optimizer",
+        "actor.offload.optimizer offloads the whole optimizer",
         *_starting(given, "actor.optim.override_optimizer_config.optimizer_offload_fraction"),
         *_starting(given, "actor.optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d"),
     )
@@ -350,8 +350,8 @@ def _same_layout(given: Settings, role: str, section: str) -> None:
             differs.append(f"{name}={own}")
     if differs:
         given.out.remarks.append(
-            f"{role}.megatron has a different layout from the actor ({', '.join(differs)}); in "
-            f"the actor's processes it uses the actor's. Set {section}.placement=own to use a "
+            f"{role}.megatron has a different layout from the actor ({', '.join(differs)}), but a "
+            f"colocated role uses the actor's layout. Set {section}.placement=own to use a "
             "separate layout"
         )
 
@@ -468,8 +468,9 @@ def _engine(given: Settings) -> dict[str, Any]:
     found: dict[str, Any] = {"rollout.engine": "sglang", "rollout.n": given.take("rollout.n")}
     if kind == "vllm":
         given.out.remarks.append(
-            "rollout.name=vllm is translated to SGLang, the engine that this project is built "
-            "for; rollout.engine=vllm needs rollout.python, an environment with vLLM"
+            "rollout.name=vllm is translated to SGLang, this project's main engine; "
+            "rollout.engine=vllm requires rollout.python, the interpreter of an environment with "
+            "vLLM"
         )
     elif kind != "sglang":
         given.out.remarks.append(f"rollout.name={kind} is translated to SGLang")
@@ -478,7 +479,7 @@ def _engine(given: Settings) -> dict[str, Any]:
     if tokens and chunked is not False:
         found["rollout.extra_args"] = {"chunked_prefill_size": int(tokens)}
     given.drop(
-        f"arguments of {kind}; put SGLang's own into rollout.extra_args",
+        f"these are {kind} arguments; set the SGLang equivalents in rollout.extra_args",
         *(name for name in given.left() if name.startswith("rollout.engine_kwargs.")),
     )
     return found
@@ -487,7 +488,7 @@ def _engine(given: Settings) -> dict[str, Any]:
 def _conversations(given: Settings) -> dict[str, Any]:
     for name in ("rollout.multi_turn.tool_config_path", "data.tool_config_path"):
         given.drop(
-            "tools are Python functions here: name them in rollout.agent.tools with "
+            "tools are Python functions here: list them in rollout.agent.tools with "
             "rollout.agent.loop=tools (docs/agents.md)",
             name,
             needless=given.get(name) in (None, ""),
@@ -535,7 +536,7 @@ def _schedule(given: Settings) -> dict[str, Any]:
         if kept := given.take(f"trainer.{name}"):
             found["trainer.max_checkpoints_to_keep"] = int(kept)
     for name in ("rollout_data_dir", "validation_data_dir"):
-        given.drop("rollouts are in the run folder", f"trainer.{name}")
+        given.drop("rollouts are always written to the run folder", f"trainer.{name}")
     return found
 
 
@@ -575,7 +576,7 @@ def _reward(given: Settings) -> dict[str, Any]:
         if path:
             found |= {"reward.path": path, "reward.name": name or "compute_score"}
     prefix = "reward_model.reward_kwargs.overlong_buffer_cfg"
-    given.drop("the report shows the penalty", f"{prefix}.log")
+    given.drop("the report always shows the penalty", f"{prefix}.log")
     tokens = given.take(f"{prefix}.len")
     penalty = given.take(f"{prefix}.penalty_factor")
     if given.take(f"{prefix}.enable") and tokens:

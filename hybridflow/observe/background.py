@@ -110,7 +110,7 @@ class Background:
         """
         if not self.lost:
             return self.killed * (
-                f"tracker {self.name}: it took all records, but did not end within "
+                f"tracker {self.name}: it received all records, but did not exit within "
                 f"{self._timeout_s:g} s (trainer.tracker_timeout_s) and was stopped; see "
                 f"{self._log_path}"
             )
@@ -141,7 +141,7 @@ class Background:
         try:
             self._messages.put_nowait(line)
         except queue.Full:
-            self._say("does not keep up, so records are skipped; they are sent at the end")
+            self._say("it cannot keep up, so records are skipped now and sent at the end")
 
     def _say(self, fault: str) -> None:
         if fault not in self._faults and len(self._faults) < _MOST_FAULTS:

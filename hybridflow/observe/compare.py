@@ -89,7 +89,7 @@ def describe(differences: list[Difference]) -> str:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
     unlike = [one for one in metrics if one.differing]
-    same = f"{len(metrics) - len(unlike)} of {len(metrics)} metrics are the same"
+    same = f"{len(metrics) - len(unlike)} of {len(metrics)} metrics are identical"
     lines.append(same + ("; different:" if unlike else ""))
     return "\n".join([*lines, *(f"  {one.name}  {one.shown}" for one in unlike)])
 

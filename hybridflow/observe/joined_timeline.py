@@ -95,7 +95,7 @@ def join(
         DataError: the folder has no timeline.
     """
     if not (run_dir / "timeline.jsonl").is_file():
-        raise DataError(f"{run_dir} is not the folder of a run: timeline.jsonl not found")
+        raise DataError(f"{run_dir} is not a run folder: timeline.jsonl not found")
     missing: list[str] = []
     driver = Process(DRIVER, {"main": _phases(run_dir / "timeline.jsonl", most_bytes, missing)})
     ahead: dict[str, tuple[float, float]] = {}

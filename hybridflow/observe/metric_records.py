@@ -1,5 +1,5 @@
-"""The records of metrics.jsonl and timeline.jsonl within limits, because the file may come from
-another user: values that no run would write are skipped."""
+"""The records of metrics.jsonl and timeline.jsonl, read with limits. The files may come from
+another user, so values that no run would write are skipped."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MetricRecords:
             )
         if self._strange:
             found.append(
-                f"metrics.jsonl: {self._strange} records have no step or phase and are skipped"
+                f"metrics.jsonl: skipped {self._strange} records without a step or a phase"
             )
         if len(self._names) >= MOST_NAMES:
             found.append(

@@ -173,7 +173,7 @@ def drawn_groups(run: RunFolder) -> list[Group]:
 
 
 def process_groups(run: RunFolder) -> list[Group]:
-    """Return the pictures of a step on all processes and of the plan. This may read many files."""
+    """Return the pictures of the plan and of a step on all processes. May read many files."""
     groups = [
         ("Processes", step_pictures(run.path)),
         ("Plan", _plan_pictures(run.summary.get("planned"))),
@@ -279,7 +279,11 @@ def _routes(run: RunFolder) -> Fact | None:
         return None
     whose = "the record" if kind == "r2" else "the engines"
     what = "not replayed: the trainer used its own" if kind == "compare" else f"replayed ({kind})"
-    return f"Router choices unlike {whose}", f"{sum(shares) / len(shares) * 100:.2f} %", what
+    return (
+        f"Router choices that differ from {whose}",
+        f"{sum(shares) / len(shares) * 100:.2f} %",
+        what,
+    )
 
 
 def _layout(run: RunFolder) -> Fact | None:

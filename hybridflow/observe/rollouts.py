@@ -25,7 +25,7 @@ from hybridflow.errors import SchemaError
 ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
     "step": (np.int64, "training step of the row"),
     "uid": (np.int64, "group of the row within its step: the samples of one prompt share it"),
-    "data_source": (str, "which verifier scored it"),
+    "data_source": (str, "data source, which selects the verifier"),
     "prompt_text": (str, "decoded prompt with the chat template"),
     "response_text": (str, "decoded response"),
     "ground_truth": (str, "expected answer; JSON when it is not text"),
@@ -37,8 +37,8 @@ ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
     "response_mask": (
         Jagged,
         (
-            "[1: sampled by the policy, 0: put in by a tool or an environment; tokens in a row] "
-            "through the response"
+            "[1: sampled by the policy, 0: inserted by a tool or an environment; run length] over "
+            "the response"
         ),
     ),
     "finish_reason": (str, "stop | length | abort"),
@@ -56,7 +56,7 @@ ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
         "largest |rollout - trainer| log-probability of a sampled token",
     ),
     "reward_extra": (str, "JSON of the reward's extra values"),
-    "reward_failure": (str, "why the reward gave no score"),
+    "reward_failure": (str, "why the reward returned no score"),
     "messages": (str, "JSON of the answers and observations of a conversation"),
     "turns": (np.int32, "answers in the conversation"),
     "tool_calls": (np.int32, "tool calls of the conversation"),
@@ -69,9 +69,9 @@ TOKEN_COLUMNS: dict[str, str] = {
     "response_ids": "tokens of the response",
     "rollout_log_probs": "log-probability of each response token in the engine that sampled it",
     "support_sizes": (
-        "how many tokens the sampler chose each response token from; 0: the whole vocabulary"
+        "number of candidates that each response token was sampled from; 0: the whole vocabulary"
     ),
-    "support_ids": "these tokens, one response token after another",
+    "support_ids": "ids of the candidates, concatenated over the response tokens",
     "old_log_probs": "log-probability in the trainer, before the step's updates",
     "ref_log_probs": "log-probability under the reference's weights",
     "advantages": "advantage of each response token",

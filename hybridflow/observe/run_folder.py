@@ -188,7 +188,7 @@ def absent(run: RunFolder) -> list[str]:
     """Return a sentence for each file without records and each gap in the steps."""
     found = []
     for name, records, so in (
-        ("metrics.jsonl", run.metrics, ", so no charts"),
+        ("metrics.jsonl", run.metrics, ", so there are no charts"),
         ("timeline.jsonl", run.timeline, ""),
     ):
         if not records:

@@ -128,9 +128,7 @@ def fork(
         connection.connect(address_of(name))
         # any user can take the name of a server that has exited
         if (user := peer_user(connection)) != os.getuid():
-            raise ConnectionRefusedError(
-                f"user {user} listens under the name of the fork server {name}"
-            )
+            raise ConnectionRefusedError(f"user {user} owns the socket of fork server {name}")
         socket.send_fds(connection, [b"\n"], list(files))
         connection.sendall(json.dumps(order).encode() + b"\n")
         answers = connection.makefile("r")

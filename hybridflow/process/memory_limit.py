@@ -28,8 +28,8 @@ def memory_limit() -> Iterator[None]:
         yield
     except MemoryError as error:
         raise MemoryExhaustedError(
-            "out of memory: this command may use half of the machine's memory; some file is far "
-            "larger than any that a run writes"
+            "out of memory: this command is limited to half of the machine's memory; some file is "
+            "far larger than any that a run writes"
         ) from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

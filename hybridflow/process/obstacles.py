@@ -67,11 +67,15 @@ def _folders() -> Iterator[Obstacle]:
             "create it, or set TMPDIR to another folder",
         )
     elif len(os.fsencode(used)) > _LONG:
-        yield Obstacle("TMPDIR", "unused", f"{used} is too long for unix sockets; they are in /tmp")
+        yield Obstacle(
+            "TMPDIR", "unused", f"{used} is too long for unix sockets; they are created in /tmp"
+        )
     home = os.environ.get("HOME")
     if not home or not os.access(home, os.W_OK | os.X_OK) or not os.path.isdir(home):
         said = f"{home} is not writable" if home else "is not set"
-        yield Obstacle("HOME", "unused", f"{said}: libraries do not cache or read settings there")
+        yield Obstacle(
+            "HOME", "unused", f"{said}: libraries read no settings and cache no files there"
+        )
 
 
 def _encoding() -> Iterator[Obstacle]:
@@ -90,7 +94,7 @@ def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
             yield Obstacle(
                 "PYTHONPATH",
                 "error",
-                f"{folder} has {_listed(hidden)}, which shadows Python's own",
+                f"{folder} contains {_listed(hidden)}, which shadows Python's own",
                 remedy,
             )
         for name in libraries:
@@ -105,8 +109,8 @@ def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
                 versions.append(_version(name, Path(found.origin or "").parents[1]))
             if "" in versions or versions[0] != versions[1]:
                 what = (
-                    f"{folder} has {name} {versions[0] or 'of unknown version'}, which shadows "
-                    f"{name} {versions[1]}"
+                    f"{folder} contains {name} {versions[0] or 'of unknown version'}, which "
+                    f"shadows {name} {versions[1]}"
                 )
                 yield Obstacle("PYTHONPATH", "error", f"{what} of this environment", remedy)
     if sys.flags.safe_path:
@@ -123,8 +127,8 @@ def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
         return
     if hidden:
         what = (
-            f"{_listed(hidden)} have names of Python's modules; processes of a run do not import "
-            "them"
+            f"{_listed(hidden)} share names with Python's own modules; the processes of a run do "
+            "not import them"
         )
         yield Obstacle("working directory", "unused", what)
 

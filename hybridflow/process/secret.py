@@ -158,6 +158,6 @@ def read_exactly(connection: socket.socket, size: int, deadline: float | None = 
             connection.settimeout(max(deadline - time.monotonic(), 1e-6))
         part = connection.recv(min(size - len(data), 1 << 20))
         if not part:
-            raise ConnectionResetError("the other end has closed the connection")
+            raise ConnectionResetError("the peer closed the connection")
         data += part
     return bytes(data)

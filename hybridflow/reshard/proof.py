@@ -76,7 +76,8 @@ def prove(plan: SlicePlan, allow_unused: Collection[str] = ()) -> Proof:
     unused, partial = tensor_use(plan.catalog, plan.target)
     faults += [f"an engine uses only part of {name}" for name in partial]
     faults += [
-        f"some engine does not use {name}; remove it from the model or add it to allow_unused"
+        f"at least one engine does not use {name}; remove it from the model, or add it to "
+        "allow_unused"
         for name in unused
         if name not in allow_unused
     ]

@@ -112,7 +112,9 @@ def build(kind: type, text: str) -> Any:
             | (known & {"ranks", "count", "dense"})
         )
         problem = (
-            f"{unknown[0]!r} is not a size of this side" if unknown else "ranks=NUMBER is missing"
+            f"{unknown[0]!r} is not a size that this option accepts"
+            if unknown
+            else "ranks=NUMBER is missing"
         )
         raise ConfigError(f"{text!r}: {problem}; valid names: {', '.join(names)}")
     return kind(**values)

@@ -63,8 +63,8 @@ class Scoring:
         if config.path is not None and config.combine:
             raise ConfigError(
                 f"reward.combine={dict(config.combine)} cannot be used with "
-                f"reward.path={config.path}, whose function scores every row; remove one of them "
-                "(reward.combine also accepts functions, as path/to/file.py:name)"
+                f"reward.path={config.path}, because that function scores every row; remove one of "
+                "the two (reward.combine also accepts functions, as path/to/file.py:name)"
             )
         self._function = None if config.path is None else load_function(config)
         self._verifiers: Mapping[str, Verifier] = {}

@@ -249,7 +249,8 @@ def _of_check(test: str, entry_point: str, setup: str) -> list[ProgramTest]:
         return [_of_assert(test, setup)]
     if not entry_point.isidentifier():
         raise ValueError(
-            f"entry_point={entry_point!r} is not a function name, but the test's `check` needs one"
+            f"entry_point={entry_point!r} must be a function name, because the test's `check` is "
+            "called with that function"
         )
     names = [argument.arg for argument in check.args.args]
     asserts = [node for node in check.body if isinstance(node, ast.Assert)]

@@ -265,7 +265,7 @@ class Validator:
 
     async def run(self, engines: Rollouts, step: int) -> dict[str, float]:
         """Validate all sets concurrently. Returns their metrics, with the prefix "val", or
-        "val-NAME" for an entry of `data.val_sets`; empty without a set."""
+        "val-NAME" for an entry of `data.val_sets`; empty if there are no sets."""
         metrics: dict[str, float] = {}
         async for name, batch in self.scored(engines):
             self.dump(name, batch, step)
@@ -402,7 +402,7 @@ def failures(batch: DataProto) -> list[str]:
             rows.setdefault(text, []).append(row)
     ordered = sorted(rows.items(), key=lambda item: -len(item[1]))
     return [
-        f"{len(found)} of {len(batch)} rows have no score (row {found[0]} first): {text}"
+        f"{len(found)} of {len(batch)} rows have no score (first: row {found[0]}): {text}"
         for text, found in ordered
     ]
 

@@ -73,7 +73,7 @@ class RestartingSync:
         if not self._restarts.take():
             raise error
         log.info(
-            "no engine is left, restarting all of them (%d more restarts this hour): %s",
+            "no engine is left; restarting all engines (%d more restarts this hour): %s",
             self._restarts.left,
             error,
         )

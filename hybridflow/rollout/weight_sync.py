@@ -88,7 +88,7 @@ class SliceSync:
         """Send this version to every engine that is up. Engines that did not receive it are
         quarantined."""
         if self._plan is None:
-            raise RuntimeError("sync before prepare")
+            raise RuntimeError("sync() was called before prepare()")
         started = time.perf_counter()
         stale, nbytes = await self._round(version)
         nobody = len(stale) == len(self._sessions)

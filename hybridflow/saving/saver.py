@@ -396,8 +396,8 @@ def _mismatches(holder: Holder, manifest: Manifest, backend: str) -> list[str]:
         return [
             (
                 f"it was written by another training backend ({manifest.backend}); set "
-                f"actor.backend={manifest.backend}, or convert it with `hybridflow checkpoint "
-                "export` and model.path"
+                f"actor.backend={manifest.backend}, or export it with `hybridflow checkpoint "
+                "export` and set model.path to the export"
             )
         ]
     family = holder.family.hf.get("model_type")

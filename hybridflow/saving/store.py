@@ -113,8 +113,8 @@ class Checkpoint:
             OverflowError,
         ) as error:
             raise CheckpointError(
-                f"{self.folder / DRIVER} has the right hash but does not contain the state of such "
-                f"a run ({type(error).__name__}: {error}); it was written by another version or "
+                f"{self.folder / DRIVER} has the right hash but does not contain a valid state for "
+                f"this run ({type(error).__name__}: {error}); it was written by another version or "
                 "edited. Resume from another checkpoint (set its name in latest.json), or start "
                 "over with trainer.resume=disable"
             ) from error
@@ -463,7 +463,7 @@ def problems_of_parts(folder: Path) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        return [f"{file} does not list its parts ({type(error).__name__}: {error})"]
+        return [f"{file} does not list the checkpoint's parts ({type(error).__name__}: {error})"]
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -488,6 +488,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder / DRIVER} has the right hash but does not describe a checkpoint "
-            f"({type(error).__name__}: {error})"
+            f"{folder / DRIVER} has the right hash but does not contain a valid phase, step and "
+            f"state ({type(error).__name__}: {error})"
         ) from error

@@ -381,7 +381,7 @@ def wait_for_nodes(
 
     deadline = time.monotonic() + timeout_s
     joined: list[str] = []
-    why = "it does not answer"
+    why = "it did not answer"
     while True:
         check()
         try:
@@ -395,7 +395,7 @@ def wait_for_nodes(
                 return
             why = f"joined: {', '.join(joined) or 'none'}"
         except TimeoutError:
-            why = "it does not answer"
+            why = "it did not answer"
         except Exception as error:  # Ray raises RpcError, RaySystemError and others
             why = f"{type(error).__name__}: {error}"
         if time.monotonic() >= deadline:

@@ -298,7 +298,7 @@ class Future:
             file.mark(f"no answer from {listed} of {self._role} in {self._method}")
         if not any(self._ranks[rank].pid for rank in waiting):
             return self._worker_error(
-                f"the processes of {listed} have not come up. Ray runs workers at low priority, so "
+                f"the processes of {listed} have not started. Ray runs workers at low priority, so "
                 "other load on the machine delays them: stop it, set RAY_worker_niceness=0, or "
                 "raise cluster.start_timeout_s",
                 waiting[0],

@@ -147,8 +147,8 @@ def require_listener(address: str, timeout_s: float) -> None:
         strangers := listeners_at(peer, int(port)) - {os.getuid(), 0}
     ):
         raise ResourceError(
-            f"the listener at {address} belongs to user {min(strangers)}, who would receive your "
-            "token; correct cluster.address (null starts a cluster on this machine)"
+            f"the listener at {address} belongs to user {min(strangers)}, so that user would "
+            "receive your token; correct cluster.address (null starts a cluster on this machine)"
         )
 
 

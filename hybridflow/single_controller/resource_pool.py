@@ -79,7 +79,7 @@ class ResourcePool:
         """
         if nodes < 1 or procs_per_node < 1 or max_colocate < 1:
             raise ResourceError(
-                f"a pool needs at least one node, process and group, got {nodes} x "
+                f"a pool requires at least one node, process and group, got {nodes} x "
                 f"{procs_per_node}, {max_colocate} colocated"
             )
         slots = Pool(

@@ -112,7 +112,7 @@ class Watch:
         SIGKILL."""
         text = (
             f"hybridflow: {self._lost}; the driver was waiting for it in a call that cannot be "
-            "interrupted, and was ended"
+            "interrupted, and was terminated"
         )
         with suppress(OSError):  # a full disk or a closed pipe must not keep it alive
             print(

@@ -159,10 +159,10 @@ class Board:
         Raises:
             WeightSyncError: the engine worker called the order off, or the deadline has passed.
         """
-        self._wait({self._key("go"): ""}, timeout_s, "no go from the engine worker")
+        self._wait({self._key("go"): ""}, timeout_s, "no go-ahead from the engine worker")
         answer = self.store.get(self._key("go")).decode()
         if answer != _GO:
-            raise WeightSyncError(f"{self.order.describe()} was called off: {answer}")
+            raise WeightSyncError(f"{self.order.describe()} was cancelled: {answer}")
 
     # ---- the engine worker
 

@@ -108,8 +108,9 @@ class Advantages:
         reads_scores = "greedy_scores" in entry.reads or hasattr(self.options, "rewards")
         if reads_scores or entry.preferences or entry.takes_parts:
             raise FlowError(
-                f"advantages(batch, of={of!r}) is not supported with algorithm.adv_estimator="
-                f"{name}, which needs more than one number per sample; set it to gae or grpo"
+                f"advantages(batch, of={of!r}) is not supported with "
+                f"algorithm.adv_estimator={name}, because that estimator needs more than one "
+                "number per sample; set it to gae or grpo"
             )
         values = np.asarray(batch[of])
         if values.shape != (len(batch),) or values.dtype.kind not in "biuf":

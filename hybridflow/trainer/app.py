@@ -472,7 +472,7 @@ def _with_clusters(
             is_over = config.cluster.address is not None or stops.summary is not None
             if is_over or not limit.take():
                 raise ClusterLostError(
-                    f"{error}, which ended the run: {_how_to_resume(session.store)}"
+                    f"{error}. The run has ended: {_how_to_resume(session.store)}"
                 ) from error
             progress.message(
                 f"{error}: starting a fresh cluster and resuming from the last checkpoint"

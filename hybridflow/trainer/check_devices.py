@@ -17,20 +17,21 @@ def check_devices(config: RunConfig, kind: str) -> None:
     if kind == "cpu" and config.actor.parallel.moe_dispatcher == "deepep":
         raise ConfigError(
             "actor.parallel.moe_dispatcher=deepep requires GPUs, because its kernels write to "
-            "other ranks' GPU memory, but this is a CPU; use alltoall or allgather"
+            "other ranks' GPU memory, but this run uses CPUs; use alltoall or allgather"
         )
     if kind == "cpu" and config.trainer.profile.steps and config.trainer.profile.tool == "nsys":
         raise ConfigError(
-            "trainer.profile.tool=nsys marks ranges of CUDA's profiler, but this is a CPU; set "
-            "tool=torch"
+            "trainer.profile.tool=nsys marks ranges of CUDA's profiler, but this run uses CPUs; "
+            "set tool=torch"
         )
     if kind == "cpu" and config.rollout.quantization == "fp8":
         # sglang/srt/layers/quantization/fp8_utils.py:1809 and fp8.py:827
         raise ConfigError(
             "rollout.quantization=fp8 requires GPUs of compute capability 8.9 or later, but this "
-            "is a CPU: an engine can load fp8 weights there, but its fp8 layers need Triton, which "
-            "has no CPU driver, or AMX kernels; set rollout.quantization=null; `hybridflow reshard "
-            "plan --engine-dtype fp8` plans and verifies such a transfer on any machine"
+            "run uses CPUs: an engine can load fp8 weights there, but its fp8 layers require "
+            "Triton (which has no CPU driver) or AMX kernels; set rollout.quantization=null; "
+            "`hybridflow reshard plan --engine-dtype fp8` plans and verifies such a transfer on "
+            "any machine"
         )
 
 

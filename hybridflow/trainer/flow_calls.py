@@ -66,7 +66,7 @@ class Pending(Generic[T]):
         """
         if self.is_awaited:
             raise FlowError(
-                f"run.{self.name} in line {self.line} is awaited twice; call it again, or store "
+                f"run.{self.name} on line {self.line} is awaited twice; call it again, or store "
                 "its result in a variable"
             )
         self.is_awaited = True
@@ -174,7 +174,7 @@ def checked_batch(given: object, call: str) -> DataProto:
 
 
 def _not_awaited(call: Pending[Any]) -> str:
-    where = "" if call.line is None else f" in line {call.line}"
+    where = "" if call.line is None else f" on line {call.line}"
     return f"run.{call.name}{where} is not awaited; write `await run.{call.name}`"
 
 

@@ -108,8 +108,8 @@ async def _outcome(run: FlowRun) -> BaseException | None:
 
 def _endless(run: FlowRun) -> FlowError:
     return FlowError(
-        f"two steps over synthetic rows have not ended after {_LIMIT_S:.0f} s; skip code that "
-        "waits or computes for long with `if not run.is_tracing:`",
+        f"two steps over synthetic rows did not finish within {_LIMIT_S:.0f} s; put code that "
+        "waits or computes for a long time under `if not run.is_tracing:`",
         line=run.body_line(),
     )
 
@@ -138,7 +138,7 @@ def _not_called(run: FlowRun, config: RunConfig, text: str) -> FlowError | None:
             continue
         if not re.search(pattern, text):
             return FlowError(f"the flow never calls run.{call}: {why}", line=run.flow.line)
-        run.doubts.append(f"run.{call} is not called in any of the {STEPS} steps of the check")
+        run.doubts.append(f"run.{call} was not called in any of the {STEPS} steps of the check")
     return None
 
 
@@ -151,7 +151,7 @@ def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
     none = "it would train nothing; to generate answers only, set trainer.rollout_only=true"
     wanted = {"policy.update(batch)": (r"\.update\b", none)}
     for role in derived.roles_in_use(config):
-        why = f"this run has a {role.replace('_', ' ')}; call it, or leave its settings out"
+        why = f"this run has a {role.replace('_', ' ')}; call it, or remove its settings"
         if ROLES[role].head == "value":
             wanted[f"{role}.values(batch)"] = (rf"\b{role}\.values\b", why)
             wanted[f"{role}.update(batch)"] = (

@@ -156,7 +156,7 @@ def _of_type(text: str) -> str | None:
     if "'async for'" in text:
         return f"{text}; write `async for step in run.steps():`"
     if "a coroutine was expected" in text:
-        return f"{text}; calls of the run start immediately; await the call directly"
+        return f"{text}; calls on the run start immediately, so await the call directly"
     named = [name for name in _BY_TEXT if re.search(rf"'{name}'|\b{name}\.\w+\(\)", text)]
     if not named and not _SIGNATURE.search(text):
         return None

@@ -152,8 +152,8 @@ class RewardModel(_Role):
         if missing or not whole:
             what = f"column {missing[0]!r}" if missing else "pairs"
             raise FlowError(
-                f"{name}: the batch has no {what}; it needs {', '.join(PAIRS)}, and a pair for "
-                f"each of {ranks} data-parallel ranks"
+                f"{name}: the batch has no {what}; it must have the columns {', '.join(PAIRS)} and "
+                f"at least one pair for each of the {ranks} data-parallel ranks"
             )
         run.open_step(name)
         learning = self.role.update(ModelWorker.pair_step, given.rows(slice(0, whole)))
@@ -187,8 +187,8 @@ class Critic(_Role):
         entry = ROLES[self.name]
         if self.role is None:
             raise FlowError(
-                f"{name}: this run has no {self.name.replace('_', ' ')}; set {entry.comes_with}, "
-                "which adds one"
+                f"{name}: this run has no {self.name.replace('_', ' ')}; set {entry.comes_with} to "
+                "add one"
             )
         trained = run.training_on(checked_batch(batch, f"{self.name}.update"), name)
         batch = run.with_own_columns(batch, [f"{entry.prefix}returns"])

@@ -47,7 +47,7 @@ class FlowWatch:
                 if seconds < _FIRST_S:
                     limit = _FIRST_S
                 elif seconds >= limit:
-                    say(f"{where()} for {duration(seconds)} without a call of the run")
+                    say(f"{where()} for {duration(seconds)} without calling a method of the run")
                     limit = 2 * seconds
 
         thread = threading.Thread(target=watch, name="flow-watch", daemon=True)

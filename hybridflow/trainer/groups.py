@@ -53,8 +53,9 @@ def tell_backend(
         )
     if facts["backend"] == "torch (cuda)":
         say(
-            "warning: Transformer Engine could not be imported, so the GPU layers use plain torch: "
-            "slower, without fused kernels; docs/platforms.md lists the disabled features"
+            "warning: Transformer Engine could not be imported, so the GPU layers fall back to "
+            "plain torch, which is slower and has no fused kernels; docs/platforms.md lists the "
+            "disabled features"
         )
 
 

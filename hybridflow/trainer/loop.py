@@ -224,7 +224,8 @@ class RLTrainer:
         if checkpoint is None and self.config.sft.steps:
             raise CheckpointError(
                 f"{self.session.folder / 'checkpoints'}: no checkpoint contains the weights of the "
-                "warm start, and the ranks have lost them; run the same command again to repeat it"
+                "warm start, and the ranks have lost them; run the same command again to repeat "
+                "the warm start"
             )
         self.session.go_back(checkpoint)
         if checkpoint is not None:

@@ -239,7 +239,7 @@ class Records:
             self._dumped(folder, step)
 
     def _dumped(self, folder: Path, step: int) -> None:
-        """Hand a new dump to the trackers, and delete dumps that are not to be kept."""
+        """Hand a new dump to the trackers, and delete the dumps that the settings do not keep."""
         self.session.tracker.rollouts(step, dump_path(folder, step))
         trainer = self.config.trainer
         if trainer.keep_rollout_steps is not None:

@@ -153,9 +153,9 @@ class FlowRun:
         """
         flow = self.flow
         if name not in flow.roles:
-            where = f" in line {flow.line}" if self._file else ""
+            where = f" on line {flow.line}" if self._file else ""
             raise FlowError(
-                f"run.{name} is called, but the flow declares roles={flow.roles}; write "
+                f"run.{name} was called, but the flow declares only roles={flow.roles}; write "
                 f"@flow({flow.name!r}, roles={(*flow.roles, name)}){where}"
             )
         return self._roles[name]
@@ -312,9 +312,8 @@ class FlowRun:
     def with_own_columns(
         self, batch: DataProto, names: Sequence[str], added: dict[str, object] | None = None
     ) -> DataProto:
-        """Check those of the columns `names` that the flow itself has created, and return the
-        batch. Columns in `added` (default: the columns added by the last `advantages`) are not the
-        flow's.
+        """Check the columns in `names` that the flow itself created, and return the batch. Columns
+        in `added` (default: the columns added by the last `advantages`) are not the flow's.
 
         Raises:
             FlowError: a column has a wrong shape, or contains a number that is not finite.
@@ -506,8 +505,8 @@ class FlowRun:
             self.trainer.step -= 1
         if self.step == 0 and not self._is_open:
             raise FlowError(
-                "the flow ended without running a step; write `async for _ in run.steps():` with a "
-                "call of the run inside",
+                "the flow ended without running a step; write `async for _ in run.steps():` and "
+                "call a method of the run inside",
                 line=self.flow.line,
             )
         if self.step >= self.last and not self._is_open:

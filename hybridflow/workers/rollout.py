@@ -440,8 +440,8 @@ class RolloutWorker:
         """Raise WeightSyncError if a restarted engine's weight layout does not match the plan."""
         if self._described is not None and self._describe(engine) != self._described:
             raise WeightSyncError(
-                f"{engine.spec.name} has a different weight layout after its restart; start the "
-                "run again"
+                f"{engine.spec.name} has a different weight layout after its restart; restart the "
+                "run"
             )
 
 

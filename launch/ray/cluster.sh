@@ -27,7 +27,7 @@ fi
 folder='' # Ray's own default, /tmp/ray, is open to every user of the machine
 if [[ $action == head || $action == join ]]; then
   folder=$("$PYTHON" -P -m hybridflow.launch private-folder --prefix "hf-cluster-$FIRST_PORT-") || {
-    echo "cluster.sh: could not create a private folder for Ray; set PYTHON to the Python that has HybridFlow" >&2
+    echo "cluster.sh: could not create a private folder for Ray; set PYTHON to a Python with HybridFlow installed" >&2
     exit 2
   }
 fi

@@ -240,6 +240,6 @@ def test_scales_that_an_engine_would_drop_are_found(
         1 << 20,
     )
     with pytest.raises(
-        WeightSyncError, match=r"some engine does not use model\.layers\.0\.\S+_scale_inv"
+        WeightSyncError, match=r"at least one engine does not use model\.layers\.0\.\S+_scale_inv"
     ):
         prove(plan)

@@ -153,7 +153,7 @@ def test_inspect_and_verify(
     out = capsys.readouterr().out
     assert "tensor=2 pipeline=2 expert=2" in out and "optimizer exp_avg_sq" in out
     assert main(["checkpoint", "verify", str(copy)]) == 0
-    assert "all as in the manifest (step 3)" in capsys.readouterr().out
+    assert "all match the manifest (step 3)" in capsys.readouterr().out
 
     largest = max((copy / "policy").glob("*.bin"), key=lambda path: path.stat().st_size)
     data = bytearray(largest.read_bytes())

@@ -197,7 +197,7 @@ def test_processes_that_do_not_come_up_in_time_are_said_not_to_have_come_up(
     monkeypatch.setattr(cluster, "config", replace(cluster.config, start_timeout_s=0.05))
     with pytest.raises(
         WorkerError,
-        match=r"rank\(s\) 0, 1 of 2 have not come up\..* raise cluster\.start_timeout_s",
+        match=r"rank\(s\) 0, 1 of 2 have not started\..* raise cluster\.start_timeout_s",
     ):
         small_group(cluster, pool, tmp_path)
 

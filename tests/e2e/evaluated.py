@@ -68,7 +68,7 @@ def is_served(folder: Path, question: str, number: signal.Signals, *words: str) 
     cwd.mkdir(exist_ok=True)
     words = ("serve", str(folder), "--port", "0", *words)
     with Run(cwd / "served", *words, cwd=cwd) as run:
-        run.wait_for(lambda: "Ctrl-C stops it" in run.out)
+        run.wait_for(lambda: "press Ctrl-C to stop the server" in run.out)
         [url] = re.findall(r"http://127.0.0.1:\d+/v1", run.out)
         [key] = re.findall(r"API key, for this server only: (\S+)", run.out)
         messages: list[Any] = [{"role": "user", "content": question}]

@@ -56,7 +56,7 @@ CASES = {
     ),
     "fp8-on-a-cpu": (
         ("rollout.quantization=fp8", "model.dtype=bfloat16"),
-        r"rollout.quantization=fp8 requires GPUs .* this is a CPU",
+        r"rollout.quantization=fp8 requires GPUs .* this run uses CPUs",
     ),
     "no-file": (
         ("data.train_files=[nowhere.parquet]",),

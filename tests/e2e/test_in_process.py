@@ -123,7 +123,7 @@ def replays_step_three(folder: Path) -> None:
         assert any(
             line.split()[0] == name and line.split()[2] == "0" for line in table.splitlines()[2:]
         ), table
-    assert "metrics are the same\n" in table
+    assert "metrics are identical\n" in table
     of_generation = {"rollout/restarts", "trainer/restarts"}
     [replayed] = numbers(of_replay)
     wanted = numbers(folder)[2]

@@ -85,5 +85,5 @@ def test_peaks_of_memory_are_logged_for_every_phase(folder: Path) -> None:
 def test_the_report_shows_the_routes(folder: Path) -> None:
     report = (folder / "report.html").read_text()
     assert "Router choices that differ (replayed)" in report
-    assert "Router choices unlike the engines" in report and "replayed (r3)" in report
+    assert "Router choices that differ from the engines" in report and "replayed (r3)" in report
     assert json.loads((folder / "summary.json").read_text())["steps"] == 2

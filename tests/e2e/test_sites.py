@@ -48,7 +48,7 @@ PASSES: dict[str, Site] = {
 REFUSED: dict[str, tuple[Site, str]] = {
     "another-ray": (
         {"PYTHONPATH": "{here}/other"},
-        "has ray of unknown version, which shadows ray",
+        "contains ray of unknown version, which shadows ray",
     ),
     "no-utf8": (
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},

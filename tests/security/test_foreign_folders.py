@@ -24,7 +24,7 @@ STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # what the report, and verify of the checkpoint, say of it
 SAID = {
     "deep": ("summary.json: not readable (nested too deeply)", "nested too deeply"),
-    "deep_yaml": ("config.yaml: not readable (nested too deeply)", "all as in the manifest"),
+    "deep_yaml": ("config.yaml: not readable (nested too deeply)", "all match the manifest"),
     "pipes": ("metrics.jsonl: not readable (not a regular file)", "not a regular file"),
     "sockets": ("config.yaml: not readable (not a regular file)", "not a regular file"),
     "endless": (
@@ -41,7 +41,7 @@ SAID = {
     "manifest_lies": ("Rollouts of step 2", "manifest.json cannot be read (ValueError: layout is"),
     "huge_numbers": (
         "metrics.jsonl: skipped line 10, which is not a complete record",
-        "all as in the manifest",
+        "all match the manifest",
     ),
     "twice": ("Rollouts of step 2", "duplicate key 'step'"),
     "encodings": ("config.yaml: not readable (not UTF-8 (byte 0))", "index.json has"),
@@ -50,10 +50,10 @@ SAID = {
         "config.yaml: not readable (aliases are not allowed",
         "index.json has 60000016 bytes",
     ),
-    "many_records": ("metrics.jsonl: has more than", "all as in the manifest"),
+    "many_records": ("metrics.jsonl: has more than", "all match the manifest"),
     "wrong_content": (
         "Rollouts of step 2 (1 of 1 rows)",
-        "has the right hash but does not describe",
+        "has the right hash but does not contain",
     ),
 }
 

@@ -28,7 +28,8 @@ def test_a_clock_that_is_off_ends_the_job(jobs: Jobs) -> None:
     site = jobs.site("clock", python=wrong_clock(jobs))
     line = refused(jobs, jobs.submit("clock", "--site", site, "--max-restarts", "0"))
     assert (
-        "preflight: 1 of 2 nodes are usable, 2 are needed n2: problem with n1: the clock of n2 is +"
+        "preflight: 1 of 2 nodes are usable, but the job requires 2 n2: problem with n1: the clock "
+        "of n2 is +"
     ) in line
     assert line.endswith("start chrony or ntpd there")
 
@@ -37,8 +38,8 @@ def test_a_folder_that_the_nodes_do_not_share_ends_the_job(jobs: Jobs) -> None:
     elsewhere = ON_N2.format(step="preflight", lines='set -- "${@/restart-0/elsewhere}"')
     site = jobs.site("not shared", python=elsewhere, preflight_timeout_s=90)
     line = refused(jobs, jobs.submit("not shared", "--site", site, "--max-restarts", "0"))
-    assert "preflight: 1 of 2 nodes are usable, 2 are needed n2: " in line
-    assert line.endswith("does not exist there; choose an output_dir that all nodes mount")
+    assert "preflight: 1 of 2 nodes are usable, but the job requires 2 n2: " in line
+    assert line.endswith("does not exist on that node; choose an output_dir that all nodes mount")
 
 
 def test_a_token_that_does_not_match_ends_the_job(jobs: Jobs) -> None:
@@ -80,7 +81,8 @@ def test_a_node_that_never_comes_up_ends_the_job(jobs: Jobs) -> None:
         jobs.cluster.wait_until_idle()
     line = refused(jobs, job)
     assert (
-        "preflight: 1 of 2 nodes are usable, 2 are needed n2: it did not answer (srun: error: "
+        "preflight: 1 of 2 nodes are usable, but the job requires 2 n2: it did not answer (srun: "
+        "error: "
         "Task launch"
     ) in line
     assert "sinfo -R" in line

@@ -48,7 +48,7 @@ REFUSALS = (
     ("doctor", 1, "torch"),
     ("report nowhere", 2, "nowhere: no such run folder"),
     ("replay nowhere 1", 2, "nowhere is not a run folder"),
-    ("slurm logs 12", 1, "pass the job's number"),
+    ("slurm logs 12", 1, "pass the job ID"),
     ("train --config-name no-such-recipe", 2, "recipe no-such-recipe not found"),
 )
 

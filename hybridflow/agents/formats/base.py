@@ -78,7 +78,7 @@ def json_call(found: Any, arguments_key: str) -> Call:
     """Parse the call in a JSON object {"name": ..., arguments_key: {...}}."""
     name = found.get("name") if isinstance(found, dict) else None
     if not isinstance(name, str):
-        return Call("", problem='the call is not a JSON object with a "name"')
+        return Call("", problem='the call must be a JSON object with a "name"')
     return with_arguments(name, found.get(arguments_key, {}))
 
 
@@ -94,5 +94,5 @@ def with_arguments(name: str, arguments: Any, number: str = "") -> Call:
                 name, problem=f"the arguments of {name} are not valid JSON ({error})", id=number
             )
     if not isinstance(arguments, dict):
-        return Call(name, problem=f"the arguments of {name} are not a JSON object", id=number)
+        return Call(name, problem=f"the arguments of {name} must be a JSON object", id=number)
     return Call(name, arguments, id=number)

@@ -19,7 +19,7 @@ FORMATS.register(
             rf"(?P<kind>[^<]*+){_SEPARATOR}\s*+(?:(?P<name>[^\n`{{<]*+)\n```(?:json)?)?\s*+"
         ),
         end=_END,
-        lacks=f"the call has no {_SEPARATOR}",
+        lacks=f"the call is missing {_SEPARATOR}",
         fence="```",
     ),
 )

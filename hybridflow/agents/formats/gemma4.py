@@ -31,7 +31,7 @@ def _object_at(text: str, place: int) -> tuple[Any, int]:
             break
         closed = text.find(_QUOTE, stop)
         if closed < 0:
-            raise ValueError("a string is not closed")
+            raise ValueError("a string is not terminated")
         looked = closed + len(_QUOTE)
     whole = _as_json(text[place:stop])
     value, end = json_at(whole, 0)
@@ -62,7 +62,7 @@ FORMATS.register(
         begin="<|tool_call>",
         header=re.compile(r"call:(?P<name>[^{<]*+)"),
         end="<tool_call|>",
-        lacks="the call does not begin with call:NAME",
+        lacks="the call must begin with call:NAME",
         value=_object_at,
     ),
 )

@@ -16,7 +16,7 @@ FORMATS.register(
         begin="<|tool_call_begin|>",
         header=re.compile(rf"(?P<id>[^<]*+){re.escape(_ARGUMENTS)}\s*"),
         end="<|tool_call_end|>",
-        lacks=f"the call has no {_ARGUMENTS}",
+        lacks=f"the call is missing {_ARGUMENTS}",
         name_in_id=re.compile(r"(?:functions\.)?(?P<name>.*?)(?::\d+)?"),
     ),
 )

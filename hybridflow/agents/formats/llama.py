@@ -37,5 +37,5 @@ def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
         call = json_call(found, key or "parameters")
         calls.append(dataclasses.replace(call, span=(offset + begin.end() - 1, offset + place)))
     if rest[place:].strip(" ;\n") and (calls or tagged) and len(calls) < MOST_CALLS:
-        calls.append(Call("", problem="the call is not a JSON object"))
+        calls.append(Call("", problem="the call must be a JSON object"))
     return calls

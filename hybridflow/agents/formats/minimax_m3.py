@@ -65,7 +65,7 @@ def minimax_m3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
                 return calls
     if opened:
         calls.append(
-            Call(called, problem=f"the call of {called} is not closed", span=(begin, len(text)))
+            Call(called, problem=f"the call to {called} is not closed", span=(begin, len(text)))
         )
     if place >= 0 and not calls and text[place + len(_SECTION) :].strip():
         return [Call("", problem=f"{_SECTION} contains no call")]

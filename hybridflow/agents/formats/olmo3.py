@@ -1,4 +1,4 @@
-"""OLMo 3's call format: Python calls with literal keyword arguments, one a line, enclosed in
+"""OLMo 3's call format: Python calls with literal keyword arguments, one call per line, enclosed in
 <function_calls>. true, false and null are written as in JSON."""
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def olmo3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     try:
         listed = ast.parse("\n".join(line.strip() for line in lines.split("\n"))).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        problem = f"the calls are not Python calls, one a line ({error})"
+        problem = f"expected one Python call per line ({error})"
         return [Call("", problem=problem, span=span)]
     return [_call(one, span) for one in listed[:MOST_CALLS]]
 
 
 def _call(statement: ast.stmt, span: tuple[int, int]) -> Call:
     if not isinstance(statement, ast.Expr):
-        return Call("", problem="a line is something other than a call", span=span)
+        return Call("", problem="a line contains something other than a call", span=span)
     for node in ast.walk(statement.value):
         if isinstance(node, ast.keyword):
             node.value = _constant(node.value)

@@ -31,7 +31,7 @@ def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
         return [
             Call(
                 first["name"],
-                problem=f"the calls are not a list of Python calls ({error})",
+                problem=f"expected a list of Python calls ({error})",
                 span=span,
             )
         ]
@@ -40,8 +40,8 @@ def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
 
 
 def call_of(node: ast.expr, span: tuple[int, int]) -> Call:
-    """Return the call that an expression is. Its problem is set if it is none, or if an argument
-    has no name or is not a literal."""
+    """Convert an expression to a call. Its problem is set if the expression is not a call, or if
+    an argument is positional or not a literal."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return Call("", problem="the list contains something other than calls", span=span)
     name = node.func.id
@@ -51,9 +51,9 @@ def call_of(node: ast.expr, span: tuple[int, int]) -> Call:
         try:
             arguments[str(one.arg)] = _literal(one.value)
         except (ValueError, TypeError, RecursionError, MemoryError):
-            problem = f"the argument {one.arg} of {name} is not a literal"
+            problem = f"the argument {one.arg} of {name} must be a literal"
     if node.args:
-        problem = f"the arguments of {name} have no names"
+        problem = f"the arguments of {name} must be passed by name"
     return Call(name, arguments, problem, span=span)
 
 

@@ -183,7 +183,7 @@ class Toolbox:
                 _run(self.tools[call.name], call.arguments), self._timeout_s
             )
         except TimeoutError:
-            return f"error: {call.name} did not answer within {self._timeout_s:g} s"
+            return f"error: {call.name} did not return within {self._timeout_s:g} s"
         except ToolLostError:
             raise
         except (Exception, SystemExit) as error:  # the policy is shown any error of a tool
@@ -194,7 +194,7 @@ class Toolbox:
     def _problem(self, call: Call) -> str:
         if call.name not in self.tools:
             hint = did_you_mean(call.name, self.tools)
-            return f"there is no tool {call.name!r}{hint} (the tools are {', '.join(self.tools)})"
+            return f"unknown tool {call.name!r}{hint} (available tools: {', '.join(self.tools)})"
         problem = self.tools[call.name].problem(call.arguments)
         return f"{call.name}: {problem}" if problem else ""
 
@@ -205,7 +205,7 @@ def _opened(found: Tool, config: AgentConfig) -> Tool:
     given = config.tool_options.get(found.name, {})
     if found.options is None:
         if given:
-            raise ConfigError(f"{key}: this tool has no options; remove them")
+            raise ConfigError(f"{key}: this tool accepts no options; remove them")
         return found
     function = found.function(build_options(found.options(), given, key))
     return dataclasses.replace(found, function=function, description=_description(function))

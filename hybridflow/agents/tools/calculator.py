@@ -33,7 +33,7 @@ def calculator(expression: str) -> str:
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError("this is not an arithmetic expression") from error
+        raise ValueError("this is not a valid arithmetic expression") from error
     value = _value(tree)
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
@@ -52,7 +52,7 @@ def _value(node: ast.expr) -> float:
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         found = _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
     else:
-        raise ValueError("this is not an arithmetic expression")
+        raise ValueError("this is not a valid arithmetic expression")
     if not abs(found) <= _MOST:
         raise ValueError("the value exceeds 1e100")
     return found

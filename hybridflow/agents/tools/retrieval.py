@@ -165,7 +165,7 @@ def _passages(file: Path, options: Options) -> Iterator[str]:
                 )
                 raise ConfigError(
                     f"{_KEY}.text_column={options.text_column}: row {number} of {file} has no text "
-                    f"under this name{has}"
+                    f"in this column{has}"
                 )
             if not cell.strip():
                 raise ConfigError(f"{_KEY}.documents: row {number} of {file} is empty; remove it")
@@ -272,7 +272,7 @@ def _keep(ranked: bm25s.BM25, kept: Path, digest: str) -> None:
                 shutil.rmtree(old, ignore_errors=True)
         os.rename(made, kept / digest)
     except OSError as error:
-        _log.warning("the index of %s could not be saved in %s: %s", _KEY, kept, error)
+        _log.warning("could not save the index of %s in %s: %s", _KEY, kept, error)
         if made is not None:
             with suppress(OSError):
                 shutil.rmtree(made)

@@ -69,7 +69,7 @@ def _cases(rank: int, store: str) -> Iterator[Timed]:
                 {f"{kind}/{size}, bus": partial(_repeated, call, repeats)},
                 # a round trip moves twice the buffer
                 yardstick=Side(
-                    "gloo's bare send there and back", bare, scale=BUS[kind] / 2
+                    "a plain gloo send and reply", bare, scale=BUS[kind] / 2
                 ),
                 amount=repeats * nbytes * BUS[kind] / 1e9,
                 unit="GB/s",

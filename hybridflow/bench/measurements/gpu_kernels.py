@@ -34,7 +34,7 @@ def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
         target.copy_(source)
 
     for name, (call, nbytes) in _memory_bound(source, target).items():
-        limit = Side("a copy of the least bytes", copy, scale=nbytes / (2 * BYTES))
+        limit = Side("a copy of the minimum bytes", copy, scale=nbytes / (2 * BYTES))
         yield Timed(
             {f"gpu_kernels/{name}": call}, limit, peers=[Side("torch", _in_torch(call))]
         )

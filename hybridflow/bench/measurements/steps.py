@@ -67,7 +67,7 @@ def tokens_per_second(record: Mapping[str, Any]) -> float:
 def _with_loops(
     name: str, values: Sequence[float], loops: Sequence[float], bound: float
 ) -> Metric:
-    yardstick = Reference("a hundred of Python's own loops", tuple(loops))
+    yardstick = Reference("a hundred plain Python loops", tuple(loops))
     return Metric(
         "", name, "s", "lower", tuple(values), yardstick=yardstick, bound=bound
     )

@@ -110,8 +110,8 @@ def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str
         return {}
     if source is None:
         raise ConfigError(
-            f"task {task!r} reads {' and '.join(known.source_files)}; pass their folder (--source "
-            "DIR, or data.prepare.source in a recipe)"
+            f"task {task!r} reads {' and '.join(known.source_files)}; pass the folder that "
+            "contains them (--source DIR, or data.prepare.source in a recipe)"
         )
     missing = [name for name in known.source_files if not (source / name).is_file()]
     if missing:

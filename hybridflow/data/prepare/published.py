@@ -191,8 +191,8 @@ class _Reads:
                 )
             elif lacking:
                 yield (
-                    f"data.prepare.task={self.name} reads the dataset {published.repository}, "
-                    f"which is {hub.missing(published.repository, 'dataset')}; or set "
+                    f"data.prepare.task={self.name} reads the dataset {published.repository}, but "
+                    f"it is {hub.missing(published.repository, 'dataset')}; or set "
                     "data.prepare.source (`hybridflow prepare`: --source) to a folder with its "
                     "files"
                 )

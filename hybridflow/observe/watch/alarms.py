@@ -1,6 +1,7 @@
-"""Alarms about the metrics of a run: signs that training goes wrong, each with what to do.
+"""Alarms about the metrics of a run: signs that training is going wrong, each with possible
+remedies.
 
-`THRESHOLDS` is the only place of the numbers, with the reason of each; docs/watching.md shows it.
+`THRESHOLDS` contains all thresholds and the reason for each; docs/watching.md shows the same table.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ BASELINE = 20  # steps before them, or the first steps
 
 @dataclass(frozen=True)
 class Threshold:
-    """A number that an alarm compares with, and why it is this number."""
+    """The threshold of an alarm, and the reason for its value."""
 
     value: float
     meaning: str
@@ -31,11 +32,11 @@ class Alarm:
     Attributes:
         key: name of the alarm.
         metric: the metric to look at.
-        step: the last step that was considered.
-        text: what was seen.
-        advice: what to do, a sentence per possibility.
-        page: page of the documentation with the causes.
-        samples: address of a search that shows such samples.
+        step: the last step that was examined.
+        text: a description of what was observed.
+        advice: possible remedies, one sentence each.
+        page: documentation page that lists the causes.
+        samples: address of a search that shows affected samples.
     """
 
     key: str
@@ -51,8 +52,8 @@ THRESHOLDS = {
     "entropy": Threshold(
         0.2,
         "share of the first steps' entropy",
-        "the score grows with the entropy that is used up (arXiv 2505.22617), so little is left to "
-        "gain; a fifth is a choice. No alarm while most prompts are solved",
+        "the score rises at the expense of entropy (arXiv 2505.22617), so little is left to gain; "
+        "a fifth is our choice. No alarm while most prompts are solved",
     ),
     "policy_kl": Threshold(
         0.015,
@@ -61,26 +62,27 @@ THRESHOLDS = {
     ),
     "jump": Threshold(
         5.0,
-        "times the median of the 20 steps before",
-        "a choice: far above the noise of a step, so that a policy which always moves fast is no "
-        "alarm",
+        "times the median of the previous 20 steps",
+        "our choice: far above the noise between steps, so that a policy that always moves fast "
+        "raises no alarm",
     ),
     "reference_kl": Threshold(
         0.05,
-        "nats to the reference, below which a jump is none",
-        "a choice: a new run starts at 0, of which every value is a multiple",
+        "nats to the reference; a jump below this is ignored",
+        "our choice: a new run starts at 0, so any later value would count as a jump",
     ),
     "solved": Threshold(
         0.8,
         "share of prompts",
         "their samples have no advantage (arXiv 2503.14476), so four fifths of the sampling is "
-        "wasted; a choice",
+        "wasted; our choice",
     ),
     "unsolved": Threshold(0.8, "share of prompts", "the same"),
     "cut_off": Threshold(
         0.3,
         "share of responses at the length limit",
-        "a choice: their result is missing, so they mostly score 0 whether or not they were right",
+        "our choice: their final answer is missing, so most score 0 whether or not they were "
+        "correct",
     ),
     "mismatch": Threshold(
         0.5,
@@ -90,17 +92,17 @@ THRESHOLDS = {
     "mismatch_rise": Threshold(
         5.0,
         "times the first steps' difference",
-        "a choice; differences of rounding do not grow with the steps",
+        "our choice; rounding differences do not grow over the steps",
     ),
     "mismatch_small": Threshold(
         1e-3,
-        "nats, below which a rise is none",
-        "between float32 kernels the mean difference is some 1e-6, and 1e-2 with bfloat16",
+        "nats; a rise below this is ignored",
+        "the mean difference between kernels is about 1e-6 in float32 and 1e-2 in bfloat16",
     ),
     "ess": Threshold(
         0.5,
         "share of tokens",
-        "half of the tokens say nothing about this policy (docs/tutorials/flat-reward.md)",
+        "half of the tokens carry no information about this policy (docs/tutorials/flat-reward.md)",
     ),
 }
 
@@ -147,8 +149,8 @@ def _policy_kl(run: RunFolder) -> Iterator[Alarm]:
             "KL jumps",
             name,
             steps[-1],
-            f"The updates of step {steps[-1]} moved the policy by {sizes[-1]:.3g} nats, usually by "
-            f"{usual:.3g}.",
+            f"The updates of step {steps[-1]} moved the policy by {sizes[-1]:.3g} nats (usually "
+            f"{usual:.3g}).",
             (
                 "lower actor.optim.lr or actor.optim.clip_grad",
                 "fewer updates per step: a larger actor.ppo_mini_batch_size",
@@ -186,14 +188,14 @@ def _groups(run: RunFolder) -> Iterator[Alarm]:
             "solved",
             "groups all solved",
             "critic/solved_groups",
-            "solves all samples",
+            "solves every sample",
             ("harder rows in data.train_files", replace, "nothing, if this is the goal"),
         ),
         (
             "unsolved",
             "groups all failed",
             "critic/unsolved_groups",
-            "solves none of the samples",
+            "solves no sample",
             (
                 "easier rows (data.difficulty_key), or partial credit in the reward",
                 "a warm start (sft), or more samples per prompt (rollout.n)",
@@ -207,7 +209,7 @@ def _groups(run: RunFolder) -> Iterator[Alarm]:
                 title,
                 name,
                 steps[-1],
-                f"For {last:.0%} of the prompts the policy {seen}: they give no gradient.",
+                f"For {last:.0%} of the prompts, the policy {seen}, so they yield no gradient.",
                 advice,
                 "tutorials/flat-reward.md#3-is-there-a-difference-within-the-groups",
                 f"rollouts?group={key}",
@@ -227,7 +229,7 @@ def _cut_off(run: RunFolder) -> Iterator[Alarm]:
             + (f" at data.max_response_length={limit}." if limit else "."),
             (
                 "raise data.max_response_length",
-                "take reward off long answers: reward.overlong_tokens",
+                "penalize long answers (reward.overlong_tokens)",
                 "look at the samples: does the policy repeat itself, or never end?",
             ),
             "tutorials/flat-reward.md#2-does-the-reward-score-them-correctly",
@@ -246,8 +248,8 @@ def _mismatch(run: RunFolder) -> Iterator[Alarm]:
     bound = run.logprob_diff_bound()
     near = bound is not None and last > THRESHOLDS["mismatch"].value * bound
     if near or last > rise:
-        text = f"Engines and trainer differ by {last:.2g} nats in the mean"
-        text += f", at first by {first:.2g}"
+        text = f"The log-probs of engines and trainer differ by {last:.2g} nats on average"
+        text += f", compared with {first:.2g} at first"
         text += f"; the run stops at {bound:g}." if bound is not None else "."
         yield Alarm(
             "mismatch rises",
@@ -255,7 +257,7 @@ def _mismatch(run: RunFolder) -> Iterator[Alarm]:
             steps[-1],
             text,
             (
-                "compare model.dtype and the temperature of the two sides",
+                "compare model.dtype and the temperature of engines and trainer",
                 "actor.router_replay for a mixture of experts",
                 "lower trainer.max_staleness, or correct for it (actor.rollout_correction)",
             ),
@@ -272,10 +274,11 @@ def _ess(run: RunFolder) -> Iterator[Alarm]:
             "ESS falls",
             name,
             steps[-1],
-            f"The samples count as {last:.0%} of their number: they come from another policy.",
+            f"The effective sample size is {last:.0%} of the tokens, because another policy "
+            "sampled them.",
             (
                 "lower trainer.max_staleness",
-                "actor.rollout_correction weights or leaves out such tokens",
+                "actor.rollout_correction reweights or excludes such tokens",
                 "if the run is synchronous, engine and trainer differ: see the mismatch",
             ),
             "tutorials/flat-reward.md#5-are-samples-and-training-about-the-same-policy",

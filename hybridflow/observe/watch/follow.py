@@ -1,4 +1,4 @@
-"""A JSON Lines file that another process appends to, read from where the last read ended."""
+"""A JSON Lines file that another process appends to, read incrementally."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Follower:
 
     Attributes:
         skipped: number of lines that are not complete records.
-        remark: why the rest of the file is not read; empty if it is.
+        remark: why the rest of the file is not read; empty if it is read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,11 +34,11 @@ class Follower:
         self._tail = b""  # the last bytes before the offset
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return the records since the last call, at most 16 MiB of them.
+        """Return the records appended since the last call, at most 16 MiB of them.
 
         Returns:
-            (restarted, records): restarted is True if the file was replaced or truncated, as a
-            resumed run does, or has disappeared. All earlier records are then void.
+            (restarted, records): restarted is True if the file was replaced, truncated (for example
+            by a resumed run) or deleted. All earlier records are then invalid.
         """
         try:
             status = self._status()
@@ -64,13 +64,14 @@ class Follower:
         if end <= self._offset or self._left == 0:
             return restarted, []
         found = self._appended(end)
-        if found is None:  # another file under the number of the one before
+        if found is None:  # a new file that reuses the inode number
             self._restart(identity)
             return True, self.read()[1]
         return restarted, found
 
     def _appended(self, end: int) -> list[dict[str, Any]] | None:
-        """Read on to `end`. Returns None if what was read before is not there any more."""
+        """Read from the last position to `end`. Returns None if the data read before has
+        changed."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset - len(self._tail))

@@ -1,7 +1,8 @@
-"""An index in memory of all samples in a run's dumps: their numbers, and the text that is searched.
+"""An in-memory index of all samples in a run's dumps: their numeric columns, and their text in
+lower case for searching.
 
-The text is in lower case. A dump is read once. Dumps that appear, change or disappear are noticed
-by the time of their folder. Everything else about a sample is read from its dump when it is shown.
+Each dump is read once. New, changed and deleted dumps are detected by their folder's modification
+time. All other data of a sample is read from its dump when the sample is shown.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ _PUBLISH_S = 1.0
 
 
 class Texts:
-    """The text of a dump's rows in lower case, as UTF-8 in one piece, which is scanned at the speed
-    of memory. Samples of a group share their prompt."""
+    """The text of a dump's rows in lower case, as one UTF-8 buffer that can be scanned at memory
+    bandwidth. Samples of a group share one copy of their prompt."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -79,14 +80,14 @@ class Texts:
         self._parts.append(rest)
 
     def seal(self) -> None:
-        """Prepare the search, after the last row."""
+        """Prepare for searching. Call this after the last row has been added."""
         self._rows = _Scanned(self._parts)
         self._of_prompts = _Scanned(list(self._prompts))
         self._numbers = np.array(self._prompt_of, np.int64)
         del self._parts, self._prompts, self._prompt_of
 
     def containing(self, wanted: str) -> np.ndarray:
-        """Return a mask of the rows with this text, in any case."""
+        """Return a mask of the rows that contain this text, ignoring case."""
         needle = wanted.lower().replace("\0", "").encode("utf-8", "replace")
         prompts = self._of_prompts.containing(needle)
         found = prompts[self._numbers] if len(prompts) else np.zeros(len(self._numbers), bool)
@@ -94,14 +95,15 @@ class Texts:
 
 
 class _Scanned:
-    """Texts in one piece, with a zero byte after each."""
+    """Concatenated texts, each followed by a zero byte."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         self._whole = b"\0".join([*parts, b""])
         self._starts = np.cumsum([0, *(len(part) + 1 for part in parts)])
 
     def containing(self, needle: bytes) -> np.ndarray:
-        """Return a mask of the texts that contain the needle, which has no zero byte."""
+        """Return a mask of the texts that contain the needle, which must not contain a zero
+        byte."""
         found = np.zeros(len(self._starts) - 1, bool)
         at = self._whole.find(needle)
         while 0 <= at < len(self._whole):
@@ -116,12 +118,12 @@ class Dump:
     """The samples of one dump.
 
     Attributes:
-        numbers: columns of `NUMBERS` as float64 [rows], NaN where there is none.
+        numbers: columns of `NUMBERS` as float64 [rows], NaN where a value is missing.
         names: columns of `NAMES`, as codes into `SampleIndex.known`.
-        groups: `SOLVED` and so on for the group of each row; 0 if it has no score.
-        prompts: hash of each row's prompt, the same in all steps; 0 without a prompt.
+        groups: the kind of each row's group, `SOLVED` and so on; 0 if the group has no score.
+        prompts: hash of each row's prompt, the same in all steps; 0 if there is no prompt.
         failed: rows whose scoring or agent loop failed.
-        texts: the text of all rows; None if the budget is used up.
+        texts: the text of all rows; None if the memory budget is exhausted.
     """
 
     kind: str
@@ -157,7 +159,7 @@ class SampleIndex:
     """The index of one run folder.
 
     Attributes:
-        samples: a snapshot; never changed.
+        samples: an immutable snapshot.
         known: distinct values of each column of `NAMES`.
         version: increases whenever `samples` changes.
     """
@@ -193,7 +195,7 @@ class SampleIndex:
                 self._publish()
 
     def remarks(self) -> list[str]:
-        """Return a sentence about each dump that is not in the index or whose text is not."""
+        """Return a sentence for each dump that is not indexed, or whose text is not indexed."""
         found = [
             f"{path.parent.name}/{path.name}: {why}" for path, (_, why) in self._unreadable.items()
         ]
@@ -321,8 +323,8 @@ class SampleIndex:
 
 
 def group_kinds(uids: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Return for each row of a dump whether its group (the rows with the same uid) is solved (all
-    scores 1), unsolved (all 0), equal (another score) or mixed; 0 without a score."""
+    """Return the kind of each row's group (the rows with the same uid): solved (all scores 1),
+    unsolved (all 0), equal (all the same other score) or mixed; 0 if there is no score."""
     found = np.zeros(len(uids), np.int8)
     known = ~np.isnan(scores) & ~np.isnan(uids)
     if not known.any():
@@ -346,7 +348,7 @@ def _joined(parts: list[np.ndarray], kind: type) -> np.ndarray:
 
 
 def _add_texts(piece: DataProto, texts: Texts, most_bytes: int) -> None:
-    """Add the text of all rows, until there are too many bytes."""
+    """Add the text of all rows until the byte limit is reached."""
     for prompt, *others in zip(*(_texts(piece, name) for name in _TEXTS), strict=True):
         if texts.nbytes <= most_bytes:
             texts.add(prompt, others)

@@ -1,4 +1,4 @@
-"""A run folder that is followed while the run writes it. The run's processes are not contacted."""
+"""A run folder that is read while the run writes to it. The run's processes are not contacted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 class LiveRun:
-    """The present contents of a run folder, without its dumps.
+    """The current contents of a run folder, except its dumps.
 
     Attributes:
-        run: a snapshot; its lists may grow, and are never changed otherwise.
+        run: a snapshot. Its lists may grow, but nothing else in it changes.
         version: increases whenever `run` changes.
     """
 
@@ -38,7 +38,7 @@ class LiveRun:
         self.poll()
 
     def poll(self) -> bool:
-        """Read what was written since the last call. Returns True if there was something."""
+        """Read the data written since the last call. Returns True if there was any."""
         with self._lock:
             changed = self._read_replaced()
             while self._read_metrics():

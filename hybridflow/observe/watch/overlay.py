@@ -1,4 +1,4 @@
-"""Two runs compared: their figures, the settings that differ, and their curves in the same
+"""Comparison of two runs: their figures, the settings that differ, and their curves in shared
 charts."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLACES = ("name", "output_dir")
 
 
 def compared(one: RunFolder, two: RunFolder) -> dict[str, Any]:
-    """Return the values of the page `watch_compare`."""
+    """Return the template values for the page `watch_compare`."""
     names = (_name(one), _name(two))
     if names[0] == names[1]:
         names = (f"{names[0]} (first)", f"{names[1]} (second)")
@@ -45,7 +45,8 @@ def compared(one: RunFolder, two: RunFolder) -> dict[str, Any]:
 def different_settings(
     one: Mapping[str, Any], two: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, value, value) of each setting that differs; "–" where a run has none."""
+    """Yield (key, first value, second value) for each setting that differs; "–" if a run lacks
+    it."""
     first = dict(_flat(one))
     second = dict(_flat(two))
     for key in dict.fromkeys([*first, *second]):

@@ -1,4 +1,5 @@
-"""The pages of `hybridflow watch`, as HTML. Addresses are relative, so that they keep the token."""
+"""The pages of `hybridflow watch`, as HTML. Addresses are relative, so that they preserve the
+token."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _PICTURES_S = 30.0  # pictures of processes read many files, so they are drawn a
 
 @dataclass(frozen=True)
 class Page:
-    """An answer to a browser. `nonce` is that of the page's script."""
+    """A response to a browser. `nonce` is the nonce of the page's script."""
 
     status: int
     kind: str
@@ -54,7 +55,8 @@ class Pages:
         self._lock = threading.Lock()
 
     def page(self, name: str, fields: Mapping[str, str]) -> Page:
-        """Return the page with a name (empty for the first) and the fields of its address."""
+        """Return the page with this name (empty for the front page) for the query fields of its
+        address."""
         if name == "live":
             return Page(200, "application/json", json.dumps(self._live(fields)))
         try:
@@ -90,7 +92,7 @@ class Pages:
         return Page(status, "text/html", fill("watch", **parts, **about), nonce)
 
     def _live(self, fields: Mapping[str, str]) -> dict[str, Any]:
-        """Return what has changed since the version that the browser has."""
+        """Return the changes since the version that the browser shows."""
         after = int(fields["after"]) if fields.get("after", "").isdecimal() else 0
         sections: dict[str, str] = {}
         self.live.poll()  # not only every half second
@@ -117,7 +119,7 @@ class Pages:
             return [(name, Markup(html)) for name, (_, html) in self._sections.items()]
 
     def _draw(self) -> int:
-        """Fill the sections again if the run has changed. Returns the run's version."""
+        """Render the sections again if the run has changed. Returns the run's version."""
         version = self.live.version
         if version == self._drawn:
             return version

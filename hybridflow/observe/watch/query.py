@@ -39,15 +39,16 @@ _MOST_TEXT = 1_000
 
 @dataclass(frozen=True)
 class Query:
-    """A search, as in the address of the page.
+    """A search, parsed from the address of the page.
 
     Attributes:
-        text: what prompt, response, ground truth or the reward's extra values contain, in any case.
+        text: text to find in the prompt, response, ground truth or the reward's extra values,
+            ignoring case.
         kind: folder of the dumps; empty for all.
-        ranges: bounds by the name of their field.
+        ranges: bounds keyed by the name of their field.
         source, finish: a data source and a finish reason; empty for all.
         group: a key of `GROUPS`; empty for all.
-        uid: a group of each step; None for all.
+        uid: number of the group within its step; None for all.
         failed: True for samples whose scoring or agent loop failed.
     """
 
@@ -64,8 +65,8 @@ class Query:
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> tuple[Query, list[str]]:
-        """Return the query in the fields of an address, and a sentence for each field that cannot
-        be used."""
+        """Return the query encoded in the fields of an address, and a sentence for each invalid
+        field."""
         wrong: list[str] = []
         ranges = _ranges_of(fields, wrong)
         for name, choices in (("group", GROUPS), ("order", ORDERS)):
@@ -93,7 +94,7 @@ class Query:
 
 
 def _ranges_of(fields: Mapping[str, str], wrong: list[str]) -> dict[str, float]:
-    """Return the bounds in the fields, and add a sentence to `wrong` for each that is none."""
+    """Return the bounds in the fields, and add a sentence to `wrong` for each invalid one."""
     ranges: dict[str, float] = {}
     for name in _RANGES:
         if fields.get(name, "").strip():
@@ -111,7 +112,7 @@ def search(index: SampleIndex, samples: Samples, query: Query) -> np.ndarray:
 
 
 def matching(index: SampleIndex, samples: Samples, query: Query) -> np.ndarray:
-    """Return the indices of the matching samples, ascending."""
+    """Return the indices of the matching samples in ascending order."""
     kept = np.ones(len(samples), bool)
     if not len(samples):
         return np.flatnonzero(kept)
@@ -137,7 +138,7 @@ def matching(index: SampleIndex, samples: Samples, query: Query) -> np.ndarray:
 
 
 def ordered(samples: Samples, found: np.ndarray, order: str) -> np.ndarray:
-    """Return the samples in an order of `ORDERS`; those without the number come last."""
+    """Sort the samples by one of `ORDERS`. Samples without a value come last."""
     column, descending = ORDERS[order]
     if not len(found):
         return found
@@ -147,7 +148,7 @@ def ordered(samples: Samples, found: np.ndarray, order: str) -> np.ndarray:
 
 def excerpt(text: str, wanted: str, around: int = 90) -> tuple[str, str, str]:
     """Return the part of a text around the first match, as (before, match, after). Without a match,
-    the start of the text is `before`."""
+    `before` is the start of the text."""
     match = re.search(re.escape(wanted), text, re.IGNORECASE) if wanted else None
     if match is None:
         return text[: 2 * around] + ("…" if len(text) > 2 * around else ""), "", ""

@@ -42,7 +42,8 @@ Parts = tuple[str, str, dict[str, Any]]  # template, title, its values
 
 
 class NotFound(Exception):
-    """The address names a sample or a page that does not exist. The message is for the reader."""
+    """Raised for an address of a page or sample that does not exist. The message is shown to the
+    user."""
 
 
 class SamplePages:
@@ -118,8 +119,8 @@ class SamplePages:
         members = of_step[uids == uid]
         if not len(members):
             raise NotFound(
-                f"Step {step} has no group {uid}. It may have been repeated "
-                "by a resumed run, or removed (trainer.keep_rollout_steps)."
+                f"Step {step} has no group {uid}. Its dump may have "
+                "been rewritten by a resumed run, or removed (trainer.keep_rollout_steps)."
             )
         shown = members[:_MOST_SIDE_BY_SIDE]
         rows = self._rows(samples, shown)
@@ -147,7 +148,7 @@ class SamplePages:
         number = int(key, 16) if _PROMPT.fullmatch(key) else 0
         members = np.flatnonzero((samples.kind == kind) & (samples.columns["prompt"] == number))
         if not number or not len(members):
-            raise NotFound("No dump has samples of this prompt.")
+            raise NotFound("No dump contains samples of this prompt.")
         name = samples.kinds[kind]
         curves, rows = _steps_of(samples, members)
         last = _integer(fields, "to_step") if "to_step" in fields else rows[-1]["step"]
@@ -170,7 +171,7 @@ class SamplePages:
         )
 
     def _add_answers(self, samples: Samples, rows: list[dict[str, Any]]) -> None:
-        """Replace the numbers of the best and worst sample of each row with their text."""
+        """In each row, replace the indices of the best and worst sample with their text."""
         picked = sorted({row[which] for row in rows for which in ("best", "worst")})
         texts = self._texts(samples, np.array(picked, np.int64))
         for row in rows:
@@ -184,7 +185,7 @@ class SamplePages:
         of_step = np.flatnonzero((samples.kind == kind) & (samples.step == step))
         found = of_step[samples.row[of_step] == row]
         if not len(found):
-            raise NotFound(f"There is no sample {row} in step {step}.")
+            raise NotFound(f"Sample {row} does not exist in step {step}.")
         name = samples.kinds[kind]
         shown = self._rows(samples, found)[0]
         return (
@@ -216,8 +217,8 @@ class SamplePages:
         return rows
 
     def _texts(self, samples: Samples, chosen: np.ndarray) -> dict[int, Mapping[str, Any]]:
-        """Read samples of any dumps, without tokens. What cannot be read is empty: the run may have
-        removed the dump since."""
+        """Read samples of any dumps, without tokens. Samples that cannot be read are empty, because
+        the run may have deleted their dump."""
         found: dict[int, Mapping[str, Any]] = {int(sample): {} for sample in chosen}
         for number in np.unique(samples.dump[chosen]).tolist():
             inside = chosen[samples.dump[chosen] == number].tolist()
@@ -318,7 +319,8 @@ def _group_address(samples: Samples, sample: int) -> str:
 
 
 def _prompt_address(samples: Samples, sample: int) -> str:
-    """Return the address of a sample's prompt over the steps; empty if it has none."""
+    """Return the address of the page about a sample's prompt over the steps; empty if it has
+    none."""
     dump = samples.dumps[samples.dump[sample]]
     prompt = int(samples.columns["prompt"][sample])
     return _address("prompt", kind=dump.kind, prompt=f"{prompt:x}") if prompt else ""
@@ -343,5 +345,5 @@ def _kind_of(samples: Samples, fields: Mapping[str, str]) -> int:
 def _integer(fields: Mapping[str, str], name: str) -> int:
     text = fields.get(name, "")
     if not text.removeprefix("-").isdecimal() or len(text) > 18:
-        raise NotFound(f"The address needs a number as {name}.")
+        raise NotFound(f"{name} in the address must be a number.")
     return int(text)

@@ -1,6 +1,7 @@
-"""The server of `hybridflow watch`: loopback only, and only for addresses with the token.
+"""The server of `hybridflow watch`: it listens on loopback and accepts only addresses that contain
+the token.
 
-It reads the run folder and nothing else: neither the run's processes nor other files.
+It reads only the run folder, and contacts none of the run's processes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PATIENCE_S = 10.0  # for a connection that sends nothing
 _EVERY_S = 0.5  # between two looks at the folder
 _MOST_CONNECTIONS = 64
 _MOST_FIELDS = 50
-_CLOSED = "Open the address that hybridflow watch has printed: it has a token in it."
+_CLOSED = "Open the address printed by hybridflow watch, which contains a token."
 _log = logging.getLogger(__name__)
 
 
@@ -31,7 +32,7 @@ class WatchServer:
     """Serves `pages` at `address`, and keeps them up to date in a thread.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is in use.
     """
 
     def __init__(self, pages: Pages, port: int) -> None:
@@ -83,7 +84,7 @@ class WatchServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """A server with a bound on its connections: beyond it, new ones are closed."""
+    """A server with a limited number of connections. Further connections are closed."""
 
     daemon_threads = True
 
@@ -104,7 +105,7 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: the browser has closed the connection."""
+        """Log nothing, because the browser closed the connection."""
 
 
 def _headers(page: Page) -> dict[str, str]:
@@ -158,6 +159,6 @@ def _handler(pages: Pages, token: str) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Print nothing: the addresses have the token."""
+            """Print nothing, because addresses contain the token."""
 
     return Handler

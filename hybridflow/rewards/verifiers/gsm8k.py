@@ -33,7 +33,7 @@ _CURRENCY = re.compile(r"\\\$|[£€¥₹]")
 def _expected(ground_truth: object) -> str:
     number = _leading_number(text_truth(ground_truth))
     if number is None:
-        raise ValueError(f"the ground truth {ground_truth!r} is not a number")
+        raise ValueError(f"the ground truth {ground_truth!r} must be a number")
     return number
 
 

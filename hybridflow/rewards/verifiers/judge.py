@@ -119,7 +119,7 @@ def read_grade(said: str, pattern: str = SCORE, best: float = 10.0) -> float:
     grades = re.findall(pattern, read_response(said).answer)
     if not grades:
         raise ValueError(
-            f"the judge's answer has no grade (reward.kwargs.judge_score): {said[-200:]!r}"
+            f"the judge's answer contains no grade (reward.kwargs.judge_score): {said[-200:]!r}"
         )
     grade = float(grades[-1])
     if not 0 <= grade <= best:

@@ -191,7 +191,7 @@ def _verified(truth: str, found: str) -> bool:
 def _expected(truth: str) -> None:
     """Raise ValueError if a ground truth is empty."""
     if not expressions.plain(truth):
-        raise ValueError(f"the ground truth {truth!r} is not an expression")
+        raise ValueError(f"the ground truth {truth!r} is not a valid expression")
 
 
 def _is_costly(expression: Any) -> bool:

@@ -23,7 +23,8 @@ def _targets(ground_truth: Any) -> list[str]:
     )
     if not targets or not all(isinstance(one, str) for one in targets):
         raise ValueError(
-            f'the ground truth {ground_truth!r} is not {{"target": an answer, or a list of them}}'
+            f'the ground truth {ground_truth!r} must have the form {{"target": ANSWER}} or '
+            f'{{"target": [ANSWER, ...]}}'
         )
     return targets
 
@@ -39,7 +40,7 @@ def question(
     punctuation, articles and whitespace (SQuAD's exact match, arXiv 1606.05250).
 
     Args:
-        ground_truth: {"target": an answer, or a list of them}.
+        ground_truth: {"target": ANSWER} or {"target": [ANSWER, ...]}.
         thinking_open: True if the prompt ended inside a thinking block.
 
     Returns:

@@ -14,7 +14,7 @@ def _pattern(ground_truth: Any) -> re.Pattern[str]:
         return re.compile(text_truth(ground_truth), re.DOTALL)
     except re.error as error:
         raise ValueError(
-            f"the ground truth {ground_truth!r} is not a regular expression: {error}"
+            f"the ground truth {ground_truth!r} is not a valid regular expression: {error}"
         ) from error
 
 

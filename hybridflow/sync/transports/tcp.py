@@ -285,7 +285,7 @@ def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float)
             try:
                 link.sendall(_RANK.pack(rank))
                 if greet(link, purpose, left) is None:
-                    raise ConnectionRefusedError("the listener does not know the job's secret")
+                    raise ConnectionRefusedError("the listener does not have the job's secret")
             except (ConnectionResetError, BrokenPipeError):
                 if not tries_left:
                     raise
@@ -376,7 +376,7 @@ class _Greeter:
             while len(data) < size:
                 part = await loop.sock_recv(link, size - len(data))
                 if not part:
-                    raise ConnectionResetError("the other end has closed the connection")
+                    raise ConnectionResetError("the peer closed the connection")
                 data += part
             return data
 

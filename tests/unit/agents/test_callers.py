@@ -158,7 +158,7 @@ def test_megabytes_that_cannot_be_the_prompt_are_not_encoded(
             status, said = await answer(
                 port, request(at.api_key, json.dumps({"messages": messages}).encode())
             )
-            assert status == 400 and "so the two cannot match" in said
+            assert status == 400 and "so they cannot match" in said
 
     asyncio.run(run())
 
@@ -192,7 +192,7 @@ def test_more_messages_than_there_is_room_for_end_the_conversation_unread(
         held = conversation(chatml, Engine(chatml, "It is 408."), room=100)
         await held.answer()
         monkeypatch.setattr(Tokenizer, "continuation", lambda *_: pytest.fail("they were rendered"))
-        with pytest.raises(Exception, match="no room is left"):
+        with pytest.raises(Exception, match="no room for more tokens"):
             held.show([{"role": "user", "content": "x"}] * 101)
 
     asyncio.run(run())

@@ -225,7 +225,7 @@ def test_what_changes_no_answer_is_taken(
         "top_p",
         "seed",
     ]
-    assert "a program's request sets temperature, top_p, seed" in caplog.text
+    assert "ignoring temperature, top_p, seed" in caplog.text
 
 
 def test_an_answer_ends_before_a_text_of_stop(tokenizer: Tokenizer) -> None:
@@ -403,7 +403,7 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
         (
             QUESTION,
             {"extra_body": {"functions": [{"name": "x"}]}},
-            "functions is the old name of tools",
+            "functions was replaced by tools",
         ),
     ],
 )
@@ -483,14 +483,15 @@ def test_a_conversation_that_is_over_ends_the_loop_whatever_the_program_does(
     async def program(client: openai.AsyncOpenAI) -> None:
         await asked(client, QUESTION)
         with pytest.raises(
-            openai.BadRequestError, match="the conversation is over: it has 1 answers"
+            openai.BadRequestError,
+            match=r"the conversation has ended: it reached rollout\.agent\.max_answers=1",
         ) as refused:
             await asked(client, [*ANSWERED, MORE])
         assert refused.value.code == "context_length_exceeded"
         raise RuntimeError("the program cannot go on")
 
     held = conversation(chatml, Engine(chatml, "It is 408."), max_answers=1)
-    with pytest.raises(ConversationOver, match="1 answers"):
+    with pytest.raises(ConversationOver, match="max_answers=1"):
         through_conversation(held, program)
 
 
@@ -506,7 +507,7 @@ def test_a_key_opens_its_own_conversation_and_only_while_it_is_served(chatml: To
                 assert [model.id async for model in client.models.list()] == ["policy"]
         async with client_of(one) as client:
             with pytest.raises(
-                openai.AuthenticationError, match="no conversation has this API key"
+                openai.AuthenticationError, match="this API key belongs to no open conversation"
             ):
                 await asked(client, QUESTION)
             with pytest.raises(openai.AuthenticationError):

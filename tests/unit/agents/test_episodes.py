@@ -88,7 +88,7 @@ def test_episodes_of_several_processes_go_on_at_the_same_time(config: AgentConfi
     [
         ("raise", r"^the environment failed: RuntimeError: no such move \(line 20\)$"),
         ("leave", r"^the environment failed: SystemExit: 4"),
-        ("nonsense", r"^the environment failed: TypeError: step returned 'lost', not a Step"),
+        ("nonsense", r"^the environment failed: TypeError: step must return a Step, got 'lost'"),
         (
             "nan",
             (
@@ -150,7 +150,7 @@ def test_an_environment_that_hangs_is_ended(config: AgentConfig) -> None:
         episodes = Episodes(replace(config, tool_timeout_s=0.5))
         with pytest.raises(
             EpisodeError,
-            match=r"was silent for 0.5 s \(rollout.agent.tool_timeout_s\) and was killed",
+            match=r"sent nothing for 0.5 s \(rollout.agent.tool_timeout_s\) and was killed",
         ):
             async with episodes.begin(row("hangs")):
                 pass

@@ -164,7 +164,8 @@ def test_the_policy_calls_tools_of_a_server_and_is_told_what_there_is(
 def test_only_the_tools_that_are_named_are_offered(opened: Callable[..., Toolbox]) -> None:
     assert list(opened(tools=["pid", "add"]).tools) == ["add", "pid"]
     with pytest.raises(
-        ConfigError, match=r"mcp_servers.tiny.tools: the server has no sub \(it has: add, hang"
+        ConfigError,
+        match=r"mcp_servers.tiny.tools: the server offers no sub \(it offers: add, hang",
     ):
         opened(tools=["sub"])
 
@@ -173,7 +174,7 @@ def test_a_call_that_hangs_is_given_up_and_the_server_goes_on(
     opened: Callable[..., Toolbox],
 ) -> None:
     tools = opened(timeout_s=0.5, start_timeout_s=120)
-    assert result(tools, "hang") == "error: hang did not answer within 0.5 s"
+    assert result(tools, "hang") == "error: hang did not return within 0.5 s"
     wait_until(lambda: result(tools, "add", a=1) == "2")
 
 
@@ -182,7 +183,7 @@ def test_large_results_are_cut_and_larger_ones_are_refused(opened: Callable[...,
     assert result(tools, "large", size=10_000_000) == "x" * (1 << 16)
     with pytest.raises(
         ToolLostError,
-        match=r"mcp_servers.tiny was lost during a call of large: .* more than 67108864",
+        match=r"mcp_servers.tiny was lost during a call to large: .* larger than 67108864",
     ):
         result(tools, "large", size=40_000_000)
     assert result(tools, "add", a=1) == "2"  # it was started again
@@ -206,7 +207,7 @@ def test_a_server_is_told_no_secret_but_those_that_are_named(
     )
     with pytest.raises(
         ConfigError,
-        match=r"mcp_servers.tiny needs the environment variable UNSET, which is not set",
+        match=r"mcp_servers.tiny requires the environment variable UNSET, but it is not set",
     ):
         opened(env=["UNSET"])
 
@@ -218,7 +219,7 @@ def test_a_server_that_dies_costs_its_calls_and_is_started_again_within_the_limi
     for _ in range(2):
         before = result(tools, "pid")
         with pytest.raises(
-            ToolLostError, match="was lost during a call of die: it exited with code 3"
+            ToolLostError, match="was lost during a call to die: it exited with code 3"
         ):
             result(tools, "die", code=3)
         assert result(tools, "pid") != before
@@ -295,7 +296,7 @@ def test_a_server_that_cannot_be_used_is_named_at_the_start(
         opened("import sys\nsys.exit(7)")
     with pytest.raises(ConfigError, match=rf"{key} did not list its tools within 0.5 s"):
         opened("import time\ntime.sleep(600)", start_timeout_s=0.5)
-    with pytest.raises(ConfigError, match=rf"{key}: the server has no tools"):
+    with pytest.raises(ConfigError, match=rf"{key}: the server offers no tools"):
         opened(
             RAW.replace(
                 '"tools": [{"name": "odd", "inputSchema": {"type": "object", "properties": {}}}]',
@@ -348,7 +349,7 @@ def test_a_server_behind_an_address_is_given_its_token(
         assert result(tools, "add", a=1) == "2"
         served.kill()
         served.communicate()
-        with pytest.raises(ToolLostError, match=r"mcp_servers.tiny was lost during a call of add"):
+        with pytest.raises(ToolLostError, match=r"mcp_servers.tiny was lost during a call to add"):
             result(tools, "add", a=1)
         served, _ = start(port)
 

@@ -183,7 +183,7 @@ def test_another_key_opens_nothing(chatml: Tokenizer, key: str) -> None:
     async def run() -> None:
         model = Model(chatml)
         async with served(model, key) as client:
-            with pytest.raises(openai.AuthenticationError, match="the API key is wrong"):
+            with pytest.raises(openai.AuthenticationError, match="the API key is invalid"):
                 await asked(client)
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
@@ -210,7 +210,7 @@ def test_calls_in_the_history_reach_the_template_as_objects(tmp_path: Path) -> N
         async with served(model) as client:
             await asked(client, call('{"a": 41}'))
             assert model.asked[0][0].startswith("[42]")
-            with pytest.raises(openai.BadRequestError, match="message 1: each tool call needs"):
+            with pytest.raises(openai.BadRequestError, match="message 1: each tool call must have"):
                 await asked(client, call("{"))
 
     asyncio.run(run())

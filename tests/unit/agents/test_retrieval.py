@@ -220,7 +220,7 @@ def test_an_index_that_cannot_be_kept_costs_a_warning(
     documents = jsonl(tmp_path / "d.jsonl", [{"text": text} for text in TEXTS])
     (tmp_path / "d.jsonl.bm25").write_text("in the way")
     assert "gills" in found(opened(documents=documents), "gills")
-    assert "could not be saved in" in caplog.text
+    assert "could not save the index of" in caplog.text
 
 
 def test_documents_that_cannot_be_searched_are_named_with_the_key(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_documents_that_cannot_be_searched_are_named_with_the_key(tmp_path: Path
         ),
         (
             (
-                rf"{key}\.text_column=text: row 1 of .*d.jsonl has no text under this name \(it has: "
+                rf"{key}\.text_column=text: row 1 of .*d.jsonl has no text in this column \(it has: "
                 rf"contents\)"
             ),
             {"documents": jsonl(tmp_path / "d.jsonl", [{"contents": "a"}])},
@@ -300,5 +300,7 @@ def test_options_of_other_tools_are_refused() -> None:
     assert "tool_options.retrieval=3: expected a group" in said(
         tools=("retrieval",), tool_options={"retrieval": 3}
     )
-    with pytest.raises(ConfigError, match=r"tool_options\.calculator: this tool has no options"):
+    with pytest.raises(
+        ConfigError, match=r"tool_options\.calculator: this tool accepts no options"
+    ):
         Toolbox(AgentConfig(tools=("calculator",), tool_options={"calculator": {"x": 1}}))

@@ -101,7 +101,7 @@ def test_whatever_goes_wrong_the_policy_is_told(toolbox: Callable[..., Toolbox])
         Call("fail"),
         Call("large"),
     )
-    assert "there is no tool 'gret'; did you mean greet?" in unknown
+    assert "unknown tool 'gret'; did you mean greet?" in unknown
     assert "greet: missing a required argument: 'name'" in missing
     assert unreadable == "error: the call is not valid JSON"
     assert "sys.exit(3)" in left and "KeyError: 'no such thing'" in failed
@@ -111,7 +111,7 @@ def test_whatever_goes_wrong_the_policy_is_told(toolbox: Callable[..., Toolbox])
 def test_a_tool_that_hangs_is_given_up(toolbox: Callable[..., Toolbox]) -> None:
     tools = toolbox("hang", "greet", tool_timeout_s=2.0)
     assert results(tools, Call("hang"), Call("greet", {"name": "you"})) == [
-        "error: hang did not answer within 2 s",
+        "error: hang did not return within 2 s",
         "hello you ",
     ]
 
@@ -155,7 +155,7 @@ def test_a_thread_that_ends_after_the_deadline_disturbs_nobody(tmp_path: Path) -
         "'late'\n"
     )
     tools = Toolbox(AgentConfig(tools=(f"{tmp_path}/slow.py:slow",), tool_timeout_s=0.1))
-    assert results(tools, Call("slow")) == ["error: slow did not answer within 0.1 s"]
+    assert results(tools, Call("slow")) == ["error: slow did not return within 0.1 s"]
     module = tools.tools["slow"].function.__globals__
     waiting = [thread for thread in threading.enumerate() if thread.name == "tool-slow"]
     module["gate"].set()

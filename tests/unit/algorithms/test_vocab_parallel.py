@@ -88,7 +88,7 @@ def test_the_most_likely_tokens_equal_topk_over_the_vocabulary(group: Any, chunk
     )
     torch.testing.assert_close(values, expected.values, rtol=1e-5, atol=1e-5)
     assert torch.equal(tokens, expected.indices)
-    with pytest.raises(ValueError, match="k=52 exceeds the 51 tokens of the vocabulary"):
+    with pytest.raises(ValueError, match="k=52 exceeds the vocabulary size of 51"):
         top_log_probs(hidden, weight, 52, Scoring(VOCAB, 1.0, False), group)
 
 
@@ -226,7 +226,8 @@ def test_a_shard_of_another_group_is_refused(group: Any) -> None:
         lambda: top_log_probs(hidden, weight[:28], 3, Scoring(VOCAB, 1.0, False), group),
     ):
         with pytest.raises(
-            ValueError, match="28 rows on the 1 ranks of the group, 28 each, for a vocabulary of 51"
+            ValueError,
+            match=r"28 rows across the 1 ranks of the group \(28 each\), but the vocabulary has 51",
         ):
             call()
 

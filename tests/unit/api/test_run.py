@@ -129,10 +129,10 @@ def test_a_table_writes_itself(made: Callable[..., hf.Run]) -> None:
         ([], "data.train_files must have at least one row"),
         ([1], "data.train_files, row 0: expected a dictionary, found 1"),
         (5, "data.train_files must be a path, .* got int"),
-        ({"test": ROWS}, "data must have the part train, .* got 'test'"),
+        ({"test": ROWS}, "data must contain train, .* got 'test'"),
         (
             {"train": ROWS, "test": ROWS, "val": ROWS},
-            "held-out prompts; got 'train', 'test', 'val'",
+            r"held-out prompts\); got 'train', 'test', 'val'",
         ),
         ("missing.parquet", "data.train_files: missing.parquet does not exist"),
         ([Path("a.parquet"), "b.parquet"], "data.train_files: a.parquet does not exist"),
@@ -263,7 +263,7 @@ def test_a_program_that_cannot_be_a_job_is_refused(
     with pytest.raises(ConfigError, match=r"starts its own Ray cluster; remove the key"):
         made("cluster.address=10.0.0.1:6379", **job)
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())  # a notebook
-    with pytest.raises(ConfigError, match=r"a notebook or prompt has none"):
+    with pytest.raises(ConfigError, match=r"a notebook or interactive prompt has none"):
         made(**job)
 
 

@@ -383,9 +383,9 @@ def test_other_refusals_name_the_column() -> None:
         lambda: batch.drop(["x"]),
         lambda: batch.rename({"x": "y"}),
     ):
-        with pytest.raises(SchemaError, match="no column 'x'; there are uid, ids, text"):
+        with pytest.raises(SchemaError, match="no column 'x'; the columns are uid, ids, text"):
             call()
-    with pytest.raises(SchemaError, match="two columns the name 'ids'"):
+    with pytest.raises(SchemaError, match="two columns named 'ids'"):
         batch.rename({"uid": "ids"})
     with pytest.raises(SchemaError, match="permutation"):
         batch.reorder([0, 0, 1, 2])

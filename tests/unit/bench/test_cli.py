@@ -75,7 +75,7 @@ def test_a_baseline_of_other_hardware_is_refused_with_what_differs(tmp_path: Pat
         tmp_path / "b.json", replace(other, fingerprint={**other.fingerprint, "hardware": hardware})
     )
     assert (
-        "no baseline of micro on this hardware (an existing one differs in cores: 2 → 96)"
+        "no baseline of micro for this hardware (an existing one differs in cores: 2 → 96)"
         in said(["compare", tmp_path / "b.json", *words], 2)
     )
     assert "different hardware" in said(["compare", run, tmp_path / "b.json"], 3)
@@ -92,11 +92,11 @@ def test_a_baseline_of_other_hardware_is_refused_with_what_differs(tmp_path: Pat
         (["run", "gate", "tries"], "no such setting"),
         (["run", "gate", "tries=many"], "tries=many: the value must be of type int"),
         (["run", "columns", "rounds=3"], "settings: none"),
-        (["run", "micro", "rounds=3"], "a suite has no settings"),
+        (["run", "micro", "rounds=3"], "a suite takes no settings"),
         (["run", "micro", "--node", "a", "--nodes", "b", "c"], "got --node 'a' --nodes b c"),
         (["compare", "absent.json"], "cannot be read"),
-        (["compare", ".", "."], "has no result.json"),
-        (["report", "."], "has no result.json"),
+        (["compare", ".", "."], "no result.json found"),
+        (["report", "."], "no result.json found"),
         (["archive", "absent"], "no such folder"),
         (["compare", "absent.json", "b", "--bound", "-1"], "must be a fraction"),
     ],

@@ -139,7 +139,7 @@ def test_without_a_reference_or_with_few_rounds_nothing_is_judged() -> None:
     first = replace(simulated(1), metrics=(bare, few))
     found = compare(first, first).changes
     assert [change.verdict for change in found] == ["not judged"] * 2
-    assert "no reference was measured" in found[0].why and "5 are needed" in found[1].why
+    assert "no reference was measured" in found[0].why and "5 are required" in found[1].why
 
 
 def test_higher_is_better_for_rates() -> None:

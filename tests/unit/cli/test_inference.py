@@ -24,11 +24,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "nowhere: no such folder; give a run, a checkpoint"),
+        (["nowhere"], "nowhere: no such folder; pass a run, a checkpoint"),
         (["there"], "there is not a model: no config.json, no checkpoint"),
         (["runs/nowhere"], "runs/nowhere: not a path, and"),
-        (["runs/mine/checkpoints/latest"], "runs/mine/checkpoints/latest: no such folder; give"),
-        (["data.parquet"], "data.parquet is a file; give a run"),
+        (["runs/mine/checkpoints/latest"], "runs/mine/checkpoints/latest: no such folder; pass"),
+        (["data.parquet"], "data.parquet is a file; pass a run"),
         (["model", HERE, "rollout.temperatur=1"], "unknown key rollout.temperatur"),
         (["model", HERE, "trainer.total_steps=1"], "trainer.total_steps has no effect"),
     ],
@@ -47,11 +47,14 @@ def test_what_is_wrong_is_said_in_one_message(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "there is no evaluation set: add --data FILE"),
+        ([], "no evaluation set was given: add --data FILE"),
         (["--data", "gone.parquet"], "data.val_files: gone.parquet does not exist; check the path"),
         (["--data", "x=there"], "data.val_sets.x.files: there is a folder"),
         (["--data", "a b=data.parquet"], "use only letters, digits, dots, dashes and underscores"),
-        (["--data", "data.parquet", "--k", "8"], "--k 8 needs that many answers per prompt, but"),
+        (
+            ["--data", "data.parquet", "--k", "8"],
+            "--k 8 requires that many answers per prompt, but",
+        ),
         (["--data", "data.parquet", "--out", "there"], "--out there already exists"),
     ],
 )

@@ -370,7 +370,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         ),
         (
             (*STALE, "trainer.tail_batching=0.25"),
-            ("trainer.tail_batching=0.25", "set one of them to 0"),
+            ("trainer.tail_batching=0.25", "set one of the two to 0"),
         ),
         ((*STALE, "trainer.steps_ahead=2"), ("trainer.steps_ahead=2", "trainer.max_staleness=1")),
         (("trainer.tail_batching=-1",), ("trainer.tail_batching=-1", "at least 0")),
@@ -716,7 +716,10 @@ def test_a_job_in_one_process_has_one_of_everything(
     [
         (("model=tiny-dense",), "the model is dense"),
         (("actor.lora.rank=4",), "adapters do not change routers"),
-        (("actor.rollout_correction.reject={token_k1: [0.5, 2.0]}",), "determines too late"),
+        (
+            ("actor.rollout_correction.reject={token_k1: [0.5, 2.0]}",),
+            "selects these tokens too late",
+        ),
     ],
 )
 def test_losses_of_routers_are_refused_where_they_cannot_be_trained(

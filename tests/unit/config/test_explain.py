@@ -112,4 +112,4 @@ def test_epochs_are_steps_of_the_rows_that_there_are(
     assert main([*words, *epochs]) == 2
     assert "trainer.total_steps=60 and trainer.total_epochs=3 both set" in capsys.readouterr().err
     assert main([*words, "data.train_batch_size=1024", "actor.ppo_mini_batch_size=64"]) == 0
-    assert "error: the batch is larger than the files" in lines(capsys.readouterr().out, "Epoch:")
+    assert "error: a batch has more rows than the files" in lines(capsys.readouterr().out, "Epoch:")

@@ -74,7 +74,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("q_lora_rank", 64, "config.json (model.path, model.hf_config) determines it"),
     ("hidden_dropout", 0.1, "log-probs would differ"),
     ("moe_grouped_gemm", False, "would not find the weights"),
-    ("enable_cuda_graph", True, "only Megatron's own training program does"),
+    ("enable_cuda_graph", True, "only Megatron's own training program performs"),
     ("_cpu_offloading_context", None, "internal to Megatron"),
 ]
 

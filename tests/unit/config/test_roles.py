@@ -96,7 +96,10 @@ def test_a_teacher_needs_processes_of_its_own() -> None:
         == []
     )
     [line] = found("reference.offload.weights=true")
-    assert "with reference.placement=colocated, which uses actor.offload.weights" in line
+    assert (
+        "with reference.placement=colocated, because a colocated reference uses actor.offload.weights"
+        in line
+    )
     text = explain(
         load_config("e2e", ["reference.path=teacher", "reference.placement=own"]),
         Origins(frozenset(), {}),
@@ -169,7 +172,8 @@ def test_a_teacher_speaks_the_language_of_the_policy() -> None:
     assert "tensor x pipeline x context = 2 does not divide teacher.procs=1" in line
     [line] = found(*settings, "teacher.placement=colocated", "teacher.parallel.tensor=2")
     assert (
-        "teacher.parallel has no effect with teacher.placement=colocated, which uses the layout actor.parallel"
+        "teacher.parallel has no effect with teacher.placement=colocated, because colocated roles "
+        "use the layout actor.parallel"
     ) in line
     text = explain(load_config("e2e", settings), Origins(frozenset(), {}))
     assert (
@@ -285,6 +289,6 @@ def test_recorded_pairs_are_for_estimators_of_preferences() -> None:
         assert "applies to sampled answers" in line and line.endswith(f"set it to {default}"), line
     [line] = of_pairs("actor.rollout_correction.weight=token")
     assert (
-        "actor.rollout_correction is not supported with data.answers=pairs, whose answers no engine has sampled"
-        in line
+        "actor.rollout_correction is not supported with data.answers=pairs, because no engine "
+        "sampled those answers" in line
     )

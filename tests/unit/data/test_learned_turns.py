@@ -243,8 +243,8 @@ def test_long_conversations_are_refused_dropped_or_cut(tmp_path: Path) -> None:
             {"chat": [{"role": "user", "content": None}], "learn": []},
             "expected a list of chat messages",
         ),
-        ({"chat": CONVERSATION[:1], "learn": []}, "no assistant message to learn"),
-        ({"chat": CONVERSATION, "learn": [False, False]}, "no assistant message to learn"),
+        ({"chat": CONVERSATION[:1], "learn": []}, "no assistant message to train on"),
+        ({"chat": CONVERSATION, "learn": [False, False]}, "no assistant message to train on"),
         (
             {"chat": CONVERSATION, "learn": [True]},
             "one boolean for each of the 2 assistant messages, got 1",

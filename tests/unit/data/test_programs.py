@@ -115,7 +115,10 @@ def test_a_program_is_a_dozen_tokens_and_is_read_back_unchanged(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_steps": 1}, "num_train must be 1 to -73: of 27 problems num_test=100 are held out"),
+        (
+            {"num_steps": 1},
+            "num_train must be 1 to -73: of the 27 problems, num_test=100 are held out",
+        ),
         ({"num_steps": 9}, "num_steps=9 must be at least 1 and at most 4"),
         ({"operations": ["plus", "plus"]}, "operations must be one or more different words"),
         ({"operations": ["over"]}, "data.prepare.options.operations"),

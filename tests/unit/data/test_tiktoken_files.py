@@ -227,6 +227,6 @@ def test_a_tiktoken_folder_without_its_config_is_named(folder: Path, tmp_path: P
     spoiled = change(folder, tmp_path / "spoiled")
     (spoiled / "tokenizer_config.json").unlink()
     with pytest.raises(
-        DataError, match=r"could not read .*tokenizer_config\.json .* names the special tokens"
+        DataError, match=r"could not read .*tokenizer_config\.json .* lists the special tokens"
     ):
         load_tokenizer(spoiled)

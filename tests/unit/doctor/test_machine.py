@@ -162,7 +162,7 @@ def test_the_table_counts_and_shows_remedies_below() -> None:
         (["render", "--config-name", "e2e", "trainer.resume=disable"], "trainer.resume=disable"),
         (["render", "--config-name", "e2e", "--site", "none.yaml"], "could not read"),
         (["render", "--config-name", "e2e", "actr.x=1"], "unknown key actr"),
-        (["logs", "7"], "pass the job's number"),
+        (["logs", "7"], "pass the job ID"),
         (["status", "7"], "login node of a Slurm cluster"),
     ],
 )

@@ -40,7 +40,7 @@ def checked(config: RunConfig) -> list[str]:
             GRPO.replace("    batch = await run.all", "    await run.all"),
             r"no column 'old_log_probs'.*line 9",
         ),
-        (GRPO.replace("run.reference", "run.teacher"), r"run.teacher is called.*\(line 8\)$"),
+        (GRPO.replace("run.reference", "run.teacher"), r"run.teacher was called.*\(line 8\)$"),
         (BEGIN + "    batch['nothing']", r"no column 'nothing'.*\(line 8\)$"),
         (GRPO + GRPO.split("batch)\n", 1)[1].rsplit("    await run.sync", 1)[0], "called twice"),
         (
@@ -142,7 +142,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         ),
         (
             BEGIN + "    batch = run.policy.log_probs(batch)\n    batch['scores']",
-            "run.policy.log_probs(batch) in line 8 is not awaited",
+            "run.policy.log_probs(batch) on line 8 is not awaited",
             9,
         ),
         (
@@ -152,7 +152,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         ),
         (
             BEGIN + "    batch = run.policy.log_probs(batch)\n    await batch\n    await batch",
-            "run.policy.log_probs(batch) in line 8 is awaited twice",
+            "run.policy.log_probs(batch) on line 8 is awaited twice",
             10,
         ),
         (
@@ -175,7 +175,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         (GRPO.replace("= run.adv", "= await run.adv"), "a batch is awaited. Only samples,", 9),
         (
             BEGIN + "    import asyncio\n    asyncio.create_task(run.policy.log_probs(batch))",
-            "calls of the run start immediately",
+            "calls on the run start immediately",
             9,
         ),
         # arguments
@@ -220,7 +220,11 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         (GRPO.replace("run.samples()", "run.sample()"), "no 'sample'; did you mean 'samples'?", 7),
         (GRPO.replace("y.log_probs", "y.log_prob"), "run.policy has no 'log_prob'; did you", 8),
         (GRPO.replace("policy.up", "polcy.up"), "run has no 'polcy'; did you mean 'policy'?", 10),
-        (BEGIN + "    batch['score']", "no column 'score'; did you mean 'scores'? There are", 8),
+        (
+            BEGIN + "    batch['score']",
+            "no column 'score'; did you mean 'scores'? The columns are",
+            8,
+        ),
         (BEGIN + "    batch.scores", "to read the column, write batch['scores']", 8),
         (BEGIN + "    batch.with_column()", "did you mean 'with_columns'?", 8),
         (BEGIN + "    batch['scores'] = 1", "batch = batch.with_columns(scores=...)", 8),
@@ -233,7 +237,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         # roles
         (
             BEGIN + "    await run.critic.values(batch)",
-            "write @flow('mine', roles=('policy', 'reference', 'critic')) in line 4",
+            "write @flow('mine', roles=('policy', 'reference', 'critic')) on line 4",
             8,
         ),
         (
@@ -325,7 +329,7 @@ def test_a_flow_that_does_not_end_is_refused_with_its_line(
     # a loop that ends after the test
     wait = wait.replace("while True", "import time; t = time.time()\n    while time.time() < t + 1")
     text = refusal(tmp_path, BEGIN + f"    import asyncio\n    {wait}")
-    assert "skip code that waits or computes for long with `if not run.is_tracing:`" in text
+    assert "put code that waits or computes for a long time under `if not run.is_tracing:`" in text
     assert text.endswith((f"(line {line})", f"(line {line + 1})")), text
 
 
@@ -395,7 +399,7 @@ def test_a_second_flow_of_a_name_is_refused_with_both_lines(tmp_path: Path) -> N
     with pytest.raises(ConfigError) as caught:
         FLOWS.get(f"{file}:mine")
     assert str(caught.value) == (
-        f"{file} (algorithm.flow) could not be imported: the flow 'mine' is already registered in line 3; rename one of the two (line 7)"
+        f"{file} (algorithm.flow) could not be imported: the flow 'mine' is already registered on line 3; rename one of the two (line 7)"
     )
     file.write_text("from hybridflow import flow\n\n" + one.format("mine"))
     assert FLOWS.get(f"{file}:mine").line == 3  # the file that was refused has left nothing
@@ -428,7 +432,8 @@ def test_an_update_that_the_two_steps_do_not_reach_is_a_warning(tmp_path: Path) 
     body = BEGIN + "    if step < 3:\n        continue\n" + GRPO.split("samples()\n", 1)[1]
     said = checked(following(config_of(tmp_path / "run"), own(tmp_path, body)))
     assert (
-        len(said) == 1 and "run.policy.update(batch) is not called in any of the 2 steps" in said[0]
+        len(said) == 1
+        and "run.policy.update(batch) was not called in any of the 2 steps" in said[0]
     )
 
 

@@ -220,7 +220,7 @@ def test_a_flow_that_makes_no_call_for_long_is_named(
     config = config_of(tmp_path / "run", loggers=("jsonl", "console"))
     fitted(trainer_of(following(config, own(tmp_path, body)), World()))
     said = capsys.readouterr().out.splitlines()
-    found = [line for line in said if "without a call of the run" in line]
+    found = [line for line in said if "without calling a method of the run" in line]
     assert any(line.startswith("step 2: the flow has been at line 14 for") for line in found), said
 
 
@@ -324,7 +324,7 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
         ),
         (
             BEGIN + "    await run.critic.values(batch)",
-            "run.critic is called, but the flow declares",
+            "run.critic was called, but the flow declares",
             2,
         ),
         (BEGIN + "    await run.samples()", "samples() was called twice in a step", 2),

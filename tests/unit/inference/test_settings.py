@@ -66,7 +66,7 @@ def test_given_sets_replace_those_of_the_run(tmp_path: Path) -> None:
     assert sets["math"].files == (str(one), str(two))
     # the run's limit of its own validation is not one of other data
     assert (sets["math"].samples, sets[""].samples, sets["math"].max_prompts) == (4, 1, None)
-    with pytest.raises(ConfigError, match=r"--data has no set maths \(it has math\)"):
+    with pytest.raises(ConfigError, match=r"--data has no set named maths \(named sets: math\)"):
         settings(source, ["data.val_sets.maths.samples=4"], EVAL, [f"math={one}"])
 
 
@@ -79,7 +79,7 @@ def test_a_model_without_a_run_has_defaults(tmp_path: Path) -> None:
     assert not config.cluster.in_process
     here = settings(source, ["rollout.engine=hf"], EVAL, [str(file)])
     assert here.cluster.in_process and here.rollout.num_engines == 1
-    with pytest.raises(ConfigError, match="there is no evaluation set: add --data FILE"):
+    with pytest.raises(ConfigError, match="no evaluation set was given: add --data FILE"):
         settings(source, [], EVAL)
 
 
@@ -136,5 +136,7 @@ def test_k_is_at_most_the_number_of_answers(tmp_path: Path) -> None:
     words = ["rollout.val_samples=4", "rollout.val_sampling.temperature=1"]
     config = settings(run_of(tmp_path), words, EVAL)
     check_ks(config, [1, 4])
-    with pytest.raises(ConfigError, match=r"--k 8 needs .* rollout.val_samples=4; set rollout.val"):
+    with pytest.raises(
+        ConfigError, match=r"--k 8 requires .* rollout.val_samples=4; set rollout.val"
+    ):
         check_ks(config, [1, 8])

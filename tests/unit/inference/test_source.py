@@ -26,8 +26,8 @@ def test_an_export_knows_its_run_and_any_other_folder_none(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda path: None, "no such folder; give a run"),
-        (lambda path: path.write_text("x"), "is a file; give a run"),
+        (lambda path: None, "no such folder; pass a run"),
+        (lambda path: path.write_text("x"), "is a file; pass a run"),
         (lambda path: path.mkdir(), "is not a model: no config.json, no checkpoint and no"),
         (lambda path: model(path, num_hidden_layers=-1), "config.json is not a model config"),
         (lambda path: (model(path) / "config.json").write_text("{"), "config.json is not JSON"),

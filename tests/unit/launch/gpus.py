@@ -68,12 +68,12 @@ FAULTS = {
     "fewer lanes": (
         "<current_link_width>16x",
         "<current_link_width>8x",
-        "its PCIe link has 8 of 16 lanes; reseat it",
+        "its PCIe link uses 8 of 16 lanes; reseat it",
     ),
     "the driver wants a reset": (
         "<gpu_recovery_action>None",
         "<gpu_recovery_action>Drain P2P",
-        "the driver asks for: Drain P2P",
+        "the driver requests this action: Drain P2P",
     ),
     "no fabric": (
         "<state>Completed</state><status>Success</status>",

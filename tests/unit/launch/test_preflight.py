@@ -77,7 +77,7 @@ def test_a_folder_that_is_not_shared_names_the_node(tmp_path: Path) -> None:
     found = check_all({"n1": tmp_path / "a", "n2": tmp_path / "absent"}, hosts, wait_s=0.5)
     with pytest.raises(
         ResourceError,
-        match=r"n2: \S+absent does not exist there; choose an output_dir that all nodes mount",
+        match=r"n2: \S+absent does not exist on that node; choose an output_dir that all nodes mount",
     ):
         choose(hosts, found, 2, 2.0)
 
@@ -111,7 +111,7 @@ def test_a_clock_that_is_off_and_a_node_that_never_came_up_are_replaced_by_spare
         and "s off" in bad["n1"]
         and "chrony" in bad["n1"]
     )
-    with pytest.raises(ResourceError, match="2 of 4 nodes are usable, 3 are needed"):
+    with pytest.raises(ResourceError, match="2 of 4 nodes are usable, but the job requires 3"):
         choose(hosts, found, 3, 2.0, errors)
 
 

@@ -74,5 +74,5 @@ def test_a_job_is_followed_before_it_has_written_anything_and_to_its_end(
     assert "".join(slurm.follow("7", out)) == "first\nlast\n"
     fake(tmp_path, monkeypatch, "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
     assert "".join(slurm.follow("7", out)) == "first\nlast\n"
-    with pytest.raises(ResourceError, match=r"8 does not exist; pass the job's number"):
+    with pytest.raises(ResourceError, match=r"8 does not exist; pass the job ID"):
         list(slurm.follow("8", out))

@@ -101,7 +101,7 @@ def test_stopping_on_request_requeues_and_is_no_failure(job: Path) -> None:
 def test_failures_are_limited_and_the_same_step_three_times_gives_up(job: Path) -> None:
     codes = [judge(job, number, 2, save(job, f"global_step_{number}"), 1)[2] for number in range(3)]
     assert codes == [STOPPED, STOPPED, 1]
-    assert "2 restarts used up" in read_attempts(job)[-1].why
+    assert "all 2 restarts were used" in read_attempts(job)[-1].why
     other = job / "other"
     said = [judge(other, number, 99, save(job, "global_step_7"), 1) for number in range(3)]
     assert [code for _, _, code in said] == [STOPPED, STOPPED, 1]
@@ -125,7 +125,9 @@ def test_a_finished_job_is_done(job: Path) -> None:
 def test_a_job_that_slurm_does_not_know_is_not_requeued(job: Path) -> None:
     attempt, _, code = judge(job, 0, 3, job / "run", None, state="UNKNOWN", why="no node answered")
     assert (
-        attempt.next == "left to Slurm" and attempt.why.endswith("into state UNKNOWN") and code == 1
+        attempt.next == "left to Slurm"
+        and attempt.why.endswith("the job's state to UNKNOWN")
+        and code == 1
     )
 
 

@@ -76,5 +76,5 @@ def test_what_is_not_finite_is_described_by_its_likeliest_cause() -> None:
     assert describe([fine, fine]) == ""
     assert "the loss is not finite: rank 1 micro-batch 2" in describe([[-1, 2, 0], [2, 2, 0]])
     assert "a gradient is not finite: rank 0 micro-batch 4" in describe([[-1, 4, 0], [-1, -1, 0]])
-    assert "the reduced gradients of rank 1 are not finite" in describe([fine, [-1, -1, 0]])
+    assert "the reduced gradients on rank 1 are not finite" in describe([fine, [-1, -1, 0]])
     assert "and 2 more ranks" in describe([[0, -1, -1]] * 6)

@@ -75,5 +75,5 @@ def test_nothing_is_run_and_what_is_not_known_is_noted() -> None:
 
 @pytest.mark.parametrize("script", ["main_ppo 'a", 'main_ppo "a', "A=(a b", "main_ppo ${A", "A=`b"])
 def test_what_is_not_closed_is_refused(script: str) -> None:
-    with pytest.raises(ValueError, match=r"not closed"):
+    with pytest.raises(ValueError, match="unclosed"):
         command_of(script, "main_ppo", {})

@@ -197,8 +197,8 @@ def test_input_that_is_no_script_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text, wanted in (
-        ("a.sh", "echo hello\n", "found no command with verl.trainer.main_ppo"),
-        ("b.sh", "python3 -m verl.trainer.main_ppo 'a=1\n", "not closed"),
+        ("a.sh", "echo hello\n", "no command that runs verl.trainer.main_ppo was found"),
+        ("b.sh", "python3 -m verl.trainer.main_ppo 'a=1\n", "unclosed"),
         ("c.yaml", "- 1\n", "expected a mapping"),
         ("d.yaml", "a: [\n", "invalid YAML"),
     ):

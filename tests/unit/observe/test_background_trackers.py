@@ -128,7 +128,7 @@ def test_one_that_hangs_at_its_end_loses_nothing_that_it_took(tmp_path: Path) ->
         time.sleep(0.05)
     started = time.perf_counter()
     [said] = tracker.close()
-    assert "it took all records, but did not end within 2 s" in said
+    assert "it received all records, but did not exit within 2 s" in said
     assert time.perf_counter() - started < 6
 
 

@@ -55,10 +55,10 @@ def test_each_column_and_metric_is_compared(tmp_path: Path) -> None:
     text = describe(list(found.values()))
     assert (
         "row 2: 3 -> 3.5" in text
-        and "1 of 2 metrics are the same; different:\n  actor/loss  0.5 -> 0.25" in text
+        and "1 of 2 metrics are identical; different:\n  actor/loss  0.5 -> 0.25" in text
     )
     assert not any(difference.differing for difference in compare_step(one, one, 4))
-    assert describe(compare_step(one, one, 4)).endswith("2 of 2 metrics are the same")
+    assert describe(compare_step(one, one, 4)).endswith("2 of 2 metrics are identical")
 
 
 def test_a_number_that_is_nan_in_one_run_alone_differs(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_nothing_is_sent_to_another_user_who_has_taken_the_name() -> None:
     command = [sys.executable, "-c", STRANGER, address_of(name).removeprefix("\0")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
         assert stranger.stdout is not None and stranger.stdout.readline() == "listens\n"
-        with pytest.raises(OSError, match="65534 listens under the name of the fork server"):
+        with pytest.raises(OSError, match="65534 owns the socket of fork server"):
             _sleeper(name)
         assert stranger.stdout.read() == "b''\n", "the stranger was sent something"
 

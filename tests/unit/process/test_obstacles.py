@@ -59,7 +59,7 @@ def test_what_only_surprises_stops_no_run(tmp_path: Path, monkeypatch: pytest.Mo
         "proxy": "ok",
         "working directory": "unused",
     }
-    assert shown["working directory"].what.startswith("random.py, token.py have")
+    assert shown["working directory"].what.startswith("random.py, token.py share names")
     assert "cluster.address=head:6379" in shown["RAY_ADDRESS"].remedy
     require_none(())
     monkeypatch.delenv("HOME")
@@ -80,7 +80,7 @@ def test_another_version_of_a_library_is_refused_and_the_same_is_not(
     (other / "ray" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'nothing'}{os.pathsep}{other}")
     with pytest.raises(
-        ResourceError, match=f"{other} has ray of unknown version.*remove {other} from PYTHONPATH"
+        ResourceError, match=f"{other} contains ray of unknown version.*remove {other} from"
     ):
         require_none(("torch", "ray"))
     require_none(("torch", "numpy"))  # a run without Ray does not mind
@@ -98,7 +98,7 @@ def test_modules_of_pythons_names_in_its_path_are_refused(
 ) -> None:
     (tmp_path / "select.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ResourceError, match=r"has select\.py, which shadows Python's own"):
+    with pytest.raises(ResourceError, match=r"contains select\.py, which shadows Python's own"):
         require_none(())
 
 

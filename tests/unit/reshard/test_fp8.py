@@ -413,7 +413,7 @@ def test_an_engine_in_fp8_must_take_the_scales() -> None:
     source = megatron_layout(decoder, ParallelShape(1).coordinates(), "float32", plan.catalog)
     with pytest.raises(
         WeightSyncError,
-        match=r"some engine does not use model\.layers\.2\.mlp\.down_proj\.weight_scale_inv",
+        match=r"at least one engine does not use model\.layers\.2\.mlp\.down_proj\.weight_scale_inv",
     ):
         prove(make_plan(plan.catalog, source, Layout((poorer,), ONE, ONE), 1 << 20))
 

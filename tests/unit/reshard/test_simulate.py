@@ -93,7 +93,7 @@ def test_command_prints_json_and_writes_the_plan(
     [
         (["--model", "gpt-5"], "unknown model 'gpt-5'"),
         (["--trainer", "tp=2"], "ranks=NUMBER is missing; valid names: cp, ep"),
-        (["--trainer", "ranks=4,dpa=2"], "'data_attention' is not a size of this side"),
+        (["--trainer", "ranks=4,dpa=2"], "'data_attention' is not a size that this option accepts"),
         (["--engines", "tp=two"], "'tp=two' in 'tp=two': expected NAME=NUMBER"),
         (["--engines", "tp=3"], "does not divide; choose another engine shape"),
         (["--engines", "0xtp=8"], "must be 1 or more"),

@@ -202,14 +202,18 @@ def test_a_function_is_told_whether_the_prompt_opened_the_thinking(tmp_path: Pat
 @pytest.mark.parametrize(
     ("source", "truths", "wrong"),
     [
-        ("openai/gsm8k", ["7", "many", "8"], "'many' is not a number"),
+        ("openai/gsm8k", ["7", "many", "8"], "'many' must be a number"),
         ("openai/gsm8k", [7, 8, 9], None),
         ("cais/mmlu", [0, 3, 26], "26 is neither a letter"),
         ("cais/mmlu", ["A", "(b)", "12"], "'12' is neither a letter"),
         ("math", ["\\frac12", "7", "x"], None),
         ("math", [0.5, 7.0, 8.0], None),
-        ("regex", ["a", "(", "b"], "not a regular expression"),
-        ("searchR1_nq", [{"target": ["a"]}, {"target": ["b"]}, {"target": []}], "is not {"),
+        ("regex", ["a", "(", "b"], "not a valid regular expression"),
+        (
+            "searchR1_nq",
+            [{"target": ["a"]}, {"target": ["b"]}, {"target": []}],
+            "must have the form {",
+        ),
         ("apps", ["{}", "[]", ""], "contains no tests"),
     ],
 )

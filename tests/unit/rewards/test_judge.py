@@ -145,7 +145,10 @@ def test_rows_whose_judge_says_nonsense_or_nothing_cost_themselves_alone(server:
     found = graded(settings(server), list(said))
     assert [result.score for result in found] == [0, 0, 0, 1]
     failures = [result.failure or "" for result in found]
-    assert "the judge's answer has no grade (reward.kwargs.judge_score): 'I like it'" in failures[0]
+    assert (
+        "the judge's answer contains no grade (reward.kwargs.judge_score): 'I like it'"
+        in failures[0]
+    )
     assert "grade 11 is not between 0 and 10" in failures[1] and "grade -1 is not" in failures[2]
     assert found[3].failure is None
 

@@ -64,5 +64,5 @@ def test_math_and_geometry(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_ground_truth_that_is_no_expression_is_named() -> None:
-    with pytest.raises(ValueError, match="the ground truth '' is not an expression"):
+    with pytest.raises(ValueError, match="the ground truth '' is not a valid expression"):
         score("math", r"\boxed{7}", "")

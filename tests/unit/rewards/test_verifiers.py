@@ -122,7 +122,7 @@ def test_regex() -> None:
         score("regex", " 42\n", r"\d+", whole=True) == 1
         and score("regex", "42 x", r"\d+", whole=True) == 0
     )
-    with pytest.raises(ValueError, match="not a regular expression"):
+    with pytest.raises(ValueError, match="not a valid regular expression"):
         score("regex", "x", "(")
 
 

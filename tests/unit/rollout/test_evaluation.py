@@ -402,7 +402,7 @@ def test_a_dropped_row_enters_no_loss_and_leaves_the_mean_of_its_group(tmp_path:
     kept = without_failed(batch, "drop")
     assert kept["scores"].tolist() == [1.0, 0.75, 0.5, 0.0]
     assert [row.sum() for row in kept.jagged("response_mask")] == [2, 0, 1, 0]
-    assert failures(batch) == ["2 of 4 rows have no score (row 1 first): late"]
+    assert failures(batch) == ["2 of 4 rows have no score (first: row 1): late"]
     assert extra_metrics(batch) == {"reward/failed": 0.5}
     dump_batch(tmp_path, 1, kept, cast(Any, Letters()))
     rows = list(read_rollouts(dump_path(tmp_path, 1)))

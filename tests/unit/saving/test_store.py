@@ -466,13 +466,13 @@ def whole_checkpoint(folder: Path, **others: Any) -> Path:
             lambda at: write_sealed(
                 at / "driver.json", {**read_sealed(at / "driver.json"), "roles": ["../x"]}
             ),
-            r"driver\.json does not list its parts",
+            r"driver\.json does not list the checkpoint's parts",
         ),
         (
             lambda at: write_sealed(
                 at / "driver.json", {**read_sealed(at / "driver.json"), "phase": "other"}
             ),
-            r"driver\.json has the right hash but does not describe a checkpoint",
+            r"driver\.json has the right hash but does not contain a valid phase",
         ),
     ],
 )

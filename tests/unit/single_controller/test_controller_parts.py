@@ -309,7 +309,7 @@ def test_a_dead_head_is_given_up_by_the_deadline(
             head.listen()
         address = f"127.0.0.1:{head.getsockname()[1]}"
         with pytest.raises(
-            ResourceError, match=f"0 of 2 nodes have joined Ray at {address} .*it does not answer"
+            ResourceError, match=f"0 of 2 nodes have joined Ray at {address} .*it did not answer"
         ):
             wait_for_nodes(address, 2, 0.2)
         assert asked.is_set()

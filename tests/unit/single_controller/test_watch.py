@@ -192,7 +192,7 @@ def test_a_driver_inside_of_a_call_that_hears_no_signal_is_ended_with_a_message(
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert re.fullmatch(
-        r"hybridflow: Ray's gcs_server \(process \d+\) has ended; .* was ended; the same command "
+        r"hybridflow: Ray's gcs_server \(process \d+\) has ended; .* was terminated; the same command "
         r"resumes .*\n",
         done.stderr,
     )

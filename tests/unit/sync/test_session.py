@@ -71,7 +71,7 @@ def test_once_called_off_nobody_commits_and_senders_stop_waiting(store: Any) -> 
     worker.call_off("the engine is gone")
     assert rank.decide(COMMIT) == ABORT
     with pytest.raises(
-        WeightSyncError, match=r"weight version 7 to engine-0.*called off: the engine is gone"
+        WeightSyncError, match=r"weight version 7 to engine-0.*cancelled: the engine is gone"
     ):
         sender.wait_for_go(5.0)
 
@@ -99,7 +99,7 @@ def test_silent_ranks_are_named_with_the_deadline(store: Any) -> None:
     rank.staged(4)
     with pytest.raises(WeightSyncError, match=r"weights not fully received by rank 5 after 0\.3 s"):
         rank.wait_all_staged(0.3)
-    with pytest.raises(WeightSyncError, match="no go from the engine worker"):
+    with pytest.raises(WeightSyncError, match="no go-ahead from the engine worker"):
         sender.wait_for_go(0.2)
 
 

@@ -159,7 +159,7 @@ def test_a_policy_loss_of_a_file_trains_and_its_columns_reach_it(entries: Path) 
         ("algorithm.adv_estimator=missing.py:mine", "'missing.py' not found"),
         (
             "rollout.n=1",
-            "rollout.n=1 is not supported with algorithm.adv_estimator=grpo, which compares the samples of a prompt",
+            "rollout.n=1 is not supported with algorithm.adv_estimator=grpo, because it compares the samples of a prompt",
         ),
     ],
 )

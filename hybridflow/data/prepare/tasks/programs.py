@@ -83,8 +83,8 @@ class ProgramsOptions:
             1 <= self.num_train <= problems - self.num_test,
             "num_train",
             self.num_train,
-            f"1 to {problems - self.num_test}: of {problems} problems num_test={self.num_test} are "
-            "held out",
+            f"1 to {problems - self.num_test}: of the {problems} problems, "
+            f"num_test={self.num_test} are held out",
         )
 
     @property
