@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridflow.config import derived
@@ -48,16 +48,18 @@ def target_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str
     has = derived.lora_targets(sizes)
     missing = [target for target in lora.targets if target not in has]
     if missing:
-        routed = derived.num_experts(sizes) and any(
-            target.startswith("linear_fc") for target in missing
-        )
-        why = (
-            "; its MLPs are routed experts, which do not support adapters in this version"
-            if routed
-            else ""
-        )
         yield (
             f"actor.lora.targets: model_type={sizes.get('model_type')} has no "
-            f"{', '.join(missing)}{why}; choose from {', '.join(has)}, or leave the targets empty "
-            "to adapt all of them"
+            f"{', '.join(missing)}{_why(missing, has, sizes)}; choose from {', '.join(has)}, or "
+            "leave the targets empty to adapt all of them except routed experts"
         )
+
+
+def _why(missing: Sequence[str], has: Sequence[str], sizes: Mapping[str, Any]) -> str:
+    if not derived.num_experts(sizes):
+        return ""
+    if any(target.startswith("experts.") for target in missing):
+        return ", because its experts are not separate linear layers"
+    if any(f"experts.{target}" in has for target in missing):
+        return ", because its MLPs are routed experts"
+    return ""

@@ -107,8 +107,7 @@ def has_dense_mlps(sizes: Mapping[str, Any]) -> bool:
 
 
 def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names that Megatron uses for the linear layers that support adapters. Routed
-    experts do not support them."""
+    """Return the names that Megatron uses for the linear layers that support adapters."""
     if sizes.get("kv_lora_rank"):
         query = (
             ("linear_q_down_proj", "linear_q_up_proj")
@@ -118,8 +117,15 @@ def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
         attention = (*query, "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
     else:
         attention = ("linear_qkv", "linear_proj")
+    linears = ("linear_fc1", "linear_fc2")
     has_mlp = has_dense_mlps(sizes) or shared_expert_size(sizes)
-    return (*attention, *(("linear_fc1", "linear_fc2") if has_mlp else ()))
+    # gpt-oss stores a layer's experts as single tensors with biases, not as linears
+    has_routed = num_experts(sizes) and sizes.get("model_type") != "gpt_oss"
+    return (
+        *attention,
+        *(linears if has_mlp else ()),
+        *(f"experts.{linear}" for linear in linears if has_routed),
+    )
 
 
 def engine_ranks(config: RunConfig) -> int:

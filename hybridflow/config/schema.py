@@ -63,6 +63,8 @@ LoraTarget = Literal[
     "linear_proj",  # output of attention
     "linear_fc1",  # gate and up of dense MLPs and shared experts
     "linear_fc2",  # down of dense MLPs and shared experts
+    "experts.linear_fc1",  # gate and up of routed experts
+    "experts.linear_fc2",  # down of routed experts
 ]
 
 
@@ -103,7 +105,7 @@ class LoraConfig:
     rank: NonNegativeInt = 0  # 0: off, all weights are trained
     alpha: Positive = 32.0  # scale of the adapters is alpha / rank
     # Megatron's names of the adapted linear layers, e.g. [linear_qkv, linear_proj]; empty: all
-    # except routed experts
+    # except routed experts, which are adapted only if they are listed
     targets: tuple[LoraTarget, ...] = ()
     # must be 0: with dropout an update would train a different policy than the one that was scored
     dropout: float = 0.0

@@ -12,6 +12,11 @@ sharding of the factors, which determines the communication between ranks:
 
 If a replicated factor is applied only to a rank's share of the sequence, its gradient is summed
 across ranks, as for a norm. Only [tokens, r] is communicated, never [tokens, hidden].
+
+A grouped linear of routed experts has one A and one B for each local expert. Expert tensor
+parallelism splits them in the same way, but the token dispatcher has already gathered the tokens of
+the ranks that share an expert, and sums what these ranks return. Nothing is exchanged between A and
+B there; the gradients of whole factors are summed.
 """
 
 from __future__ import annotations
@@ -34,10 +39,13 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.errors import ModelError
 from hybridflow.mcore.model import by_chunk
 from hybridflow.mcore.parallel import coordinates
+from hybridflow.mcore.torch_functions import grouped_linear
 from hybridflow.models import Family
 from hybridflow.models.layout import LocalTensor
 from hybridflow.models.lora import AdaptedWeight, AdapterMap, merge
 from hybridflow.reshard.layout import rank_tensors
+
+_OWN = {"A": "columns", "B": "rows"}  # the cut of the weight that also cuts this factor
 
 
 class Adapter(torch.nn.Module):
@@ -75,7 +83,7 @@ class Adapter(torch.nn.Module):
                 ]
             )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
         """Return the adapter's contribution to the linear's output. x [s, b, in] is the input
         passed to the linear."""
         if self._norm is not None:
@@ -98,6 +106,55 @@ class Adapter(torch.nn.Module):
                 return reduce_scatter_to_sequence_parallel_region(low, group=group)
             return reduce_from_tensor_model_parallel_region(low, group=group)
         return low
+
+
+class ExpertAdapters(torch.nn.Module):
+    """The adapters of a layer's local experts on one grouped linear: scale * B A, with factors
+    `A0`, `B0`, `A1`, ... for the first, second, ... expert."""
+
+    def __init__(self, linear: Any, described: Sequence[AdaptedWeight], scale: float) -> None:
+        """`linear` is the grouped linear, and `described` its weights in their order."""
+        super().__init__()
+        self.cut = described[0].cut
+        self.scale = scale
+        self.experts = len(described)
+        is_first = parallel_state.get_expert_tensor_parallel_rank() == 0
+        for expert, one in enumerate(described):
+            for which, local in (("A", one.a), ("B", one.b)):
+                factor = torch.nn.Parameter(
+                    torch.empty(
+                        local.shape, dtype=linear.weight0.dtype, device=linear.weight0.device
+                    )
+                )
+                self.register_parameter(f"{which}{expert}", factor)
+                # Every rank's experts count in the gradient norm, whatever its tensor-parallel
+                # rank. Of a factor that is whole on all ranks of an expert, one copy counts.
+                set_tensor_model_parallel_attributes(factor, True, 1 if which == "A" else 0, 1)
+                if self.cut != _OWN[which] and not is_first:
+                    factor.shared = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor, m_splits: Any) -> torch.Tensor:
+        """Return the adapters' contribution to the linear's output [rows, out]. The arguments are
+        those of the linear: x [rows, in], and the number of rows of each expert."""
+        low = grouped_linear(x, m_splits, self._factors("A")) * self.scale
+        return grouped_linear(low, m_splits, self._factors("B"))
+
+    def _factors(self, which: str) -> Sequence[torch.Tensor]:
+        factors = [getattr(self, f"{which}{expert}") for expert in range(self.experts)]
+        if self.cut in ("nothing", _OWN[which]):
+            return factors
+        return _sum_gradient(torch.stack(factors)).unbind(0)
+
+
+def _sum_gradient(factors: torch.Tensor) -> torch.Tensor:
+    """Return the factors, whose gradient is summed over the ranks that share an expert.
+
+    Each of these ranks computes a part of the output, and so only a part of a whole factor's
+    gradient.
+    """
+    return copy_to_tensor_model_parallel_region(
+        factors, group=parallel_state.get_expert_tensor_parallel_group()
+    )
 
 
 class Adapters:
@@ -132,10 +189,22 @@ class Adapters:
                 )
             if model.pre_process:
                 model.embedding.register_forward_hook(_start_gradient)
-        for linear, one in self._linears:
-            linear.lora = Adapter(linear, one, described.scale, models[0].config)
-            linear.register_forward_hook(_add_adapter)
+        self._attach(models[0].config)
         self._fill()
+
+    def _attach(self, config: Any) -> None:
+        of_linear: dict[str, list[AdaptedWeight]] = {}  # an expert's linears are one module
+        linears = {}
+        for linear, one in self._linears:
+            linears[one.module] = linear
+            of_linear.setdefault(one.module, []).append(one)
+        for name, ones in of_linear.items():
+            linear = linears[name]
+            if ones[0].is_routed:
+                linear.lora = ExpertAdapters(linear, ones, self.map.scale)
+            else:
+                linear.lora = Adapter(linear, ones[0], self.map.scale, config)
+            linear.register_forward_hook(_add_adapter)
 
     def facts(self) -> dict[str, Any]:
         """Return the adapter settings for a checkpoint's manifest."""
@@ -145,9 +214,23 @@ class Adapters:
         """Return the factors and their descriptions, keyed by Megatron name."""
         factors: dict[str, tuple[torch.Tensor, LocalTensor]] = {}
         for linear, one in self._linears:
-            factors[one.a.name] = (linear.lora.A, one.a)
-            factors[one.b.name] = (linear.lora.B, one.b)
+            for local in (one.a, one.b):
+                factors[local.name] = (_held(linear.lora, local), local)
         return factors
+
+    def copies(self) -> dict[str, tuple[int, int]]:
+        """Return which copy of each factor this rank has, keyed by Megatron name: its number among
+        the tensor-parallel ranks (0 for a factor that they cut) and among the data-parallel ranks.
+        """
+        at = coordinates()
+        dense = at.tp_rank, parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        expert = at.etp_rank, parallel_state.get_expert_data_parallel_rank()
+        found: dict[str, tuple[int, int]] = {}
+        for _, one in self._linears:
+            tensor, data = expert if one.is_routed else dense
+            for which, local in (("A", one.a), ("B", one.b)):
+                found[local.name] = (0 if one.cut == _OWN[which] else tensor, data)
+        return found
 
     @torch.no_grad()
     def merged(self) -> dict[str, torch.Tensor]:
@@ -157,15 +240,15 @@ class Adapters:
         region of W needs only its own regions of B and A.
         """
         for linear, one in self._linears:
-            weight = linear.weight.detach()
+            weight = _held(linear, one.weight).detach()
             name = one.weight.name
             if name not in self._merged:
                 self._merged[name] = torch.empty_like(weight)
             self._merged[name].untyped_storage().resize_(weight.nbytes)
             merge(
                 weight,
-                linear.lora.A.detach(),
-                linear.lora.B.detach(),
+                _held(linear.lora, one.a).detach(),
+                _held(linear.lora, one.b).detach(),
                 self.map.scale,
                 self._merged[name],
             )
@@ -176,7 +259,7 @@ class Adapters:
         """Size in bytes of the merged copies on this rank. `merged` allocates them, `release` frees
         them.
         """
-        return sum(linear.weight.nbytes for linear, _ in self._linears)
+        return sum(_held(linear, one.weight).nbytes for linear, one in self._linears)
 
     def release(self) -> None:
         """Free the memory of the merged copies. Senders keep the tensors themselves, which stay
@@ -194,6 +277,12 @@ class Adapters:
                 ).to(parameter.dtype)
 
 
+def _held(module: Any, local: LocalTensor) -> torch.Tensor:
+    """Return the parameter of this module that `local` describes."""
+    held: torch.Tensor = getattr(module, local.name.rpartition(".")[2])
+    return held
+
+
 def _mark_sequence_parallel(whole: Sequence[torch.nn.Parameter]) -> None:
     """Mark factors applied only to this rank's share of the sequence.
 
@@ -204,7 +293,7 @@ def _mark_sequence_parallel(whole: Sequence[torch.nn.Parameter]) -> None:
 
 
 def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (output[0] + linear.lora(inputs[0]), *output[1:])
+    return (output[0] + linear.lora(*inputs), *output[1:])
 
 
 def _start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:

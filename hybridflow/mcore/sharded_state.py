@@ -30,7 +30,6 @@ from hybridflow.errors import CheckpointError
 from hybridflow.mcore.lora import Adapters
 from hybridflow.mcore.model import by_chunk, local_parameters
 from hybridflow.mcore.optimizer import inner_optimizers, is_precision_aware
-from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.policy import Policy
 from hybridflow.models.layout import boxes
 from hybridflow.models.lora import is_adapter
@@ -181,12 +180,10 @@ def _adapter_shards(adapters: Adapters) -> dict[str, list[ShardedTensor]]:
     Megatron has no description of these parameters and would treat each as replicated across the
     tensor-parallel ranks.
     """
-    at = coordinates()
     shapes = adapters.map.tensors()
-    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    copies = adapters.copies()
     shards: dict[str, list[ShardedTensor]] = {}
     for name, (parameter, local) in adapters.parameters().items():
-        is_cut = getattr(parameter, "tensor_model_parallel", False)
         shards[name] = [
             ShardedTensor(
                 key=piece.source,
@@ -196,7 +193,7 @@ def _adapter_shards(adapters: Adapters) -> dict[str, list[ShardedTensor]]:
                 global_shape=shapes[piece.source],
                 global_offset=piece.source_start,
                 axis_fragmentations=None,
-                replica_id=(0, 0 if is_cut else at.tp_rank, data_rank),
+                replica_id=(0, *copies[name]),
             )
             for piece in sorted(local.pieces, key=lambda piece: piece.local_start)
         ]

@@ -7,11 +7,14 @@ micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from hybridflow.device.platform import Platform
 
 
 def rotate(
@@ -186,6 +189,23 @@ def takes_grouped_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """
     on_device = x.device.type != "cpu" and x.dtype == weight.dtype == torch.bfloat16
     return on_device and len(x) > 0 and not any(size % 8 for size in weight.shape)
+
+
+def grouped_linear(x: torch.Tensor, m_splits: Any, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Apply weight i [out, in] to the i-th run of rows of x [rows, in]. Returns [rows, out].
+
+    `m_splits` contains the number of rows of each run, as a list or `torch_modules.ExpertCounts`.
+    """
+    counts = getattr(m_splits, "counts", None)
+    if takes_grouped_product(x, weights[0]):
+        if counts is None:
+            counts = Platform.detect().upload(torch.tensor(list(m_splits)))
+        product: torch.Tensor = GroupedProduct.apply(
+            x, counts.cumsum(0, dtype=torch.int32), *weights
+        )
+        return product
+    runs = torch.split(x, list(m_splits) if counts is None else counts.tolist())
+    return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights, strict=True)])
 
 
 def permute(

@@ -29,15 +29,13 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.device.platform import Platform
 from hybridflow.mcore.packed_attention import PackedAttention
 from hybridflow.mcore.torch_functions import (
-    GroupedProduct,
     SwiGlu,
+    grouped_linear,
     permute,
     rms_norm,
     rotate,
-    takes_grouped_product,
 )
 
 
@@ -161,18 +159,7 @@ class GroupedLinear(nn.Module):
         ([rows, out], None for the bias).
         """
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-        on_device = isinstance(m_splits, ExpertCounts)
-        if takes_grouped_product(x, weights[0]):
-            counts = (
-                m_splits.counts
-                if on_device
-                else Platform.detect().upload(torch.tensor(list(m_splits)))
-            )
-            return GroupedProduct.apply(x, counts.cumsum(0, dtype=torch.int32), *weights), None
-        runs = torch.split(x, m_splits.counts.tolist() if on_device else list(m_splits))
-        return torch.cat(
-            [F.linear(run, weight) for run, weight in zip(runs, weights, strict=True)]
-        ), None
+        return grouped_linear(x, m_splits, weights), None
 
     def backward_dw(self) -> None:
         """Megatron's hook for delayed weight gradients; a no-op here."""

@@ -10,6 +10,9 @@ to.
 
 Names are PEFT's: `model.layers.0.self_attn.q_proj.lora_A.weight`. HF linears that Megatron fuses
 share one A. It is stored under the name of the first linear; the names of the others are `aliases`.
+
+Each routed expert has its own factors, named after the expert's linears in published checkpoints:
+`model.layers.0.mlp.experts.3.down_proj.lora_B.weight`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 
 from hybridflow.config.schema import LoraConfig
 from hybridflow.errors import ModelError
+from hybridflow.models import lora_targets
 from hybridflow.models.family import Family
 from hybridflow.models.layout import Coordinates, LocalTensor, Piece
 from hybridflow.models.weights import RandomWeights
@@ -34,7 +38,8 @@ _STRIP = 4 << 20  # number of weight elements merged at a time, in fp32
 class AdaptedWeight:
     """A rank's weight and its factors `a` [rank, in] and `b` [out, rank].
 
-    `cut` is the dimension of the weight that tensor parallelism splits.
+    `cut` is the dimension of the weight that tensor parallelism splits; in routed experts, the one
+    that expert tensor parallelism splits.
     """
 
     weight: LocalTensor
@@ -44,8 +49,13 @@ class AdaptedWeight:
 
     @property
     def module(self) -> str:
-        """Name of the linear in Megatron."""
-        return _module(self.weight)
+        """Name of the linear in Megatron. A layer's local experts have one in common."""
+        return lora_targets.module_of(self.weight)[0]
+
+    @property
+    def is_routed(self) -> bool:
+        """True for the weight of a routed expert."""
+        return lora_targets.is_routed(lora_targets.target_of(self.weight))
 
 
 class AdapterMap:
@@ -63,21 +73,17 @@ class AdapterMap:
     def __init__(self, family: Family, config: LoraConfig, seed: int) -> None:
         self.config = config
         self.scale = config.alpha / config.rank
-        linears = []
-        for local in family.local_tensors(Coordinates()):
-            if _can_be_adapted(local):
-                linears.append(local)
-        has = dict.fromkeys(map(_target, linears))
+        has = lora_targets.targets_of(family)
         if missing := [target for target in config.targets if target not in has]:
             raise ModelError(
-                f"actor.lora.targets: the model has no {', '.join(missing)} (routed experts do not "
-                f"support adapters); choose from {', '.join(has)}"
+                f"actor.lora.targets: the model has no {', '.join(missing)}; choose from "
+                f"{', '.join(has)}"
             )
         # HF tensor -> the unsharded Megatron weight that contains it
         self._uncut = {
             piece.source: local
-            for local in linears
-            if self._is_wanted(local)
+            for local in family.local_tensors(Coordinates())
+            if lora_targets.is_adapted(local, config.targets)
             for piece in local.pieces
         }
         self._rows = {name: shape[0] for name, shape in family.tensors().items()}
@@ -124,11 +130,8 @@ class AdapterMap:
 
     def facts(self) -> dict[str, Any]:
         """Return the adapter settings for a checkpoint's manifest."""
-        targets = dict.fromkeys(map(_target, self._uncut.values()))
+        targets = dict.fromkeys(map(lora_targets.target_of, self._uncut.values()))
         return {"rank": self.config.rank, "alpha": self.config.alpha, "targets": list(targets)}
-
-    def _is_wanted(self, local: LocalTensor) -> bool:
-        return not self.config.targets or _target(local) in self.config.targets
 
     def _a_of(self, source: str) -> str:
         return names_of(self._uncut[source].pieces[0].source)[0]
@@ -146,11 +149,11 @@ class AdapterMap:
             one = Piece(self._a_of(piece.source), (0, column), (0, local_column), (rank, wide))
             a[one.local_start] = one
             b.append(Piece(names_of(piece.source)[1], (row, 0), (local_row, 0), (high, rank)))
-        module = _module(weight)
+        module, expert = lora_targets.module_of(weight)
         return AdaptedWeight(
             weight,
-            LocalTensor(f"{module}.lora.A", (rank, columns), tuple(a.values())),
-            LocalTensor(f"{module}.lora.B", (rows, rank), tuple(b)),
+            LocalTensor(f"{module}.lora.A{expert}", (rank, columns), tuple(a.values())),
+            LocalTensor(f"{module}.lora.B{expert}", (rows, rank), tuple(b)),
             "rows"
             if rows < uncut.shape[0]
             else "columns"
@@ -237,22 +240,6 @@ def peft_config(
         "base_model_name_or_path": None,
         "inference_mode": True,
     }
-
-
-def _can_be_adapted(local: LocalTensor) -> bool:
-    return (
-        local.name.endswith(".weight")
-        and ".experts." not in local.name
-        and _last(_module(local)).startswith("linear_")
-    )
-
-
-def _target(local: LocalTensor) -> str:
-    return _last(_module(local))
-
-
-def _module(local: LocalTensor) -> str:
-    return local.name.removesuffix(".weight")
 
 
 def _last(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.role_table import ROLES
-from hybridflow.config.schema import OffloadConfig, ParallelConfig, RunConfig
+from hybridflow.config.schema import LoraConfig, OffloadConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError, ResourceError
 from hybridflow.placement import ClusterShape, place, pools_of
 from hybridflow.planning.constants import FITTED, Constants
@@ -236,6 +236,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any, trains: 
                 logits_chunk=config.actor.logits_chunk_tokens,
             ),
             scalar_head=ROLES[name].head != "vocabulary",
+            lora=_adapters(config, name, trains, is_guest),
         ),
         micro_tokens=section.max_tokens_per_micro_batch,
         updates=derived.role_updates_per_step(config, name) if trains else 0,
@@ -246,6 +247,14 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any, trains: 
         pool=derived.pool_of(config, name),
         scored=derived.share_scored_before_update(config) if name == "actor" else 1.0,
     )
+
+
+def _adapters(config: RunConfig, name: str, trains: bool, is_guest: bool) -> LoraConfig | None:
+    """Return a role's adapters. A colocated reference is the frozen base with its own copy of the
+    policy's."""
+    lora = config.actor.lora
+    has_them = trains if name == "actor" else name == "reference" and is_guest
+    return lora if lora.rank and has_them else None
 
 
 def cut_of(parallel: ParallelConfig, ranks: int) -> Cut:

@@ -11,10 +11,12 @@ from functools import cached_property
 from typing import Any
 
 from hybridflow.config.role_table import ROLES
+from hybridflow.models.layout import Coordinates
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
 from hybridflow.planning.job import Job, RolePlan
 from hybridflow.planning.schedule import Seconds, Stage, Timed, begins, step_seconds
+from hybridflow.planning.sizes import adapter_numbers
 
 PACKED = 0.95  # mean fill of a micro-batch relative to its token limit
 GENERATION = "generation"
@@ -146,6 +148,7 @@ class Plan:
             "nodes": job.machines.nodes,
             "device_bytes": self.limit,
             "parameters": sum(map(_whole, job.roles[:1])),
+            "trainable_parameters": sum(map(_trainable, job.roles[:1])),
             "step_seconds": self.seconds,
             "device_hours": self.device_hours,
             "tokens_per_second_per_device": self.tokens_per_second,
@@ -191,8 +194,8 @@ def resident(job: Job) -> dict[str, dict[str, float]]:
                 "optimizer": training.optimizer(stage),
             }
         if role.name == "reference" and role.is_guest:
-            # a second set of weights in the policy's processes
-            found["actor"]["reference"] = parts["weights"]
+            # a second set of the trained weights in the policy's processes
+            found["actor"]["reference"] = training.trained_weights(stage)
         else:
             found[role.name] = parts
     return found
@@ -224,7 +227,7 @@ def _scoring(job: Job) -> Iterator[Phase]:
             continue
         if role.name == "reference" and role.is_guest:
             held = _held(job, role.pool, role, "weights") | {
-                "reference": role.training.weights(_heaviest(role))
+                "reference": role.training.trained_weights(_heaviest(role))
             }
         else:
             held = _held(job, role.pool, role, "weights")
@@ -270,6 +273,8 @@ def _sync(job: Job) -> Phase:
     if job.is_staged:
         memory["staged weights"] = engine.weights
     held = _held(job, "actor", job.actor, "weights") if job.shares else {}
+    if job.shares and job.actor.training.lora is not None:
+        held["merged weights"] = job.actor.training.merged_weights(_heaviest(job.actor))
     if job.shares and not job.sleeps:
         memory |= _engine_memory(job, with_cache=True)
     return Phase(SYNC, seconds, memory | held | _process(job, job.engine_pool), _side(job))
@@ -406,3 +411,10 @@ def _whole(role: RolePlan) -> int:
     from math import prod
 
     return sum(map(prod, role.training.decoder.tensors().values()))
+
+
+def _trainable(role: RolePlan) -> int:
+    training = role.training
+    if training.lora is None:
+        return _whole(role)
+    return adapter_numbers(training.decoder, Coordinates(), training.lora).factors.total

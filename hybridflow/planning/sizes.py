@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from hybridflow.config.schema import LoraConfig
 from hybridflow.errors import ModelError
 from hybridflow.models import family_of
 from hybridflow.models.blocks import Block, DenseMlp, Experts, GroupedAttention
@@ -19,6 +20,7 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.delta_net import DeltaNet
 from hybridflow.models.fused_experts import FusedExperts
 from hybridflow.models.layout import Coordinates, LocalTensor
+from hybridflow.models.lora_targets import is_adapted
 from hybridflow.models.mla import LatentAttention
 
 EXPERTS = ".mlp.experts."  # marks routed experts, as in `mcore.model.mark_experts`
@@ -118,6 +120,38 @@ def stage_numbers(decoder: Decoder, at: Coordinates, scalar_head: bool = False) 
     return total
 
 
+@dataclass(frozen=True)
+class AdapterNumbers:
+    """A rank's parameter counts with low-rank adapters: their factors, and the weights that have
+    adapters."""
+
+    factors: Numbers = Numbers()
+    adapted: Numbers = Numbers()
+
+
+@functools.lru_cache(maxsize=4096)
+def adapter_numbers(decoder: Decoder, at: Coordinates, lora: LoraConfig) -> AdapterNumbers:
+    """Count the adapters of the pipeline stage at `at`, over all its virtual stages."""
+    factors = adapted = Numbers()
+    cut = _cut(at)
+    _, blocks = layer_kinds(decoder)
+    for kind, count in _stage_kinds(decoder, at).items():
+        for local in (one for block in blocks[kind] for one in block.local("", "", cut)):
+            if is_adapted(local, lora.targets):
+                counts = count * lora.rank * sum(local.shape), count * prod(local.shape)
+                of_factors, of_weight = (
+                    Numbers(expert=one) if is_expert(local) else Numbers(one) for one in counts
+                )
+                factors += of_factors
+                adapted += of_weight
+    return AdapterNumbers(factors, adapted)
+
+
+def is_expert(local: LocalTensor) -> bool:
+    """Return True for a tensor of routed experts."""
+    return EXPERTS in f".{local.name}"
+
+
 def _cut(at: Coordinates) -> Coordinates:
     """Return the coordinates that a block's parameters depend on."""
     return Coordinates(tp_size=at.tp_size, ep_size=at.ep_size, etp_size=at.etp_size)
@@ -135,7 +169,7 @@ def _numbers(tensors: list[LocalTensor]) -> Numbers:
     for local in tensors:
         if not local.is_buffer:
             count = prod(local.shape)
-            found += Numbers(expert=count) if EXPERTS in f".{local.name}" else Numbers(count)
+            found += Numbers(expert=count) if is_expert(local) else Numbers(count)
     return found
 
 

@@ -12,15 +12,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hybridflow.config.schema import OptimConfig
+from hybridflow.config.schema import LoraConfig, OptimConfig
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.layout import ParallelShape
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
 from hybridflow.planning.sizes import (
+    AdapterNumbers,
     LayerShape,
     Numbers,
     Product,
+    adapter_numbers,
     layer_shapes,
     stage_layers,
     stage_numbers,
@@ -122,6 +124,7 @@ class Training:
     practice: Practice = field(default_factory=Practice)
     scalar_head: bool = False
     constants: Constants = FITTED
+    lora: LoraConfig | None = None  # adapters that are trained instead of the weights
 
     # ---- memory, in bytes per rank
 
@@ -145,13 +148,39 @@ class Training:
             found.append(stage_layers(self.decoder, self.cut.place(pp_rank=stage)))
         return tuple(found)
 
+    @cached_property
+    def trained(self) -> tuple[Numbers, ...]:
+        """Counts of the parameters that are trained on a rank of each pipeline stage."""
+        if self.lora is None:
+            return self.numbers
+        return tuple(one.factors for one in self._adapters)
+
+    @cached_property
+    def _adapters(self) -> tuple[AdapterNumbers, ...]:
+        if self.lora is None:
+            return (AdapterNumbers(),) * self.cut.pipeline
+        found = []
+        for stage in range(self.cut.pipeline):
+            found.append(adapter_numbers(self.decoder, self.cut.place(pp_rank=stage), self.lora))
+        return tuple(found)
+
     def weights(self, stage: int) -> float:
-        """Return the size of the weights in bytes."""
-        return self.numbers[stage].total * self.precision.weight / self._shards
+        """Return the size of the weights in bytes, including adapters."""
+        count = self.numbers[stage].total + self._adapters[stage].factors.total
+        return count * self.precision.weight / self._shards
+
+    def trained_weights(self, stage: int) -> float:
+        """Return the size in bytes of the weights that are trained: all of them, or the
+        adapters."""
+        return self.trained[stage].total * self.precision.weight / self._shards
+
+    def merged_weights(self, stage: int) -> float:
+        """Return the size in bytes of the copies into which a weight sync merges adapters."""
+        return self._adapters[stage].adapted.total * self.precision.weight
 
     def gradients(self, stage: int) -> float:
         """Return the size of the gradient buffer in bytes."""
-        return self.numbers[stage].total * self.precision.gradient / self._shards
+        return self.trained[stage].total * self.precision.gradient / self._shards
 
     @property
     def _shards(self) -> int:
@@ -163,7 +192,7 @@ class Training:
 
     def optimizer(self, stage: int) -> float:
         """Return the size in bytes of main weights and moments, which are sharded across ranks."""
-        numbers = self.numbers[stage]
+        numbers = self.trained[stage]
         each = self.precision.main + self.precision.moments
         return each * (numbers.dense / self.cut.shards + numbers.expert / self.cut.expert_shards)
 
@@ -281,8 +310,14 @@ class Training:
                 1,
             )
             forward = forward + head
-            backward = backward + 2 * head
+            backward = backward + self._backward * head
         return forward, backward
+
+    @property
+    def _backward(self) -> float:
+        """Backward operations per forward operation of a linear: the gradients of its input and of
+        its weight. A frozen weight has none, and those of adapters are not counted."""
+        return 2.0 if self.lora is None else 1.0
 
     def _layer_seconds(
         self, layer: LayerShape, micro_tokens: float, length: float
@@ -314,7 +349,8 @@ class Training:
             + 2 * dispatch
             + waits / 3
         )
-        backward = 2 * (attention + mlp + routed) + core * 2.5 * c.attention / c.attention_backward
+        backward = self._backward * (attention + mlp + routed)
+        backward += core * 2.5 * c.attention / c.attention_backward
         backward += moved * c.traffic_backward + 3 * tensor + 2 * dispatch + waits * 2 / 3
         recompute = self.practice.recompute
         again = {
@@ -468,7 +504,7 @@ class Training:
         If they overlap computation, at most the duration of one micro-batch is hidden.
         """
         cut = self.cut
-        numbers = self.numbers[stage]
+        numbers = self.trained[stage]
         share = self.constants.exposed_data_parallel
         expert = cut.expert * cut.expert_tensor
         each = 0.0  # seconds if every parameter had one byte

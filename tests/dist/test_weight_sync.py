@@ -171,7 +171,15 @@ def test_every_way_brings_the_same(world: SyncWorld, settings: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    "lora", [None, pytest.param({"rank": 4, "alpha": 6.0}, marks=pytest.mark.full)]
+    "lora",
+    [
+        None,
+        pytest.param({"rank": 4, "alpha": 6.0}, marks=pytest.mark.full),
+        pytest.param(
+            {"rank": 4, "alpha": 6.0, "targets": ["experts.linear_fc1", "experts.linear_fc2"]},
+            marks=pytest.mark.full,
+        ),
+    ],
 )
 def test_megatron_ranks_that_train_reach_the_engines_without_a_whole_tensor(
     world: SyncWorld, tmp_path: Path, lora: dict[str, Any] | None

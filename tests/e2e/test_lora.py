@@ -1,5 +1,5 @@
-"""A whole run with adapters: 4 Megatron ranks (TP 2, PP 2, EP 2), SGLang engines, warm start, two
-GRPO steps, checkpoint, both exports."""
+"""A whole run with adapters, without and with those of routed experts: 4 Megatron ranks (TP 2, PP
+2, EP 2), SGLang engines, warm start, two GRPO steps, checkpoint, both exports."""
 
 from __future__ import annotations
 
@@ -16,12 +16,33 @@ from tests.e2e.runs import Run
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
-def test_adapters_train_and_engines_sample_with_them(tmp_path: Path, settings: list[str]) -> None:
+# of 2 layers at rank 4: qkv 64 -> 128 (4 heads, 2 groups of 16), proj 64 -> 64
+ATTENTION = 2 * 4 * ((64 + 128) + (64 + 64))
+# fc1 64 -> 128 and fc2 64 -> 64 of 4 experts
+ROUTED = 2 * 4 * 4 * ((64 + 128) + (64 + 64))
+
+
+@pytest.mark.parametrize(
+    ("targets", "numbers", "tensors"),
+    [
+        ("[]", ATTENTION, 2 * 4 * 2),
+        (
+            "[linear_qkv, linear_proj, experts.linear_fc1, experts.linear_fc2]",
+            ATTENTION + ROUTED,
+            2 * (4 + 4 * 3) * 2,
+        ),
+    ],
+    ids=["attention", "experts"],
+)
+def test_adapters_train_and_engines_sample_with_them(
+    tmp_path: Path, settings: list[str], targets: str, numbers: int, tensors: int
+) -> None:
     words = [
         *settings,
         f"output_dir={tmp_path}",
         "actor.lora.rank=4",
         "actor.lora.alpha=8",
+        f"actor.lora.targets={targets}",
         "rollout.num_engines=1",
     ]
     with Run(tmp_path / "output", "train", *words) as run:
@@ -41,9 +62,7 @@ def test_adapters_train_and_engines_sample_with_them(tmp_path: Path, settings: l
         for record in records
         if "actor/trainable_parameters" in record
     }
-    # 2 layers, rank 4: qkv 64 -> 128 (4 heads, 2 groups of 16), proj 64 -> 64; routed experts have
-    # none
-    assert trained == {2 * 4 * ((64 + 128) + (64 + 64))}
+    assert trained == {numbers}
     export(locate(folder), tmp_path / "hf", None, 1 << 30, None)
     [one], [two] = (
         [load_file(file) for file in at.glob("*.safetensors")]
@@ -53,4 +72,4 @@ def test_adapters_train_and_engines_sample_with_them(tmp_path: Path, settings: l
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-6, msg=name)
     written = export_adapter(locate(folder), tmp_path / "adapter", None)
     factors = load_file(written.folder / "adapter_model.safetensors")
-    assert len(factors) == 2 * 4 * 2 and all(bool(tensor.any()) for tensor in factors.values())
+    assert len(factors) == tensors and all(bool(tensor.any()) for tensor in factors.values())

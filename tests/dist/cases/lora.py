@@ -15,7 +15,17 @@ from tests.dist.cases.checkpoint import steps
 from tests.dist.cases.parity import MODELS, Case, _log_probs, _train, _weights, wait_for
 from tests.dist.harness.policies import policy_of
 
-LORA = {"rank": 4, "alpha": 6.0}
+LORA: dict[str, Any] = {"rank": 4, "alpha": 6.0}
+ROUTED = ("experts.linear_fc1", "experts.linear_fc2")
+# name -> (model, targets); the last two adapt routed experts as well, or nothing else
+ADAPTED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dense": ("dense", ()),
+    "moe": ("moe", ()),
+    "deepseek": ("deepseek", ()),
+    "experts": ("moe", ("linear_qkv", "linear_proj", *ROUTED)),
+    "routed": ("moe", ROUTED),
+    "latent": ("deepseek", ("linear_kv_up_proj", "linear_fc1", "linear_fc2", *ROUTED)),
+}
 # of the weights. Another order of sums changes log-probs of these models by 2e-6; with 0.2, as
 # elsewhere, and adapters' steps by 1e-5
 STD = 0.1
@@ -26,7 +36,7 @@ def _cases() -> Iterator[Case]:
     sp = {"tensor": 2, "sequence": True}
     pp2 = {"pipeline": 2}
     both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    for model in ("dense", "moe", "deepseek"):
+    for model in ("dense", "moe", "deepseek", "experts"):
         yield Case(f"{model} one process", model)
     yield Case("dense TP2 PP2", "dense", {**tp2, **pp2})
     yield Case(
@@ -40,34 +50,73 @@ def _cases() -> Iterator[Case]:
     yield Case("dense PP2 VPP2 CP2", "dense", {"pipeline": 2, "virtual_pipeline": 2, "context": 2})
     yield Case("moe TP2 SP PP2 EP2", "moe", {**sp, **pp2, "expert": 2})
     yield Case("deepseek TP2 SP PP2 EP2", "deepseek", {**sp, **pp2, "expert": 2})
+    yield Case("experts TP2 SP PP2 EP2", "experts", {**sp, **pp2, "expert": 2})
+    yield Case("experts TP2 SP ETP2 EP2", "experts", {**sp, "expert": 2, "expert_tensor": 2}, 2)
+
+
+def _expert_cases() -> Iterator[Case]:
+    """Further layouts of adapters on routed experts."""
+    sp = {"tensor": 2, "sequence": True}
+    pp2 = {"pipeline": 2}
+    ep2 = {"expert": 2}
+    both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    for model in ("experts", "routed", "latent"):
+        yield Case(f"{model} one process", model)
+    yield Case("experts TP2 SP ETP1", "experts", {**sp, "expert_tensor": 1})
+    yield Case("experts TP2 SP PP2 EP1 ETP2", "experts", {**sp, **pp2})
+    yield Case("experts DP2 ETP2", "experts", {"expert_tensor": 2}, 2)
+    yield Case("experts EP2 DP4 overlap", "experts", {**ep2, **both}, 4)
+    yield Case("experts EP4 DP4", "experts", {"expert": 4, "distributed_optimizer": False}, 4)
+    yield Case("experts EP2 CP2", "experts", {**ep2, "context": 2})
+    yield Case("experts PP2 VPP2 EP2 DP2", "experts", {**pp2, "virtual_pipeline": 2, **ep2}, 2)
+    allgather = {**ep2, "moe_dispatcher": "allgather"}
+    yield Case("experts TP2 SP EP2 allgather", "experts", {**sp, **allgather})
+    full = {"recompute": "full"}
+    yield Case("experts TP2 SP EP2 full recompute", "experts", {**sp, **ep2}, options=full)
+    some = {"recompute": "selective", "recompute_modules": ("moe_act",)}
+    yield Case("experts TP2 SP EP2 moe_act recompute", "experts", {**sp, **ep2}, options=some)
+    yield Case("routed TP2 SP PP2 EP2", "routed", {**sp, **pp2, **ep2})
+    yield Case("routed EP2 DP2", "routed", ep2, 2)
+    yield Case("latent TP2 SP PP2 EP2", "latent", {**sp, **pp2, **ep2})
 
 
 CASES = {case.name: case for case in _cases()}
-# what ranks must tell each other, left out: name -> (layout, name in `mcore.lora`, what stands
-# there instead)
-MUTATIONS: dict[str, tuple[dict[str, Any], str, Callable[..., Any]]] = {
+EXPERT_CASES = {case.name: case for case in _expert_cases()}
+# what ranks must tell each other, left out: name -> (adapted model, layout, name in `mcore.lora`,
+# what stands there instead)
+MUTATIONS: dict[str, tuple[str, dict[str, Any], str, Callable[..., Any]]] = {
     "what A makes is not added up": (
+        "dense",
         {"tensor": 2},
         "reduce_from_tensor_model_parallel_region",
         lambda low, group: low,
     ),
     "the gradient of a whole A is not summed": (
+        "dense",
         {"tensor": 2},
         "copy_to_tensor_model_parallel_region",
         lambda low, group: low,
     ),
     "a cut factor counts as whole": (
+        "dense",
         {"tensor": 2},
         "set_tensor_model_parallel_attributes",
         lambda *_: None,
     ),
     "whole factors are not summed over the sequence": (
+        "dense",
         {"tensor": 2, "sequence": True},
         "_mark_sequence_parallel",
         lambda *_: None,
     ),
+    "whole factors are not summed over the ranks of an expert": (
+        "experts",
+        {"tensor": 2, "sequence": True},
+        "_sum_gradient",
+        lambda factors: factors,
+    ),
 }
-MUTANTS = {name: Case(name, "dense", parallel) for name, (parallel, _, _) in MUTATIONS.items()}
+MUTANTS = {name: Case(name, model, parallel) for name, (model, parallel, _, _) in MUTATIONS.items()}
 
 
 @contextlib.contextmanager
@@ -78,7 +127,7 @@ def mutated(name: str) -> Iterator[None]:
     if name not in MUTATIONS:
         yield
         return
-    _, attribute, instead = MUTATIONS[name]
+    _, _, attribute, instead = MUTATIONS[name]
     original = getattr(lora, attribute)
     setattr(lora, attribute, instead)
     try:
@@ -93,7 +142,7 @@ def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
 
     worlds = Worlds()
     found = []
-    cases = [(CASES | MUTANTS)[name] for name in names]
+    cases = [(CASES | EXPERT_CASES | MUTANTS)[name] for name in names]
     for case, ranks in zip(
         cases, windows([case.world for case in cases], worlds.size), strict=True
     ):
@@ -109,10 +158,12 @@ def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
 def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Train adapters; what moved, and differences from one process (which comes first and writes
     its values)."""
-    policy = policy_of(case.parallel, MODELS[case.model], STD, lora=LORA, **case.options)
+    model, targets = ADAPTED[case.model]
+    lora = {**LORA, "targets": targets}
+    policy = policy_of(case.parallel, MODELS[model], STD, lora=lora, **case.options)
     result = {"name": case.name, "world": case.world, "trainable": policy.trainable_parameters}
     if case.world == 1:
-        base = policy_of(case.parallel, MODELS[case.model], STD)
+        base = policy_of(case.parallel, MODELS[model], STD)
         found = _log_probs(policy)
         result["begins_off_by"] = float((found - _log_probs(base)).abs().max())
         # torch chooses another kernel for a weight without gradient (should_fold,
@@ -225,8 +276,8 @@ def _optimized_or_with_gradient(policy: Any) -> list[str]:
     ]
 
 
-def _resumable(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
-    policy = policy_of(parallel, hf, STD, lora=LORA)
+def _resumable(parallel: dict[str, Any], hf: dict[str, Any], targets: tuple[str, ...]) -> Any:
+    policy = policy_of(parallel, hf, STD, lora={**LORA, "targets": tuple(targets)})
     policy.set_optimizer(
         OptimConfig(
             lr=4e-3, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1, adam_eps=1e-3
@@ -241,14 +292,14 @@ def _reference_log_probs(policy: Any) -> torch.Tensor:
 
 
 def export_save_and_go_on(
-    parallel: dict[str, Any], hf: dict[str, Any], folder: str
+    parallel: dict[str, Any], hf: dict[str, Any], targets: tuple[str, ...], folder: str
 ) -> dict[str, Any]:
     """The base as a Hugging Face folder, one step, a reference (no longer the base), one step, a
     checkpoint and a folder; three more."""
     from hybridflow.mcore import checkpoint
     from hybridflow.mcore.hf_export import export
 
-    policy = _resumable(parallel, hf)
+    policy = _resumable(parallel, hf, targets)
     export(policy, Path(folder) / "base", hf, None)
     steps(policy, range(1))
     at_reference = _log_probs(policy)
@@ -272,17 +323,20 @@ def export_save_and_go_on(
     return result | {"history": steps(policy, range(2, 5)), **_state(policy)}
 
 
-def load_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> dict[str, Any]:
+def load_and_go_on(
+    parallel: dict[str, Any], hf: dict[str, Any], targets: tuple[str, ...], folder: str
+) -> dict[str, Any]:
     """The same three steps from the checkpoint, in any layout; then what loading it into other
     adapters, or none, says."""
     from hybridflow.errors import CheckpointError
     from hybridflow.mcore import checkpoint
 
-    policy = _resumable(parallel, hf)
+    policy = _resumable(parallel, hf, targets)
     policy.freeze_reference()
     checkpoint.load(policy, Path(folder) / "checkpoint")
     result = {"history": steps(policy, range(2, 5)), **_state(policy), "errors": []}
-    for other in ({**LORA, "alpha": 5.0}, {**LORA, "targets": ("linear_proj",)}, None):
+    mine = {**LORA, "targets": targets}
+    for other in ({**mine, "alpha": 5.0}, {**mine, "targets": ("linear_proj",)}, None):
         changed = policy_of(parallel, hf, STD, lora=other)
         try:
             checkpoint.load(changed, Path(folder) / "checkpoint")

@@ -455,7 +455,11 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         ),
         (
             ("actor.lora.rank=8", "actor.lora.targets=[linear_fc1]"),
-            ("has no linear_fc1", "routed experts", "linear_qkv, linear_proj"),
+            ("has no linear_fc1, because its MLPs are routed experts", "experts.linear_fc1"),
+        ),
+        (
+            ("model=tiny-dense", "actor.lora.rank=8", "actor.lora.targets=[experts.linear_fc2]"),
+            ("model_type=qwen3 has no experts.linear_fc2; choose from linear_qkv",),
         ),
         (
             ("model=tiny-dense", "actor.lora.rank=8", "actor.lora.targets=[linear_kv_up_proj]"),

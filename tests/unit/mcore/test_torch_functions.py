@@ -16,12 +16,14 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed_attention import PackedAttention
 from hybridflow.mcore.torch_functions import (
     GroupedProduct,
+    grouped_linear,
     permute,
     rms_norm,
     rotate,
     rotate_unfused,
     swiglu,
 )
+from hybridflow.mcore.torch_modules import ExpertCounts
 
 LENGTHS = [8, 24, 8, 16, 0, 4]
 
@@ -116,6 +118,24 @@ def test_frozen_weights_of_a_grouped_product_get_no_gradient() -> None:
     weights = [torch.randn(8, 8).bfloat16() for _ in range(2)]
     GroupedProduct.apply(x, torch.tensor([1, 4], dtype=torch.int32), *weights).sum().backward()
     assert x.grad is not None and [weight.grad for weight in weights] == [None, None]
+
+
+@pytest.mark.parametrize("runs", [[2, 0, 3], [0, 0, 0], [5]])
+def test_grouped_linears_take_counts_as_a_list_or_on_the_device(runs: list[int]) -> None:
+    """A run without rows has a gradient of zero, so that every factor of an adapter has one."""
+    torch.manual_seed(2)
+    x = torch.randn(sum(runs), 6)
+    weights = [torch.randn(4, 6, requires_grad=True) for _ in runs]
+    found = grouped_linear(x, runs, weights)
+    assert torch.equal(found, grouped_linear(x, ExpertCounts(torch.tensor(runs)), weights))
+    wanted = [run @ weight.T for run, weight in zip(x.split(runs), weights, strict=True)]
+    torch.testing.assert_close(found, torch.cat(wanted))
+    found.sum().backward()
+    gradients = [weight.grad for weight in weights]
+    assert all(gradient is not None for gradient in gradients)
+    assert [bool(gradient.any()) for gradient in gradients if gradient is not None] == [
+        run > 0 for run in runs
+    ]
 
 
 def test_the_permutation_is_megatrons() -> None:

@@ -15,9 +15,17 @@ from hybridflow.config.schema import LoraConfig
 from hybridflow.errors import ModelError
 from hybridflow.models import family_of
 from hybridflow.models.layout import Coordinates
-from hybridflow.models.lora import AdapterMap, is_a, merge, module_of, names_of, peft_config
+from hybridflow.models.lora import (
+    AdapterMap,
+    is_a,
+    merge,
+    module_of,
+    names_of,
+    peft_config,
+)
+from hybridflow.models.lora_targets import targets_of
 from hybridflow.reshard.layout import rank_tensors
-from tests.models import DEEPSEEK, GLM4, LLAMA, MIXTRAL, MOONLIGHT, QWEN2, SIZES, TINY
+from tests.models import DEEPSEEK, FAMILIES, GLM4, LLAMA, MIXTRAL, MOONLIGHT, QWEN2, SIZES, TINY
 
 DENSE = {**SIZES, "model_type": "qwen3"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -41,25 +49,69 @@ def adapters(hf: dict[str, Any], *targets: str, **settings: Any) -> AdapterMap:
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", FAMILIES)
 def test_the_configuration_knows_the_linears_that_the_family_has(model: str) -> None:
     """`config` may not import `models`: the two say the same."""
-    assert set(adapters(MODELS[model]).facts()["targets"]) == set(
-        derived.lora_targets(MODELS[model])
-    )
-    for target in derived.lora_targets(MODELS[model]):
-        assert adapters(MODELS[model], target).facts()["targets"] == [target]
+    hf = {"vocab_size": 64, **FAMILIES[model]}
+    assert set(targets_of(family_of(hf))) == set(derived.lora_targets(hf))
+    for target in derived.lora_targets(hf):
+        assert adapters(hf, target).facts()["targets"] == [target]
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2)])
+def test_routed_experts_are_adapted_only_if_they_are_listed(model: str) -> None:
+    has = derived.lora_targets(MODELS[model])
+    by_default = [target for target in has if not target.startswith("experts.")]
+    assert set(adapters(MODELS[model]).facts()["targets"]) == set(by_default)
+    assert not any(".experts." in name for name in adapters(MODELS[model]).tensors())
+
+
+def test_each_expert_has_its_own_factors() -> None:
+    """fc1 32 -> 64 and fc2 32 -> 32 of 4 experts in 4 layers; gate and up share an A."""
+    routed = adapters(TINY, "experts.linear_fc1", "experts.linear_fc2")
+    assert routed.num_parameters() == 4 * 4 * RANK * ((32 + 64) + (32 + 32))
+    expert = "model.layers.2.mlp.experts.3."
+    assert {name: shape for name, shape in routed.tensors().items() if expert in name} == {
+        f"{expert}gate_proj.lora_A.weight": (RANK, 32),
+        f"{expert}gate_proj.lora_B.weight": (32, RANK),
+        f"{expert}up_proj.lora_B.weight": (32, RANK),
+        f"{expert}down_proj.lora_A.weight": (RANK, 32),
+        f"{expert}down_proj.lora_B.weight": (32, RANK),
+    }
+    assert routed.aliases()[f"{expert}up_proj.lora_A.weight"] == f"{expert}gate_proj.lora_A.weight"
+    # the second expert-parallel rank of two has experts 2 and 3, as its first and second
+    at = Coordinates(ep_rank=1, ep_size=2, etp_size=1)
+    [one] = [
+        found
+        for found in routed.local(rank_tensors(family_of(TINY), at))
+        if found.weight.name == "decoder.layers.2.mlp.experts.linear_fc2.weight1"
+    ]
+    assert (one.module, one.a.name, one.b.name) == (
+        "decoder.layers.2.mlp.experts.linear_fc2",
+        "decoder.layers.2.mlp.experts.linear_fc2.lora.A1",
+        "decoder.layers.2.mlp.experts.linear_fc2.lora.B1",
+    )
+    assert one.b.pieces[0].source == f"{expert}down_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1, 1, 1),
+        (2, 1, 1, 1, 1),
+        (2, 2, 1, 2, 1),
+        (4, 1, 1, 1, 2),
+        (1, 2, 2, 2, 2),
+    ],
+)
 def test_ranks_hold_every_factor_and_their_product_is_the_weights_rectangle(
-    model: str, sizes: tuple[int, int, int]
+    model: str, sizes: tuple[int, int, int, int, int]
 ) -> None:
     """The oracle: deltas made of whole HF factors, cut by the family's map of the weights."""
-    tp, pp, vpp = sizes
+    tp, pp, vpp, ep, etp = sizes
     family = family_of(MODELS[model])
-    whole = adapters(MODELS[model])
+    whole = adapters(MODELS[model], *targets_of(family))
     values = {
         name: torch.randn(shape, generator=torch.Generator().manual_seed(i))
         for i, (name, shape) in enumerate(whole.tensors().items())
@@ -69,9 +121,17 @@ def test_ranks_hold_every_factor_and_their_product_is_the_weights_rectangle(
         name: torch.zeros_like(value) for name, value in values.items()
     }
     adapted = set()
-    for tp_rank, pp_rank in product(range(tp), range(pp)):
+    for tp_rank, pp_rank, ep_rank, etp_rank in product(*map(range, (tp, pp, ep, etp))):
         at = Coordinates(
-            tp_rank=tp_rank, tp_size=tp, pp_rank=pp_rank, pp_size=pp, vpp_size=vpp, etp_size=1
+            tp_rank=tp_rank,
+            tp_size=tp,
+            pp_rank=pp_rank,
+            pp_size=pp,
+            vpp_size=vpp,
+            ep_rank=ep_rank,
+            ep_size=ep,
+            etp_rank=etp_rank,
+            etp_size=etp,
         )
         for one in whole.local(rank_tensors(family, at)):
             factors = {}
@@ -92,10 +152,9 @@ def test_ranks_hold_every_factor_and_their_product_is_the_weights_rectangle(
                 )
                 torch.testing.assert_close(delta[piece.slices()], b[rows] @ a[:, columns])
                 adapted.add(piece.source)
-            assert one.cut == "nothing" or tp > 1
+            assert one.cut == "nothing" or (etp if one.is_routed else tp) > 1
     assert all(bool((hit == 1).all()) for hit in seen.values())
     assert adapted == {f"{module_of(name)}.weight" for name in shared}
-    assert all(".experts." not in name for name in adapted)
 
 
 def test_fused_linears_share_one_a() -> None:
@@ -164,10 +223,12 @@ def test_a_merge_is_rounded_once_whatever_the_strips(
 
 
 def test_targets_that_a_model_lacks_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"has no linear_qkv .*choose from linear_q_down_proj"):
+    with pytest.raises(ModelError, match=r"has no linear_qkv; choose from linear_q_down_proj"):
         adapters(DEEPSEEK, "linear_qkv")
-    with pytest.raises(ModelError, match="routed experts do not support adapters"):
+    with pytest.raises(ModelError, match=r"no linear_fc1; choose from .*experts\.linear_fc1"):
         adapters(TINY, "linear_proj", "linear_fc1")
+    with pytest.raises(ModelError, match=r"no experts\.linear_fc2; choose from linear_qkv"):
+        adapters(LLAMA, "experts.linear_fc2")
 
 
 def test_peft_names_modules_in_full_where_others_have_the_same_last_name() -> None:
@@ -185,6 +246,13 @@ def test_peft_names_modules_in_full_where_others_have_the_same_last_name() -> No
         "model.layers.0.mlp.down_proj",
         *(f"model.layers.{n}.mlp.shared_experts.down_proj" for n in (1, 2, 3)),
     }
+
+
+def test_peft_finds_experts_by_the_names_of_their_linears() -> None:
+    routed = adapters(TINY, "linear_proj", "experts.linear_fc1", "experts.linear_fc2")
+    modules = {module_of(name) for name in (*routed.tensors(), *routed.aliases())}
+    targets = peft_config(routed.facts(), modules, family_of(TINY).tensors())["target_modules"]
+    assert targets == ["down_proj", "gate_proj", "o_proj", "up_proj"]
 
 
 def test_facts_are_what_makes_adapters_equal() -> None:

@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 
+from hybridflow.config.schema import LoraConfig
 from hybridflow.models import family_of
 from hybridflow.models.layout import Coordinates
+from hybridflow.models.lora_targets import is_adapted, is_routed, target_of, targets_of
 from hybridflow.models.published import published
 from hybridflow.models.scalar_head import TOKENS, ScalarHead
 from hybridflow.planning.devices import DEVICES
 from hybridflow.planning.generation import Engine
-from hybridflow.planning.sizes import EXPERTS, chunk_layers, decoder_of, layer_shapes, stage_numbers
+from hybridflow.planning.sizes import (
+    EXPERTS,
+    adapter_numbers,
+    chunk_layers,
+    decoder_of,
+    layer_shapes,
+    stage_numbers,
+)
 from hybridflow.planning.training import Cut, Training
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import rank_tensors
@@ -71,6 +80,42 @@ def test_every_stage_has_the_numbers_of_its_tensors(model: str, cut: dict[str, A
         assert [list(chunk_layers(decoder, c)) for c in at.virtual_stages()] == [
             list(c.layers(decoder.num_layers)) for c in at.virtual_stages()
         ]
+
+
+@pytest.mark.parametrize(("model", "cut"), CUTS)
+def test_every_stage_has_the_adapters_of_its_weights(model: str, cut: dict[str, Any]) -> None:
+    """The oracle: the factors that a rank of a run creates."""
+    decoder = decoder_of(published(model))
+    for targets in ((), targets_of(decoder)):
+        lora = LoraConfig(rank=8, targets=targets)
+        for stage in range(cut["pp_size"]):
+            at = Coordinates(pp_rank=stage, **cut)
+            found = adapter_numbers(decoder, at, lora)
+            factors = {False: 0, True: 0}
+            for local in rank_tensors(decoder, at):
+                if is_adapted(local, targets):
+                    rows, columns = local.shape
+                    factors[is_routed(target_of(local))] += 8 * (rows + columns)
+            assert (found.factors.dense, found.factors.expert) == (factors[False], factors[True])
+            assert found.adapted.total > 8 * found.factors.total
+
+
+def test_adapters_take_the_place_of_gradients_and_optimizer_state() -> None:
+    decoder = decoder_of(published("qwen3-30b-a3b"))
+    cut = Cut(8, expert=8)
+    whole, some = (
+        Training(decoder, cut, DEVICES["H100"], lora=lora)
+        for lora in (None, LoraConfig(rank=16, targets=("experts.linear_fc1",)))
+    )
+    factors = some.trained[0].total
+    # fc1 of 128 experts on 8 ranks in 48 layers: 2048 -> 2 * 768
+    assert factors == 48 * 16 * 16 * (2048 + 2 * 768)
+    assert some.weights(0) == whole.weights(0) + 2 * factors
+    assert some.gradients(0) == 4 * factors
+    assert some.optimizer(0) == 12 * factors
+    assert some.merged_weights(0) == 2 * 48 * 16 * 2048 * 2 * 768
+    seconds = [one.update_seconds(4096, 4, 1024) for one in (some, whole)]
+    assert 0.5 < seconds[0] / seconds[1] < 1
 
 
 @pytest.mark.parametrize(
