@@ -93,7 +93,6 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
             *_router_replay(config, sizes),
             *_router_losses(config, sizes),
             *check_lora.target_problems(config, sizes),
-            *check_backend.family_problems(config, sizes),
         ]
     found += own_roles.problems(config, job, lambda view: problems(view, job, files))
     return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from hybridflow.config import derived, megatron_settings
 from hybridflow.config.keys import differing
@@ -12,7 +11,6 @@ from hybridflow.config.schema import ParallelConfig, RunConfig
 _FSDP = "actor.backend=fsdp"
 _MEGATRON = "actor.backend=megatron"
 _UNAVAILABLE = {
-    "actor.recompute": "none",
     "actor.recompute_modules": ("core_attn",),
     "actor.router_replay": "none",
     "actor.expert_bias_update_rate": 0,
@@ -41,6 +39,11 @@ def problems(config: RunConfig) -> Iterator[str]:
     yield from _layout(config)
     for key, value, wanted in differing(config, _UNAVAILABLE):
         yield f"{key}={value} is not supported with {_FSDP}; set it to {wanted}, or {_MEGATRON}"
+    if config.actor.recompute == "selective":
+        yield (
+            f"actor.recompute=selective is not supported with {_FSDP}; set it to full or none, or "
+            f"{_MEGATRON}"
+        )
     for role in derived.roles_in_use(config)[1:]:
         if derived.is_colocated(config, role):
             yield (
@@ -67,12 +70,3 @@ def _layout(config: RunConfig) -> Iterator[str]:
     wanted = {f"actor.parallel.{key}": getattr(plain, key) for key in _OF_MEGATRON}
     for key, value, default in differing(config, wanted):
         yield f"{key}={value} requires Megatron; with {_FSDP} leave it at {default}"
-
-
-def family_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Check that the backend supports training a model with these sizes."""
-    if config.actor.backend == "fsdp" and derived.num_experts(sizes):
-        yield (
-            f"model_type={sizes.get('model_type')}: {_FSDP} does not support models with experts; "
-            f"set {_MEGATRON}"
-        )

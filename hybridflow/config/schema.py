@@ -115,8 +115,8 @@ class LoraConfig:
 class ActorConfig:
     """The trained policy: layout, optimizer and PPO update."""
 
-    # megatron: all parallelisms, dense models and mixture of experts; fsdp: FSDP2 over
-    # transformers' dense models, with data parallelism only
+    # megatron: all parallelisms and families; fsdp: FSDP2 over transformers' models, with data
+    # parallelism only
     backend: Literal["megatron", "fsdp"] = "megatron"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -127,8 +127,8 @@ class ActorConfig:
     max_tokens_per_micro_batch: PositiveInt = 4096
     # response tokens whose logits are materialised at a time, forward and backward
     logits_chunk_tokens: PositiveInt = 1024
-    # activations recomputed in the backward pass: none, some modules (selective) or whole layers
-    # (full)
+    # activations recomputed in the backward pass: none, some modules (selective, with megatron) or
+    # whole layers (full)
     recompute: Literal["none", "selective", "full"] = "none"
     # modules that selective recomputes; docs/parallelism.md describes each and the models that have
     # it

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.process.exchange import Exchange, shared_exchange
-from hybridflow.reshard.fsdp_layout import shard_rows
+from hybridflow.reshard.fsdp_layout import fsdp_rows
 from hybridflow.saving.rectangles import HfSlice, Rectangle
 from hybridflow.saving.saver import Holder, Job, checked_manifest, manifest_of, restore
 
@@ -33,6 +33,9 @@ class Sharded(Holder, Protocol):
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Return this rank's rows of every tensor, keyed by Hugging Face name."""
 
+    def moments(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Return {kind of optimizer state: the same for the state}."""
+
     def reference_state(self) -> Mapping[str, torch.Tensor]:
         """Return this rank's rows of the reference, keyed by the same names."""
 
@@ -47,7 +50,7 @@ class ShardedState:
         self.tensors = list(self._model)
         if policy.optimizer is not None:
             self.contains.append("optimizer")
-            for kind, moments in policy.optimizer.moments().items():
+            for kind, moments in policy.moments().items():
                 self.tensors += self._rectangles(f"optimizer.state.{kind}.", moments)
         if policy.has_reference:
             self.contains.append("reference")
@@ -76,11 +79,10 @@ class ShardedState:
             yield HfSlice(one.key, one.global_offset, one.local_shape, one.key, one.global_offset)
 
     def _rectangles(self, prefix: str, held: Mapping[str, torch.Tensor]) -> list[Rectangle]:
-        rank = dist.get_rank()
-        ranks = dist.get_world_size()
         found = []
-        for name, shape in self._tensors.items():
-            start, rows = shard_rows(shape[0], rank, ranks)
+        shards = fsdp_rows(self._tensors, dist.get_rank(), dist.get_world_size())
+        for name, (start, rows) in shards.items():
+            shape = self._tensors[name]
             if rows:
                 found.append(
                     Rectangle(prefix + name, held[name], shape, (start, *(0,) * (len(shape) - 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy,
 from hybridflow.errors import ModelError
 from hybridflow.fsdp.packed import MicroBatch
 from hybridflow.models import Family
-from hybridflow.models.causal import allocate, causal_on_meta
+from hybridflow.models.causal import allocate, causal_on_meta, checkpoint_views
 from hybridflow.models.weights import WeightSource
-from hybridflow.reshard.fsdp_layout import shard_rows
+from hybridflow.reshard.fsdp_layout import fsdp_rows, shard_rows
 
 _PREFIX = "causal."
 
@@ -62,7 +63,11 @@ class ScoringModel(nn.Module):
 
 
 def build_model(
-    family: Family, dtype: torch.dtype, source: WeightSource, device: torch.device
+    family: Family,
+    dtype: torch.dtype,
+    source: WeightSource,
+    device: torch.device,
+    recompute: bool = False,
 ) -> ScoringModel:
     """Build this rank's shards and load them from `source`. No rank ever holds the full model.
     Collective.
@@ -72,6 +77,8 @@ def build_model(
         dtype: compute precision; shards, gradients and optimizer state are fp32.
         source: the weights to load.
         device: the device of the shards.
+        recompute: True to keep only the layers' inputs for the backward pass, and compute each
+            layer again there.
 
     Raises:
         ModelError: the parameters of transformers' model differ from the family's map.
@@ -80,6 +87,9 @@ def build_model(
         device.type, (dist.get_world_size(), 1), mesh_dim_names=("data", "alone")
     )
     causal = causal_on_meta(family)
+    if recompute:
+        # without dropout, the second pass needs no random state
+        causal.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     model = ScoringModel(causal, mesh["alone"].get_group())
     precision = (
         MixedPrecisionPolicy()
@@ -101,7 +111,8 @@ def build_model(
 
 
 def shards(model: ScoringModel) -> dict[str, DTensor]:
-    """Return the sharded parameters, keyed by Hugging Face name."""
+    """Return the sharded parameters, keyed by transformers' name: those of checkpoints, except that
+    a layer's experts are stacked."""
     shards: dict[str, DTensor] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -114,23 +125,47 @@ def fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
     """Load this rank's shards from `source`. Raises ModelError if the family's map does not match
     the model."""
     tensors = family.tensors()
-    held = shards(model)
-    if {name: tuple(shard.shape) for name, shard in held.items()} != tensors:
-        wrong = sorted(held.keys() ^ tensors.keys()) or [
-            name for name in tensors if tuple(held[name].shape) != tensors[name]
+    whole: dict[str, tuple[int, ...]] = {}
+    for name, shard in shards(model).items():
+        for view_name, view in _views(model, name, torch.empty(shard.shape, device="meta"), 0):
+            whole[view_name] = tuple(view.shape)
+    if whole != tensors:
+        wrong = sorted(whole.keys() ^ tensors.keys()) or [
+            name for name in tensors if whole[name] != tensors[name]
         ]
         raise ModelError(
             f"transformers' {type(model.causal).__name__} and the family's map differ in "
             f"{wrong[:4]}; use actor.backend=megatron"
         )
-    for name, shape in tensors.items():
-        start, rows = shard_rows(shape[0], dist.get_rank(), dist.get_world_size())
-        local = held[name].to_local()
-        if local.shape[0] != rows:
+    held = local_tensors(model, shards(model))
+    for name, (start, rows) in fsdp_rows(tensors, dist.get_rank(), dist.get_world_size()).items():
+        shape = tensors[name]
+        mine = len(held[name]) if name in held else 0
+        if mine != rows:
             raise ModelError(
-                f"FSDP2 assigned {local.shape[0]} rows of {name} {shape} to this rank, expected "
-                f"{rows}"
+                f"FSDP2 assigned {mine} rows of {name} {shape} to this rank, expected {rows}"
             )
         if rows:
             tail = (0,) * (len(shape) - 1)
-            local.copy_(source.read(name, (start, *tail), (rows, *shape[1:])))
+            held[name].copy_(source.read(name, (start, *tail), (rows, *shape[1:])))
+
+
+def local_tensors(model: ScoringModel, tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
+    """Return this rank's part of `tensors` as views, keyed by Hugging Face name.
+
+    Names and sharding of `tensors` are those of `shards`. Tensors without rows on this rank are
+    omitted.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local().detach()
+        if local.numel():
+            first, _ = shard_rows(tensor.shape[0], dist.get_rank(), dist.get_world_size())
+            found |= dict(_views(model, name, local, first))
+    return found
+
+
+def _views(
+    model: ScoringModel, name: str, tensor: torch.Tensor, first: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    return checkpoint_views(model.causal.config.model_type, name, tensor, first)

@@ -39,7 +39,7 @@ class Optimizer:
     """The optimizer and its learning-rate schedule, stepped together."""
 
     def __init__(self, shards: Mapping[str, DTensor], config: OptimConfig) -> None:
-        """`shards` are keyed by Hugging Face name. Moments start at zero."""
+        """`shards` are the parameters, keyed by name. Moments start at zero."""
         self.shards = dict(shards)
         self.config = config
         self.updates = 0
@@ -91,14 +91,13 @@ class Optimizer:
                 grads.append(shard.grad.to_local())
         return grads
 
-    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return {exp_avg, exp_avg_sq: {Hugging Face name: this rank's shard}}."""
-        kinds = ("exp_avg", "exp_avg_sq")
-        states: dict[str, dict[str, torch.Tensor]] = {}
-        for kind in kinds:
+    def moments(self) -> dict[str, dict[str, DTensor]]:
+        """Return {exp_avg, exp_avg_sq: {parameter's name: moment}}. Moments are sharded like their
+        parameters."""
+        states: dict[str, dict[str, DTensor]] = {}
+        for kind in ("exp_avg", "exp_avg_sq"):
             states[kind] = {
-                name: self.inner.state[shard][kind].to_local()
-                for name, shard in self.shards.items()
+                name: self.inner.state[shard][kind] for name, shard in self.shards.items()
             }
         return states
 

@@ -27,7 +27,7 @@ from hybridflow.device.reference import HoldsReference
 from hybridflow.device.residency import Part
 from hybridflow.errors import ModelError
 from hybridflow.fsdp import checkpoint
-from hybridflow.fsdp.model import build_model, fill, shards
+from hybridflow.fsdp.model import build_model, fill, local_tensors, shards
 from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.fsdp.packed import MicroBatch, build_micro_batches
 from hybridflow.models import Family
@@ -41,19 +41,19 @@ from hybridflow.saving.ownership import fsdp_owners
 from hybridflow.saving.saver import Saver
 
 
-class DenseReplay:
-    """Router replay for a dense model, which has no routes."""
+class NoReplay:
+    """Router replay is not supported: transformers' routers are used as they are."""
 
     def during(self, action: str) -> AbstractContextManager[None]:
-        """Raise ModelError, because a dense model has nothing to record or replay."""
+        """Raise ModelError, because no routes are recorded or replayed."""
         raise ModelError(
-            f"router replay ({action}) requires a mixture of experts, which actor.backend=fsdp "
-            "does not support"
+            f"router replay ({action}) is not supported by actor.backend=fsdp; set "
+            "actor.backend=megatron"
         )
 
     def recorded(self) -> Jagged:
-        """Raise ModelError, because a dense model has no routes."""
-        raise ModelError("a dense model has no routes")
+        """Raise ModelError, because no routes are recorded."""
+        raise ModelError("actor.backend=fsdp records no routes")
 
     def take_counts(self) -> Mapping[str, int]:
         """Return no counts."""
@@ -72,6 +72,7 @@ class FsdpPolicy(HoldsReference):
         source: WeightSource,
         device: torch.device,
         *,
+        recompute: str,
         logits_chunk_tokens: int,
         on_nonfinite: str,
     ) -> None:
@@ -82,6 +83,7 @@ class FsdpPolicy(HoldsReference):
             dtype: compute precision; weights, gradients and moments are kept in fp32.
             source: the weights to load.
             device: the device of this rank.
+            recompute: "none" or "full", see `ActorConfig`.
             logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
         """
         check_fsdp(family)
@@ -90,9 +92,9 @@ class FsdpPolicy(HoldsReference):
         self.device = device
         self.logits_chunk_tokens = logits_chunk_tokens
         self.on_nonfinite = on_nonfinite
-        self.model = build_model(family, self.dtype, source, device)
+        self.model = build_model(family, self.dtype, source, device, recompute == "full")
         self.optimizer: Optimizer | None = None
-        self.replay = DenseReplay()
+        self.replay = NoReplay()
         # FSDP2 pads uneven shards in the first forward pass, which moves them; run one now so that
         # they stay in place
         nothing = DataProto.from_columns(
@@ -235,7 +237,7 @@ class FsdpPolicy(HoldsReference):
     # ---- weights
 
     def shards(self) -> dict[str, Any]:
-        """Return the sharded parameters, keyed by Hugging Face name."""
+        """Return the sharded parameters, keyed by transformers' name."""
         return dict(shards(self.model))
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -243,10 +245,12 @@ class FsdpPolicy(HoldsReference):
 
         Tensors without rows on this rank are omitted.
         """
-        local = {}
-        for name, shard in self.shards().items():
-            local[name] = shard.detach().to_local()
-        return {name: rows for name, rows in local.items() if rows.numel()}
+        return local_tensors(self.model, self.shards())
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return {exp_avg, exp_avg_sq: this rank's rows, keyed like `parameters`}."""
+        moments = self.optimizer.moments() if self.optimizer else {}
+        return {kind: local_tensors(self.model, held) for kind, held in moments.items()}
 
     def release_copies(self) -> None:
         """Do nothing, because there are no copies."""
@@ -292,7 +296,7 @@ class FsdpPolicy(HoldsReference):
         moments = self.optimizer.moments() if self.optimizer else {}
         tensors: list[torch.Tensor] = []
         for kind in moments.values():
-            tensors.extend(kind.values())
+            tensors.extend(moment.to_local() for moment in kind.values())
         return tensors
 
     # ---- process and disk

@@ -373,7 +373,7 @@ def _recompute(given: Settings) -> dict[str, Any]:
     prefix = "actor.megatron.override_transformer_config"
     granularity = given.take(f"{prefix}.recompute_granularity")
     given.take(f"{prefix}.recompute_method", f"{prefix}.recompute_num_layers")
-    is_megatron = given.get("actor.strategy") in (None, "megatron")
+    is_fsdp = given.get("actor.strategy") not in (None, "megatron")
     for role in ("ref", "critic"):
         given.take(f"{role}.megatron.override_transformer_config.recompute_*")
     given.drop(
@@ -385,11 +385,10 @@ def _recompute(given: Settings) -> dict[str, Any]:
     given.take("critic.model.enable_gradient_checkpointing")
     if granularity is not None:
         return {"actor.recompute": granularity}
-    if not is_megatron:
-        if checkpointing is not False:  # on by default in verl
-            given.out.remarks.append("the FSDP backend does not recompute activations here")
-        return {}
-    return {"actor.recompute": "full"} if checkpointing else {}
+    # on by default in verl's FSDP backend
+    return (
+        {"actor.recompute": "full"} if checkpointing or (is_fsdp and checkpointing is None) else {}
+    )
 
 
 def _megatron_fields(given: Settings) -> dict[str, Any]:

@@ -3,12 +3,17 @@ instead of Megatron's."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hybridflow.errors import ModelError
 from hybridflow.models.family import Family
+
+# transformers stores a layer's experts in two stacked tensors: gate above up, and down
+_EXPERTS = re.compile(r"(?P<layer>.*\.)mlp\.experts\.(?P<part>gate_up|down)_proj$")
 
 
 def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
@@ -44,3 +49,32 @@ def allocate(causal: Any, device: torch.device) -> None:
         embedding.embed_scale.fill_(embedding.scalar_embed_scale)
     if causal.config.tie_word_embeddings:  # to_empty unties the weights
         causal.lm_head.weight = causal.model.embed_tokens.weight
+
+
+def checkpoint_views(
+    model_type: str, name: str, tensor: torch.Tensor, first: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (checkpoint name, view) for each checkpoint tensor in a tensor of a transformers model.
+
+    Args:
+        name: transformers' name of the tensor.
+        tensor: the tensor, or a range of its rows; of stacked experts [experts, ...], a range of
+            experts.
+        first: number of the first of these experts.
+    """
+    mixtral = model_type in ("mixtral", "minimax_m2")
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    found = _EXPERTS.match(name)
+    if found is None or model_type == "gpt_oss":
+        saved_name = name.replace(".gate.moe_statics.", ".moe_statics.")  # ERNIE
+        yield saved_name.replace(".mlp.", ".block_sparse_moe.") if mixtral else saved_name, tensor
+        return
+    experts = f"{found['layer']}{'block_sparse_moe' if mixtral else 'mlp'}.experts"
+    for number, one in enumerate(tensor, first):
+        parts = (
+            {down: one}
+            if found["part"] == "down"
+            else dict(zip((gate, up), one.chunk(2), strict=True))
+        )
+        for part, view in parts.items():
+            yield f"{experts}.{number}.{part}.weight", view

@@ -11,8 +11,11 @@ from hybridflow.config import derived
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError, ModelError
+from hybridflow.models.blocks import Experts
+from hybridflow.models.decoder import Decoder
 from hybridflow.models.delta_net import check_context, has_delta_net
 from hybridflow.models.family import Family, family_of, use_family
+from hybridflow.models.fused_experts import FusedExperts
 from hybridflow.models.layout import ParallelShape
 from hybridflow.models.model_folder import check_weights
 from hybridflow.models.recompute import check_recompute
@@ -77,17 +80,21 @@ def check_fsdp(family: Family) -> None:
     """Raise ModelError if the FSDP backend cannot train a model.
 
     The backend replaces transformers' attention mask, which implements the windows, with a mask for
-    packed rows. transformers' delta net would carry its state from one row to the next.
+    packed rows. transformers' delta net would carry its state from one row to the next. FSDP2
+    shards parameters, but expert biases are buffers.
     """
+    megatron = "by actor.backend=fsdp; set actor.backend=megatron"
+    named = f"model_type {family.hf['model_type']!r}"
     if has_delta_net(family):
-        raise ModelError(
-            f"model_type {family.hf['model_type']!r} has gated delta nets, which are not supported "
-            "by actor.backend=fsdp; set actor.backend=megatron"
-        )
+        raise ModelError(f"{named} has gated delta nets, which are not supported {megatron}")
     if any(getattr(family, "windows", ())):
-        raise ModelError(
-            "sliding_window is not supported by actor.backend=fsdp; set actor.backend=megatron"
-        )
+        raise ModelError(f"sliding_window is not supported {megatron}")
+    if isinstance(family, Decoder):
+        mlps = [family.mlp(layer) for layer in range(family.num_layers)]
+        if any(isinstance(mlp, FusedExperts) for mlp in mlps):
+            raise ModelError(f"{named} has experts with biases, which are not supported {megatron}")
+        if any(isinstance(mlp, Experts) and mlp.expert_bias for mlp in mlps):
+            raise ModelError(f"{named} has expert biases, which are not supported {megatron}")
 
 
 def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:

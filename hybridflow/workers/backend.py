@@ -213,6 +213,7 @@ def _fsdp(
         config.model.dtype,
         source,
         platform.device(local_rank),
+        recompute=config.actor.recompute,
         logits_chunk_tokens=config.actor.logits_chunk_tokens,
         on_nonfinite=config.actor.on_nonfinite,
     )

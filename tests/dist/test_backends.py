@@ -22,13 +22,22 @@ from tests.dist.cases.gradient import with_mask
 from tests.dist.harness.oracle import oracle
 from tests.dist.harness.policies import batch_of
 from tests.dist.harness.ranks import FSDP, MEGATRON, run_ranks
-from tests.models import DENSE, LLAMA
+from tests.models import DENSE, LLAMA, QWEN2_MOE, TINY
 from tests.unit.reshard.reshard_cases import engine_buffers, execute
 
 pytestmark = pytest.mark.slow
 BACKENDS = ("megatron", "fsdp")
 LOADED = {"megatron": MEGATRON, "fsdp": FSDP}
 MODELS = {"qwen3-tied": DENSE, "llama": LLAMA}
+# FSDP2 shards their experts; Megatron's are the subject of test_parity.py
+MIXTURES = {
+    "qwen3-moe": TINY,
+    "three-experts": {**TINY, "num_experts": 3},  # two on the first of two ranks
+    "qwen2-moe": QWEN2_MOE,
+}
+FULL_MIXTURES = [
+    pytest.param("fsdp", name, marks=pytest.mark.full) for name in ("three-experts", "qwen2-moe")
+]
 RANKS = 2
 TOLERANCE = 1e-5
 
@@ -52,7 +61,9 @@ def contracts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def contract(backend: str, model: str, ranks: int) -> tuple[Path, list[dict[str, Any]]]:
         if (backend, model, ranks) not in found:
             folder = tmp_path_factory.mktemp(f"{backend}-{model}-{ranks}")
-            results = run_backend(backend, ranks, "contract", hf=MODELS[model], folder=str(folder))
+            results = run_backend(
+                backend, ranks, "contract", hf=(MODELS | MIXTURES)[model], folder=str(folder)
+            )
             found[backend, model, ranks] = folder, results
         return found[backend, model, ranks]
 
@@ -78,8 +89,14 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "model"),
+    [
+        *((backend, model) for backend in BACKENDS for model in MODELS),
+        ("fsdp", "qwen3-moe"),
+        *FULL_MIXTURES,
+    ],
+)
 def test_log_probs_and_entropies_equal_transformers(
     contracts: Any, backend: str, model: str
 ) -> None:
@@ -97,6 +114,13 @@ def test_log_probs_and_entropies_equal_transformers(
     [
         *((backend, RANKS, model) for backend in BACKENDS for model in MODELS),
         *(("fsdp", 1, model) for model in MODELS if model != "llama"),
+        ("fsdp", RANKS, "qwen3-moe"),
+        # four ranks with one expert each
+        pytest.param("fsdp", 4, "qwen3-moe", marks=pytest.mark.full),
+        *(
+            pytest.param("fsdp", RANKS, name, marks=pytest.mark.full)
+            for name in ("three-experts", "qwen2-moe")
+        ),
     ],
 )
 def test_three_updates_equal_those_of_megatron_on_one_process(
@@ -112,7 +136,8 @@ def test_three_updates_equal_those_of_megatron_on_one_process(
     before = tensors_of(folder / "before")
     mine = tensors_of(folder / "trained")
     theirs = tensors_of(one_folder / "trained")
-    assert mine.keys() == theirs.keys() == family_of(MODELS[model]).tensors().keys()
+    family = family_of((MODELS | MIXTURES)[model])
+    assert mine.keys() == theirs.keys() == family.tensors().keys()
     worst = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
     assert worst < TOLERANCE
     # all of them were trained
@@ -173,8 +198,14 @@ def test_both_write_the_same_folder(contracts: Any) -> None:
     ).read_text()
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "model"),
+    [
+        *((backend, model) for backend in BACKENDS for model in MODELS),
+        ("fsdp", "qwen3-moe"),
+        *FULL_MIXTURES,
+    ],
+)
 def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(
     contracts: Any, backend: str, model: str
 ) -> None:
@@ -188,11 +219,21 @@ def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(
         assert "not a complete checkpoint" in result["misfits"]["nothing"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_checkpoint_of_two_ranks_goes_on_in_one(contracts: Any, backend: str) -> None:
-    folder, results = contracts(backend, "qwen3-tied", RANKS)
-    foreign, _ = contracts(BACKENDS[1 - BACKENDS.index(backend)], "qwen3-tied", RANKS)
-    found = run_backend(backend, 1, "resumed", hf=DENSE, folder=str(folder), foreign=str(foreign))
+@pytest.mark.parametrize(
+    ("backend", "model"),
+    [
+        *((backend, "qwen3-tied") for backend in BACKENDS),
+        *(
+            pytest.param("fsdp", name, marks=pytest.mark.full)
+            for name in ("qwen3-moe", "three-experts")
+        ),
+    ],
+)
+def test_a_checkpoint_of_two_ranks_goes_on_in_one(contracts: Any, backend: str, model: str) -> None:
+    folder, results = contracts(backend, model, RANKS)
+    foreign, _ = contracts(BACKENDS[1 - BACKENDS.index(backend)], model, RANKS)
+    hf = (MODELS | MIXTURES)[model]
+    found = run_backend(backend, 1, "resumed", hf=hf, folder=str(folder), foreign=str(foreign))
     np.testing.assert_allclose(steps_of(found), steps_of(results, "more"), rtol=0, atol=TOLERANCE)
     for name, sums in results[0]["end"].items():
         np.testing.assert_allclose(found[0]["end"][name], sums, rtol=1e-4, atol=1e-3, err_msg=name)
@@ -223,9 +264,30 @@ def test_the_tools_read_an_fsdp_checkpoint(contracts: Any, tmp_path: Path) -> No
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(backend: str) -> None:
-    for result in run_backend(backend, RANKS, "updates", hf=DENSE):
+@pytest.mark.parametrize("model", ["qwen3-moe", pytest.param("qwen3-tied", marks=pytest.mark.full)])
+def test_layers_that_are_computed_twice_train_the_same(model: str) -> None:
+    results = run_backend("fsdp", RANKS, "recomputed", hf=(MODELS | MIXTURES)[model])
+    for result in results:
+        none = result["none"]
+        full = result["full"]
+        assert none["passes"] == [1, 1]
+        assert full["passes"] == [2, 1]
+        np.testing.assert_allclose(full["history"], none["history"], rtol=0, atol=1e-6)
+        for name, sums in none["end"].items():
+            np.testing.assert_allclose(full["end"][name], sums, rtol=1e-6, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("backend", "model"),
+    [
+        *((backend, "qwen3-tied") for backend in BACKENDS),
+        pytest.param("fsdp", "qwen3-moe", marks=pytest.mark.full),
+    ],
+)
+def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(
+    backend: str, model: str
+) -> None:
+    for result in run_backend(backend, RANKS, "updates", hf=(MODELS | MIXTURES)[model]):
         masked = result["masked"]
         assert (
             np.isfinite(masked["one"]).all() and masked["true"] == masked["none"] != masked["one"]
@@ -298,18 +360,25 @@ def sources(backend: str, hf: dict[str, Any]) -> tuple[Layout, list[list[LocalTe
     return megatron_layout(family, ranks, "float32"), [rank_tensors(family, at) for at in ranks]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "model"),
+    [
+        *((backend, "llama") for backend in BACKENDS),
+        pytest.param("fsdp", "three-experts", marks=pytest.mark.full),
+    ],
+)
 def test_the_slice_plan_brings_whole_tensors_from_live_memory_to_engines(
-    tmp_path: Path, backend: str
+    tmp_path: Path, backend: str, model: str
 ) -> None:
     """Two engines at once, of TP 2 and of TP 1."""
-    run_backend(backend, RANKS, "held", hf=LLAMA, folder=str(tmp_path))
+    hf = (MODELS | MIXTURES)[model]
+    run_backend(backend, RANKS, "held", hf=hf, folder=str(tmp_path))
     held = [dict(np.load(tmp_path / f"rank{rank}.npz")) for rank in range(RANKS)]
-    source, described = sources(backend, LLAMA)
+    source, described = sources(backend, hf)
     assert [{name: tensor.shape for name, tensor in rank.items()} for rank in held] == [
         {local.name: local.shape for local in rank} for rank in described
     ]
-    family: Any = family_of(LLAMA)
+    family: Any = family_of(hf)
     catalog = Catalog.of(family.tensors())
     target = engine_layout(family, (EngineShape(tensor=2), EngineShape()), "float32")
     plan, proof = plan_and_prove(catalog, source, target, 1 << 16)

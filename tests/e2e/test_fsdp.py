@@ -16,10 +16,13 @@ from tests.e2e.runs import Run
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
-def test_a_dense_model_trains_on_fsdp(tmp_path: Path, settings: list[str]) -> None:
+DENSE = ("model=tiny-dense", "~model.hf_config.moe_intermediate_size")
+
+
+@pytest.mark.parametrize("model", [DENSE, ("actor.recompute=full",)], ids=["dense", "mixture"])
+def test_a_model_trains_on_fsdp(tmp_path: Path, settings: list[str], model: list[str]) -> None:
     words = [
-        *settings, f"output_dir={tmp_path}", "model=tiny-dense",
-        "~model.hf_config.moe_intermediate_size", "actor=tiny", "actor.backend=fsdp",
+        *settings, f"output_dir={tmp_path}", "actor=tiny", "actor.backend=fsdp", *model,
         "actor.ppo_mini_batch_size=2", "cluster.procs_per_node=2", "rollout.num_engines=1",
     ]  # fmt: skip
     with Run(tmp_path / "output", "train", *words) as run:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from hybridflow.engines.base import ENGINES, Completion, WeightSpan
 from hybridflow.engines.spec import EngineSpec, check_tokens
 from hybridflow.errors import EngineError, ModelError
 from hybridflow.models import family_of
-from hybridflow.models.causal import allocate, causal_on_meta
+from hybridflow.models.causal import allocate, causal_on_meta, checkpoint_views
 from hybridflow.sync.session import Order, Outcome, refuse
 
 if TYPE_CHECKING:
@@ -315,10 +314,6 @@ def _among(
     return log_probs, rows
 
 
-# transformers stores a layer's experts in two stacked tensors: gate above up, and down
-_EXPERTS = re.compile(r"(?P<layer>.*\.)mlp\.experts\.(?P<part>gate_up|down)_proj$")
-
-
 def checkpoint_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (checkpoint name, tensor) for each tensor of a transformers model. The tensors are
     views of the model's memory."""
@@ -327,24 +322,8 @@ def checkpoint_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         *model.named_parameters(),
         *((name, one) for name, one in model.named_buffers() if name in saved),
     ]
-    mixtral = model.config.model_type in ("mixtral", "minimax_m2")
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, tensor in named:
-        live = tensor.detach()
-        found = _EXPERTS.match(name)
-        if found is None or model.config.model_type == "gpt_oss":
-            saved_name = name.replace(".gate.moe_statics.", ".moe_statics.")  # ERNIE
-            yield saved_name.replace(".mlp.", ".block_sparse_moe.") if mixtral else saved_name, live
-            continue
-        experts = f"{found['layer']}{'block_sparse_moe' if mixtral else 'mlp'}.experts"
-        for number, one in enumerate(live):
-            parts = (
-                {down: one}
-                if found["part"] == "down"
-                else dict(zip((gate, up), one.chunk(2), strict=True))
-            )
-            for part, view in parts.items():
-                yield f"{experts}.{number}.{part}.weight", view
+        yield from checkpoint_views(model.config.model_type, name, tensor.detach())
 
 
 ENGINES.register("hf", HfEngine)

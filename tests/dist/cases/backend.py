@@ -42,7 +42,12 @@ OPTIM = OptimConfig(
 
 
 def open_policy(
-    backend: str, hf: dict[str, Any], std: float = 0.2, dtype: str = "float32", tensor: int = 1
+    backend: str,
+    hf: dict[str, Any],
+    std: float = 0.2,
+    dtype: str = "float32",
+    tensor: int = 1,
+    recompute: str = "none",
 ) -> Any:
     """The backend as the worker opens it, over weights in which a dropped or swapped tensor
     shows."""
@@ -50,7 +55,11 @@ def open_policy(
 
     config = RunConfig(
         model=ModelConfig(hf_config=hf, dtype=dtype),
-        actor=ActorConfig(backend=backend, parallel=ParallelConfig(tensor=tensor)),
+        actor=ActorConfig(
+            backend=backend,
+            parallel=ParallelConfig(tensor=tensor),
+            recompute=recompute,  # type: ignore[arg-type]
+        ),
         cluster=ClusterConfig(call_timeout_s=100),
     )
     source = backends.RandomWeights
@@ -151,6 +160,30 @@ def contract(backend: str, hf: dict[str, Any], folder: str) -> dict[str, Any]:
     again = whole(policy)
     result["resumed"] = all(torch.equal(end[name], again[name]) for name in end)
     return result | {"end": digest(end), "misfits": misfits(policy, hf, at)}
+
+
+def recomputed(backend: str, hf: dict[str, Any]) -> dict[str, Any]:
+    """By `actor.recompute`: three updates, and the passes through the first layer's MLP that one of
+    them and one scoring take."""
+    found: dict[str, Any] = {}
+    for recompute in ("none", "full"):
+        policy = open_policy(backend, hf, recompute=recompute)
+        policy.set_optimizer(OPTIM)
+        passes: list[int] = []
+        mlp = policy.model.causal.model.layers[0].mlp
+        hook = mlp.register_forward_pre_hook(lambda *_, seen=passes: seen.append(1))
+        history = steps(policy, range(1), max_tokens=4096)
+        trained = len(passes)
+        rows = share(policy, batch_of(12, 3))
+        policy.log_probs(rows, max_tokens=4096, temperature=1.0, with_entropy=False)
+        hook.remove()
+        history += steps(policy, range(1, 3))
+        found[recompute] = {
+            "history": history,
+            "passes": [trained, len(passes) - trained],
+            "end": digest(whole(policy)),
+        }
+    return found
 
 
 def teacher_of(rows: DataProto, vocab: int, k: int) -> DataProto:

@@ -122,6 +122,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"actor.policy_loss": "gmpo", "actor.kl_loss_type": "k3", "actor.backend": "fsdp"},
     ),
+    "FSDP recomputes unless told otherwise": (
+        {"actor_rollout_ref.actor.strategy": "fsdp2"},
+        {"actor.recompute": "full"},
+    ),
+    "FSDP told otherwise": (
+        {
+            "actor_rollout_ref.actor.strategy": "fsdp2",
+            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        },
+        {"actor.recompute": None},
+    ),
     "a share of the updates": (
         {
             "trainer.total_training_steps": 100,

@@ -294,6 +294,23 @@ def test_a_run_that_fits_passes_both_checks() -> None:
     assert isinstance(family_of({"vocab_size": 1, **derived.hf_config(config.model)}), Decoder)
 
 
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen2_moe", "mixtral"])
+def test_fsdp_takes_mixtures_of_experts(model: str) -> None:
+    check_fsdp(family_of({"vocab_size": 64, **FAMILIES[model]}))
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "glm4_moe", "minimax_m2"])
+def test_fsdp_refuses_expert_biases(model: str) -> None:
+    with pytest.raises(ModelError, match=f"model_type '{model}' has expert biases"):
+        check_fsdp(family_of({"vocab_size": 64, **FAMILIES[model]}))
+
+
+def test_fsdp_refuses_experts_stored_as_one_tensor() -> None:
+    hf = {"vocab_size": 64, **FAMILIES["gpt_oss"], "sliding_window": None, "layer_types": None}
+    with pytest.raises(ModelError, match="has experts with biases"):
+        check_fsdp(family_of(hf))
+
+
 def test_fsdp_refuses_delta_nets() -> None:
     """transformers' layer would carry its state from one packed row to the next."""
     with pytest.raises(ModelError, match="'qwen3_5_text' has gated delta nets"):

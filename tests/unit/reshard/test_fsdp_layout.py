@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.config.check_backend import family_problems, problems
+from hybridflow.config.check_backend import problems
 from hybridflow.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -19,7 +19,7 @@ from hybridflow.config.schema import (
     RunConfig,
 )
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_tensors, shard_rows
+from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_rows, fsdp_tensors, shard_rows
 from hybridflow.reshard.layout import Catalog
 from hybridflow.saving.ownership import fsdp_owners
 from hybridflow.sync.schedule import plan_and_prove
@@ -50,7 +50,7 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 80])
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_engines_get_whole_tensors_from_row_shards(model: str, ranks: int) -> None:
     """TP 2 with its padded vocabulary, and TP 1; 80 ranks are more than a norm has rows."""
     decoder = decoder_of(model)
@@ -72,6 +72,19 @@ def test_engines_get_whole_tensors_from_row_shards(model: str, ranks: int) -> No
         for name in wanted:
             np.testing.assert_array_equal(mine[name], wanted[name], err_msg=name)
     assert proof.unused == ()
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7, 80])
+def test_a_rank_has_whole_experts_cut_as_torch_cuts_stacked_ones(ranks: int) -> None:
+    tensors = decoder_of("qwen3_moe").tensors()
+    experts = len([name for name in tensors if ".layers.0." in name and "experts" in name]) // 3
+    chunks = [chunk.tolist() for chunk in torch.arange(experts).chunk(ranks)]
+    for rank in range(ranks):
+        mine = chunks[rank] if rank < len(chunks) else []
+        rows = fsdp_rows(tensors, rank, ranks)
+        for expert in range(experts):
+            name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
+            assert rows[name] == (0, tensors[name][0] if expert in mine else 0)
 
 
 def test_every_row_has_one_owner_for_the_export() -> None:
@@ -145,7 +158,7 @@ def test_fsdp_refuses_what_is_megatrons(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("recompute", "full"), ("router_replay", "r3"), ("expert_bias_update_rate", 0.001)),
+        *(("recompute", "selective"), ("router_replay", "r3"), ("expert_bias_update_rate", 0.001)),
         *(("router_aux_loss_coef", 0.01), ("router_z_loss_coef", 0.001)),
     ],
 )
@@ -154,11 +167,8 @@ def test_fsdp_refuses_settings_that_it_would_ignore(key: str, value: object) -> 
     assert f"actor.{key}={value} is not supported with actor.backend=fsdp" in line
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral", "glm4_moe"])
-def test_fsdp_refuses_a_mixture_of_experts(family: str) -> None:
-    [line] = family_problems(FSDP, {"model_type": family, "num_experts": 4})
-    assert f"model_type={family}" in line
-    assert "does not support models with experts" in line
+def test_fsdp_recomputes_whole_layers() -> None:
+    assert list(problems(replace(FSDP, actor=replace(FSDP.actor, recompute="full")))) == []
 
 
 def test_fsdp_refuses_a_critic_in_its_processes() -> None:
