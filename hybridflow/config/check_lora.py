@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridflow.config import derived
-from hybridflow.config.schema import RunConfig
+from hybridflow.config.schema import RolloutConfig, RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[str]:
@@ -24,7 +24,14 @@ def problems(config: RunConfig) -> Iterator[str]:
                 f"actor.lora.targets={list(lora.targets)} has no effect with rank 0; set "
                 "actor.lora.rank, for example to 8, or remove the targets"
             )
+        if lora.sync != "merged":
+            yield (
+                f"actor.lora.sync={lora.sync} has no effect with rank 0; set actor.lora.rank, for "
+                "example to 8, or remove it"
+            )
         return
+    if lora.sync == "adapter":
+        yield from _kept_problems(config)
     if twice := sorted({target for target in lora.targets if lora.targets.count(target) > 1}):
         yield f"actor.lora.targets contains {', '.join(twice)} twice; list each layer once"
     if actor.backend == "fsdp":
@@ -40,11 +47,48 @@ def problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _kept_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the problems of engines that keep adapters next to their weights."""
+    named = "actor.lora.sync=adapter"
+    rollout = config.rollout
+    if rollout.engine != RolloutConfig.engine:
+        yield (
+            f"{named} requires rollout.engine={RolloutConfig.engine}, because {rollout.engine} "
+            "receives merged weights; set actor.lora.sync=merged"
+        )
+    if routed := [one for one in config.actor.lora.targets if one.startswith("experts.")]:
+        yield (
+            f"{named}: engines cannot keep adapters of {', '.join(routed)}; remove these targets, "
+            "or set actor.lora.sync=merged"
+        )
+    if rollout.quantization:
+        yield (
+            f"{named} is not supported with rollout.quantization={rollout.quantization}; set "
+            "actor.lora.sync=merged"
+        )
+    if rollout.sleep_while_training:
+        yield (
+            f"{named} with rollout.sleep_while_training=true: engines that sleep lose the weights, "
+            "so that every sync would send all of them; set one of them to its default"
+        )
+    if config.roles:
+        yield (
+            f"{named} is not supported with roles ({', '.join(config.roles)}), because a policy "
+            "may take another one's weights; set actor.lora.sync=merged"
+        )
+
+
 def target_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     """Yield the targets that do not exist in a model with these sizes."""
     lora = config.actor.lora
     if not lora.rank or not sizes:
         return
+    if lora.sync == "adapter" and sizes.get("kv_lora_rank"):
+        yield (
+            f"actor.lora.sync=adapter: model_type={sizes.get('model_type')} has latent attention, "
+            "which engines compute with other matrices than its linear layers; set "
+            "actor.lora.sync=merged"
+        )
     has = derived.lora_targets(sizes)
     missing = [target for target in lora.targets if target not in has]
     if missing:

@@ -109,6 +109,9 @@ class LoraConfig:
     targets: tuple[LoraTarget, ...] = ()
     # must be 0: with dropout an update would train a different policy than the one that was scored
     dropout: float = 0.0
+    # what engines receive. merged: weights with the adapters added; adapter: the weights once, then
+    # only the adapters, which the engines keep next to them
+    sync: Literal["merged", "adapter"] = "merged"
 
 
 @dataclass(frozen=True)

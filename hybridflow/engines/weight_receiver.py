@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,10 @@ import torch
 
 from hybridflow.device.platform import Platform
 from hybridflow.engines.control import DESCRIBE, RECEIVE, Control
-from hybridflow.engines.layout_tracer import trace_layout
+from hybridflow.engines.kept_adapters import keep
+from hybridflow.engines.layout_tracer import TracedLayout, trace_layout
 from hybridflow.errors import WeightSyncError
+from hybridflow.models.served_adapters import ServedAdapters
 from hybridflow.reshard.layout import PADDING, Catalog, RankLayout
 from hybridflow.sync import session
 from hybridflow.sync.schedule import RECEIVER, Schedule, layout_digest, post_layout, schedule_key
@@ -58,6 +60,7 @@ class WeightReceiver:
         self._finish = finish
         self._layout: RankLayout | None = None
         self._digest = ""
+        self._parts: frozenset[str] = frozenset()  # digests of all layouts that a plan may have
         self._pointers: dict[str, int] = {}
         self._transposed: frozenset[str] = frozenset()
         self._schedule: Schedule | None = None
@@ -164,11 +167,29 @@ class WeightReceiver:
             traced = trace_layout(
                 self.model, loader, tensors, getattr(torch, catalog["dtype"]), others
             )
-            self._layout = traced.rank_layout(Catalog.of(tensors))
             self._transposed = frozenset(traced.transposed)
-            self._pointers = pointers
-            self._digest = layout_digest(self._layout)
+            if catalog.get("adapters"):
+                self._adopt_with_adapters(traced, tensors, catalog["adapters"])
+            else:
+                self._adopt(traced, Catalog.of(tensors))
+        assert self._layout is not None
         return self._layout
+
+    def _adopt(self, traced: TracedLayout, catalog: Catalog) -> None:
+        self._layout = traced.rank_layout(catalog)
+        self._pointers = {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
+        self._digest = layout_digest(self._layout)
+        self._parts = frozenset((self._digest,))
+
+    def _adopt_with_adapters(
+        self, traced: TracedLayout, tensors: Mapping[str, Sequence[int]], described: Any
+    ) -> None:
+        """Give the model adapters. A plan of the adapters alone knows only their buffers."""
+        adapters = ServedAdapters.from_dict(described)
+        traced = keep(self.model, traced, adapters)
+        self._adopt(traced, Catalog.of({**tensors, **adapters.shapes}))
+        assert self._layout is not None
+        self._parts |= {layout_digest(self._layout.part(len(tensors)))}
 
     # ---- one sync
 
@@ -201,7 +222,7 @@ class WeightReceiver:
                     board.store, schedule_key(order.plan, RECEIVER, rank), order.endpoint.timeout_s
                 )
             )
-        if layout_digest(self._schedule.layout) != self._digest:
+        if layout_digest(self._schedule.layout) not in self._parts:
             raise WeightSyncError(
                 "the weight layout has changed since the plan was made; restart the engine"
             )

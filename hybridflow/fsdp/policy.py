@@ -252,6 +252,15 @@ class FsdpPolicy(HoldsReference):
         moments = self.optimizer.moments() if self.optimizer else {}
         return {kind: local_tensors(self.model, held) for kind, held in moments.items()}
 
+    def sent_tensors(self) -> dict[str, torch.Tensor]:
+        """Return `parameters`."""
+        return self.parameters()
+
+    @property
+    def served_adapters(self) -> None:
+        """Always None, because adapters are not supported."""
+        return None
+
     def release_copies(self) -> None:
         """Do nothing, because there are no copies."""
 

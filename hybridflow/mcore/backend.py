@@ -13,6 +13,7 @@ from hybridflow.mcore import bootstrap, checkpoint, hf_export, parallel
 from hybridflow.mcore.model import load_weights
 from hybridflow.mcore.model_parts import model_parts
 from hybridflow.mcore.policy import Policy
+from hybridflow.models.layout import LocalTensor
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
 
@@ -46,7 +47,13 @@ class MegatronPolicy(Policy):
         """
         ranks = parallel.all_coordinates()
         dtype = str(self.dtype).removeprefix("torch.")
-        return lambda catalog: megatron_layout(self.family, ranks, dtype, catalog)
+        return lambda catalog: megatron_layout(self.family, ranks, dtype, catalog, self._factors)
+
+    def _factors(self, tensors: list[LocalTensor]) -> list[LocalTensor]:
+        """Return the factors that a rank with these weights sends."""
+        if self.adapters is None or self.served_adapters is None:
+            return []
+        return [local for one in self.adapters.map.local(tensors) for local in (one.a, one.b)]
 
     def saver(self, timeout_s: float) -> checkpoint.Saver:
         """Return the object that writes this model's checkpoints."""

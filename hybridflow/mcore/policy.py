@@ -50,6 +50,7 @@ from hybridflow.mcore.step import (
 from hybridflow.models import Family
 from hybridflow.models.family import num_parameters
 from hybridflow.models.lora import AdapterMap
+from hybridflow.models.served_adapters import ServedAdapters
 from hybridflow.models.weights import WeightSource
 
 Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)
@@ -276,11 +277,22 @@ class Policy(HoldsReference):
         With virtual stages, names are prefixed with `chunk0.` and so on. Adapters are merged into
         copies of their weights, valid until the next call or `release_copies`.
         """
+        held = self._base()
+        return held | self.adapters.merged() if self.adapters else held
+
+    def sent_tensors(self) -> dict[str, torch.Tensor]:
+        """Return `parameters`, or the weights as they are and the factors, if engines keep
+        adapters."""
+        if self.served_adapters is None:
+            return self.parameters()
+        return self._base() | {name: factor.detach() for name, factor in self.weights().items()}
+
+    def _base(self) -> dict[str, torch.Tensor]:
         self.settle()
         held = {}
         for name, (parameter, _) in local_parameters(self.stages, self.family).items():
             held[name] = parameter.detach()
-        return held | self.adapters.merged() if self.adapters else held
+        return held
 
     def release_copies(self) -> None:
         """Free the copies made by `parameters`."""
@@ -289,8 +301,15 @@ class Policy(HoldsReference):
 
     @property
     def copied_bytes(self) -> int:
-        """Size in bytes of the copies that `parameters` makes on this rank."""
-        return self.adapters.merged_bytes if self.adapters else 0
+        """Size in bytes of the copies that `sent_tensors` makes on this rank."""
+        return self.adapters.merged_bytes if self.adapters and not self.served_adapters else 0
+
+    @functools.cached_property
+    def served_adapters(self) -> ServedAdapters | None:
+        """The adapters that engines keep; None if they are merged or there are none."""
+        if self.adapters is None or self.adapters.map.config.sync == "merged":
+            return None
+        return self.adapters.map.served()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the live parameters that training may change: the adapters if there are any,

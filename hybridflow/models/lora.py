@@ -29,6 +29,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models import lora_targets
 from hybridflow.models.family import Family
 from hybridflow.models.layout import Coordinates, LocalTensor, Piece
+from hybridflow.models.served_adapters import ServedAdapters
 from hybridflow.models.weights import RandomWeights
 
 _STRIP = 4 << 20  # number of weight elements merged at a time, in fp32
@@ -123,6 +124,11 @@ class AdapterMap:
         if not is_a(name):
             return torch.zeros(shape)
         return self._noise.read(name, start, shape) / math.sqrt(3 * self._noise.tensors[name][1])
+
+    def served(self) -> ServedAdapters:
+        """Return the description of the adapters for engines that keep them next to the weights."""
+        factors = {source: (self._a_of(source), names_of(source)[1]) for source in self._uncut}
+        return ServedAdapters(self.scale, factors, self.tensors())
 
     def num_parameters(self) -> int:
         """Return the number of trainable parameters."""

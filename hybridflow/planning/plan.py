@@ -266,15 +266,17 @@ def _update(job: Job, role: RolePlan) -> Phase:
 
 def _sync(job: Job) -> Phase:
     engine = job.engine
-    seconds = sync_seconds(
-        engine.weights * engine.ranks, job.machines.device, job.sends_slices, job.constants
-    )
+    training = job.actor.training
+    nbytes = engine.weights * engine.ranks
+    if training.lora is not None and training.lora.sync == "adapter":
+        nbytes = _trainable(job.actor) * training.precision.weight
+    seconds = sync_seconds(nbytes, job.machines.device, job.sends_slices, job.constants)
     memory = {"engine weights": engine.weights, "staging": 2.0 * job.staging_bytes}
     if job.is_staged:
         memory["staged weights"] = engine.weights
     held = _held(job, "actor", job.actor, "weights") if job.shares else {}
-    if job.shares and job.actor.training.lora is not None:
-        held["merged weights"] = job.actor.training.merged_weights(_heaviest(job.actor))
+    if job.shares and training.lora is not None:
+        held["merged weights"] = training.merged_weights(_heaviest(job.actor))
     if job.shares and not job.sleeps:
         memory |= _engine_memory(job, with_cache=True)
     return Phase(SYNC, seconds, memory | held | _process(job, job.engine_pool), _side(job))

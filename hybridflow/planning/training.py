@@ -176,6 +176,8 @@ class Training:
 
     def merged_weights(self, stage: int) -> float:
         """Return the size in bytes of the copies into which a weight sync merges adapters."""
+        if self.lora is not None and self.lora.sync == "adapter":
+            return 0.0
         return self._adapters[stage].adapted.total * self.precision.weight
 
     def gradients(self, stage: int) -> float:

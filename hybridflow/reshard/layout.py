@@ -9,7 +9,7 @@ experts `[expert, row, column]` differ only by an offset.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,6 +88,10 @@ class Catalog:
     def index(self) -> dict[str, int]:
         """Return {name: position}."""
         return {name: position for position, name in enumerate(self.names)}
+
+    def part(self, first: int) -> Catalog:
+        """Return the catalog of the tensors from position `first` on, without scales."""
+        return Catalog(self.names[first:], self.shapes[first:])
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,25 @@ class RankLayout:
             table[:, 8:11],
         )
 
+    def part(self, first: int) -> RankLayout:
+        """Return the layout of the buffers that contain tensors from position `first` on, for
+        `Catalog.part`. These buffers must contain no others."""
+        kept = np.unique(self.buffer[self.tensor >= first])
+        number = np.full(len(self.names), -1, dtype=np.int64)
+        number[kept] = np.arange(len(kept))
+        rows = np.isin(self.buffer, kept)
+        tensor = self.tensor[rows]
+        return RankLayout(
+            tuple(self.names[index] for index in kept),
+            tuple(self.dtypes[index] for index in kept),
+            self.shapes[kept],
+            np.where(tensor == PADDING, PADDING, tensor - first),
+            self.start[rows],
+            self.size[rows],
+            number[self.buffer[rows]],
+            self.local[rows],
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the columns as JSON-able data."""
         return columns_of(self)
@@ -228,6 +251,11 @@ class Layout:
         """Number of ranks on this side."""
         return len(self.rank_class)
 
+    def part(self, first: int) -> Layout:
+        """Return `RankLayout.part` of every rank."""
+        classes = tuple(rank.part(first) for rank in self.classes)
+        return Layout(classes, self.rank_class, self.replica)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as JSON-able data."""
         classes = [rank.to_dict() for rank in self.classes]
@@ -255,15 +283,25 @@ def rank_tensors(family: Family, at: Coordinates) -> list[LocalTensor]:
 
 
 def megatron_layout(
-    family: Family, ranks: Sequence[Coordinates], dtype: str, catalog: Catalog | None = None
+    family: Family,
+    ranks: Sequence[Coordinates],
+    dtype: str,
+    catalog: Catalog | None = None,
+    further: Callable[[list[LocalTensor]], list[LocalTensor]] = lambda _: [],
 ) -> Layout:
     """Build the trainer's layout by evaluating the family's parameter map at every rank.
+
+    Args:
+        further: returns the tensors that a rank with these parameters sends in addition.
 
     Raises:
         ModelError: the family does not support these parallel sizes.
     """
     index = (catalog or Catalog.of(family.tensors())).index()
     distinct = {at: number for number, at in enumerate(dict.fromkeys(ranks))}
-    classes = tuple(RankLayout.of(rank_tensors(family, at), index, dtype) for at in distinct)
+    classes = []
+    for at in distinct:
+        tensors = rank_tensors(family, at)
+        classes.append(RankLayout.of([*tensors, *further(tensors)], index, dtype))
     rank_class = np.array([distinct[at] for at in ranks], dtype=np.int64)
-    return Layout(classes, rank_class, np.zeros(len(ranks), dtype=np.int64))
+    return Layout(tuple(classes), rank_class, np.zeros(len(ranks), dtype=np.int64))

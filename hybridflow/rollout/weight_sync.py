@@ -53,6 +53,9 @@ class SliceSync:
         self._attempts = 0
         self._at = ("", 0)
         self._plan: PlanFacts | None = None
+        # by engine: it has had the weights, and needs only adapters; the plan of its session
+        self._has_weights = [False] * config.rollout.num_engines
+        self._last_plan = [""] * config.rollout.num_engines
 
     async def prepare(self) -> str:
         """Compute and verify the plan, before the first step and while all engines are up. Returns
@@ -73,7 +76,8 @@ class SliceSync:
         )
         self._plan = (await self.policy.call(PolicyWorker.plan_weights, *self._at, described))[0]
         assert self._plan is not None
-        await self.engines.group.call(RolloutWorker.adopt_plan, self._plan.digest)
+        await self.engines.group.call(RolloutWorker.adopt_plan, *self._plan.digests)
+        self._has_weights = [False] * len(self._sessions)
         return self._plan.describe()
 
     async def reconnect(self) -> None:
@@ -117,6 +121,7 @@ class SliceSync:
             if state.restarts != self._restarts[number]:
                 self._restarts[number] = state.restarts
                 self._sessions[number] += 1
+                self._has_weights[number] = False
         pending = [number for number in range(len(states)) if number not in stale]
         nbytes = 0
         for _ in range(1 + self.sync_config.max_retries):
@@ -166,16 +171,20 @@ class SliceSync:
             outcome.number for outcome in (*received, *sent) if outcome.status != "served"
         }:
             self._sessions[number] += 1  # either end has closed the session
-        return [
-            _joined(outcome, [one for one in sent if one.number == outcome.number])
-            for outcome in received
-        ]
+        joined = []
+        for outcome in received:
+            joined.append(_joined(outcome, [one for one in sent if one.number == outcome.number]))
+            # adapters that failed to arrive leave the weights as they are
+            self._has_weights[outcome.number] |= outcome.status == "served"
+        return joined
 
     def _order(self, number: int, version: int) -> Order:
-        plan = self._plan
+        plan = self._facts(number)
         sync = self.sync_config
-        assert plan is not None
         name = _name(number)
+        if self._last_plan[number] not in ("", plan.digest):
+            self._sessions[number] += 1  # a session carries the messages of one plan
+        self._last_plan[number] = plan.digest
         endpoint = Endpoint(
             transport=self._transport,
             session=f"{self._run}.{name}.{self._sessions[number]}",
@@ -191,14 +200,21 @@ class SliceSync:
             name, number, endpoint, self._attempts, version, plan.digest, self._staged, sync.pause
         )
 
+    def _facts(self, number: int) -> PlanFacts:
+        """Return the plan for this engine's next order."""
+        assert self._plan is not None
+        if self._has_weights[number] and self._plan.adapters is not None:
+            return self._plan.adapters
+        return self._plan
+
     def _slots(self, number: int) -> int:
         """Return the number of messages in flight: as many as fit into the staging memory, or all
         of them if the engine's ranks stage in shared memory."""
-        assert self._plan is not None
+        plan = self._facts(number)
         if TRANSPORTS.get(self._transport).keeps_messages and self._staged:
-            return max(2, self._plan.messages[number])
+            return max(2, plan.messages[number])
         share = self.sync_config.staging_bytes // len(self._sessions)
-        return max(2, min(_MOST_SLOTS, share // self._plan.message_bytes[number]))
+        return max(2, min(_MOST_SLOTS, share // plan.message_bytes[number]))
 
 
 def _name(number: int) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,14 @@ import numpy as np
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import Family
 from hybridflow.models.fp8 import BlockQuantisation
+from hybridflow.models.served_adapters import ServedAdapters
 from hybridflow.process.store import StoreClient
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import Proof, compare_buffers, prove
 from hybridflow.reshard.slices import SlicePlan
 from hybridflow.sync.messages import Item, Message, Messages
-from hybridflow.sync.session import CATALOG_KEY, PLAN_KEY, read
+from hybridflow.sync.session import CATALOG_KEY, PLANS_KEY, read
 from hybridflow.sync.staging import largest_message
 
 SENDER = "sender"
@@ -79,6 +80,8 @@ class PlanFacts:
         message_bytes: largest message, per engine.
         messages: per engine, the maximum number of messages between two ranks, including the one
             with checksums.
+        adapters: the plan for adapters alone, to engines that have the weights already; None if
+            adapters are merged or there are none.
     """
 
     digest: str
@@ -90,6 +93,12 @@ class PlanFacts:
     receivers: tuple[tuple[int, ...], ...]
     message_bytes: tuple[int, ...]
     messages: tuple[int, ...]
+    adapters: PlanFacts | None = None
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The digests of all plans."""
+        return (self.digest, *((self.adapters.digest,) if self.adapters else ()))
 
     def describe(self) -> str:
         """Format the facts as one line."""
@@ -102,6 +111,11 @@ class PlanFacts:
         return (
             f"weight sync plan {self.digest[:12]} proven: {self.slices} slices, {total / 1e6:.1f} "
             f"MB to {len(self.nbytes)} engines, {self.padding} elements of padding, {unused}"
+            + (
+                f"; adapters alone {sum(self.adapters.nbytes) / 1e6:.1f} MB"
+                if self.adapters
+                else ""
+            )
         )
 
 
@@ -239,14 +253,16 @@ def post_catalog(
     tensors: Mapping[str, Sequence[int]],
     dtype: str,
     quantisation: BlockQuantisation | None = None,
+    adapters: ServedAdapters | None = None,
 ) -> None:
     """Post the HF tensors {name: shape} for tracing the engines' loaders, plus their scales if a
-    quantisation is given."""
+    quantisation is given, and the adapters that engines keep."""
     shapes, dtypes = quantisation.checkpoint(tensors) if quantisation is not None else (tensors, {})
     catalog = {
         "dtype": dtype,
         "dtypes": dtypes,
         "tensors": {name: list(shape) for name, shape in shapes.items()},
+        "adapters": adapters.to_dict() if adapters else None,
     }
     store.set(CATALOG_KEY, json.dumps(catalog))
 
@@ -260,25 +276,43 @@ def make_weight_plan(
     wait_s: float,
     part_bytes: int = 0,
     quantisation: BlockQuantisation | None = None,
+    adapters: ServedAdapters | None = None,
 ) -> PlanFacts:
-    """Make and prove the plan, and post every rank's schedule.
+    """Make and prove the plan, and post every rank's schedule. If engines keep adapters, do the
+    same for a plan of the adapters alone.
 
     Args:
-        source: the trainer's layout, built on `Catalog.of(family.tensors(), quantisation)`
-            (`megatron_layout`, `fsdp_layout`).
+        source: the trainer's layout, built on the same catalog (`sync_catalog`).
         engines: each engine's posted layouts, in the plan's order.
         staging_bytes: memory per rank for messages in flight.
         wait_s: timeout for each posted layout.
         part_bytes: size of a part, see `Messages`.
         quantisation: the format of engines in block-wise fp8, as posted in the catalog.
+        adapters: the adapters that engines keep, as posted in the catalog.
 
     Raises:
         WeightSyncError: planning or the proof fails.
     """
-    catalog = Catalog.of(family.tensors(), quantisation)
-    plan, proof = plan_and_prove(
-        catalog, source, engine_layout(store, engines, wait_s), staging_bytes
-    )
+    catalog = sync_catalog(family, quantisation, adapters)
+    target = engine_layout(store, engines, wait_s)
+    plan, proof = plan_and_prove(catalog, source, target, staging_bytes)
     facts = post_schedules(store, plan, proof, part_bytes)
-    store.set(PLAN_KEY, json.dumps(facts.digest))
+    if adapters is not None:
+        first = len(catalog.names) - len(adapters.shapes)
+        plan, proof = plan_and_prove(
+            catalog.part(first), source.part(first), target.part(first), staging_bytes
+        )
+        facts = replace(facts, adapters=post_schedules(store, plan, proof, part_bytes))
+    store.set(PLANS_KEY, json.dumps(facts.digests))
     return facts
+
+
+def sync_catalog(
+    family: Family,
+    quantisation: BlockQuantisation | None = None,
+    adapters: ServedAdapters | None = None,
+) -> Catalog:
+    """Return the tensors that both sides refer to: the model's, then the factors of adapters that
+    engines keep."""
+    factors = adapters.shapes if adapters else {}
+    return Catalog.of({**family.tensors(), **factors}, quantisation)

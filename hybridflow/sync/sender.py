@@ -31,7 +31,7 @@ OpenChannel = Callable[..., SendChannel]
 
 
 class WeightSender:
-    """Keeps this rank's schedule and open sessions between syncs.
+    """Keeps this rank's schedules and open sessions between syncs.
 
     Args:
         rank: this trainer rank's number in the plan.
@@ -49,16 +49,20 @@ class WeightSender:
         self.rank = rank
         self._parameters = parameters
         self._open = open_channel
-        self._schedule: Schedule | None = None
+        self._schedules: dict[str, Schedule] = {}
         self._store: StoreClient | None = None
         self._links: dict[int, _Link] = {}
 
-    def adopt(self, plan: str, host: str, port: int, timeout_s: float) -> None:
-        """Read this rank's schedule for a plan. Closes sessions of an earlier plan."""
+    def adopt(self, plan: str, host: str, port: int, timeout_s: float, *further: str) -> None:
+        """Read this rank's schedule for a plan, and for `further` ones. Closes sessions of earlier
+        plans."""
         self._store = session.connect(host, port, timeout_s)
-        self._schedule = Schedule.from_dict(
-            session.read(self._store, schedule_key(plan, SENDER, self.rank), timeout_s)
-        )
+        self._schedules = {
+            digest: Schedule.from_dict(
+                session.read(self._store, schedule_key(digest, SENDER, self.rank), timeout_s)
+            )
+            for digest in (plan, *further)
+        }
         self.close()
 
     def send(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
@@ -71,7 +75,7 @@ class WeightSender:
         Returns:
             One outcome for each order in which this rank is a sender.
         """
-        if self._schedule is None or self._store is None:
+        if self._store is None:
             raise WeightSyncError(f"trainer rank {self.rank} has no plan; call adopt() first")
         parameters = self._parameters()
         running = []
@@ -83,7 +87,7 @@ class WeightSender:
                 if link is not None:
                     link.abort()
                 link = self._links[order.number] = _Link(
-                    self.rank, order.endpoint, self._schedule, self._open
+                    self.rank, order.endpoint, self._scheduled(order), self._open
                 )
             running.append(_Sending(link, order, parameters, go_timeout_s))
         for sending in running:
@@ -96,6 +100,11 @@ class WeightSender:
             if sending.outcome.error:
                 self._links.pop(sending.order.number).abort()
         return [sending.outcome for sending in running]
+
+    def _scheduled(self, order: Order) -> Schedule:
+        """Return the schedule of the order's plan. For an unknown plan, that of the first, whose
+        announcement the engine refuses."""
+        return self._schedules.get(order.plan) or next(iter(self._schedules.values()))
 
     def close(self) -> None:
         """Close all sessions."""

@@ -28,7 +28,7 @@ from hybridflow.process.store import StoreClient
 from hybridflow.sync.transports.base import Endpoint
 
 CATALOG_KEY = "catalog"
-PLAN_KEY = "plan"
+PLANS_KEY = "plans"  # the digest of the plan, then that of its part for adapters if there is one
 COMMIT = "commit"
 ABORT = "abort"
 # a rank reports before its engine answers, so a report later than this will not arrive

@@ -17,6 +17,7 @@ from hybridflow.device.platform import Platform
 from hybridflow.device.residency import Part
 from hybridflow.models import Family, family_of, use_family
 from hybridflow.models.lora import AdapterMap
+from hybridflow.models.served_adapters import ServedAdapters
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
 from hybridflow.process.rendezvous import join_world
 from hybridflow.reshard.layout import Catalog, Layout
@@ -132,6 +133,11 @@ class Backend(Model, Protocol):
         `release_copies`.
         """
 
+    def sent_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors that a weight sync sends from, keyed by layout name: `parameters`, or
+        the weights as they are and the factors, if engines keep adapters.
+        """
+
     def release_copies(self) -> None:
         """Free the copies made by `parameters`. The tensors that it returned are empty until it is
         called again.
@@ -139,7 +145,11 @@ class Backend(Model, Protocol):
 
     @property
     def copied_bytes(self) -> int:
-        """Size in bytes of the copies made by `parameters` on this rank; 0 if there are none."""
+        """Size in bytes of the copies made for a weight sync on this rank; 0 if there are none."""
+
+    @property
+    def served_adapters(self) -> ServedAdapters | None:
+        """The adapters that engines keep; None if they are merged or there are none."""
 
     @property
     def trainable_parameters(self) -> int:

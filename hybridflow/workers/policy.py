@@ -27,7 +27,13 @@ from hybridflow.process.rendezvous import master_store
 from hybridflow.reshard.layout import Catalog
 from hybridflow.sync import session
 from hybridflow.sync.by_reference import copy_weights
-from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
+from hybridflow.sync.schedule import (
+    EngineLayout,
+    PlanFacts,
+    make_weight_plan,
+    post_catalog,
+    sync_catalog,
+)
 from hybridflow.sync.sender import WeightSender
 from hybridflow.sync.session import Order, Outcome
 from hybridflow.sync.transports import chosen, part_bytes
@@ -67,7 +73,7 @@ class PolicyWorker(RoleWorker):
         self._profiler = RankProfiler(config.trainer.profile)
         self._noted: DataProto | None = None
         self._store: MasterStore | None = None
-        self._sender = WeightSender(context.rank, self.model.parameters)
+        self._sender = WeightSender(context.rank, self.model.sent_tensors)
 
     @register(Dispatch.RANK_ZERO)
     def describe(self) -> dict[str, str]:
@@ -271,6 +277,7 @@ class PolicyWorker(RoleWorker):
             self.model.family.tensors(),
             self.spec.config.model.dtype,
             self._quantisation,
+            self.model.served_adapters,
         )
         return self.host, self._store.port
 
@@ -291,7 +298,8 @@ class PolicyWorker(RoleWorker):
         facts = None
         wait_s = self.sync.timeout_s
         if self._store is not None:
-            source = layout(Catalog.of(self.model.family.tensors(), self._quantisation))
+            adapters = self.model.served_adapters
+            source = layout(sync_catalog(self.model.family, self._quantisation, adapters))
             staging = self.sync.staging_bytes
             transport = chosen(self.sync.transport, self.platform)
             part = part_bytes(transport, self.platform)
@@ -304,9 +312,10 @@ class PolicyWorker(RoleWorker):
                 wait_s,
                 part,
                 self._quantisation,
+                adapters,
             )
-        digest = session.read(session.connect(host, port, wait_s), session.PLAN_KEY, wait_s)
-        self._sender.adopt(digest, host, port, wait_s)
+        digests = session.read(session.connect(host, port, wait_s), session.PLANS_KEY, wait_s)
+        self._sender.adopt(digests[0], host, port, wait_s, *digests[1:])
         return facts
 
     @register(Dispatch.ONE_TO_ALL)

@@ -156,10 +156,12 @@ class RolloutWorker:
         self._asleep: tuple[int, tuple[str, ...]] = (-1, ())
         self.requests = EngineRequests()
         self._sync_store = ("", 0)
-        self._plan = ""
+        self._plans: tuple[str, ...] = ("",)
         self._described: EngineLayout | None = None
         # start number of the engine that has received complete weights; -1: none
         self._served_start = -1
+        # the same, also while a later sync is in progress or has failed
+        self._weights_start = -1
         # the engine loads complete weights from its folder at every start
         self._has_own_weights = has_weights(spec.model_path)
         log_path = context.log_path.with_name(f"{spec.name}.log")
@@ -376,9 +378,9 @@ class RolloutWorker:
         return self._described
 
     @register(Dispatch.ONE_TO_ALL)
-    def adopt_plan(self, plan: str) -> None:
-        """Accept only orders of this plan from now on."""
-        self._plan = plan
+    def adopt_plan(self, plan: str, *further: str) -> None:
+        """Accept only orders of this plan and of `further` ones from now on."""
+        self._plans = (plan, *further)
 
     @register(Dispatch.ALL_TO_ALL)
     def receive_weights(self, order: Order) -> Outcome:
@@ -389,9 +391,12 @@ class RolloutWorker:
         self._served_start = -1
         if state.state != UP:
             return refuse(order, f"{state.name} is not up: {state.reason}")
-        outcome = self.supervisor.engine.receive(order, self._plan)
+        if order.plan in self._plans[1:] and state.restarts != self._weights_start:
+            return refuse(order, f"{state.name} has restarted and lacks the weights")
+        plan = order.plan if order.plan in self._plans else self._plans[0]
+        outcome = self.supervisor.engine.receive(order, plan)
         if outcome.status == "served":
-            self._served_start = state.restarts
+            self._served_start = self._weights_start = state.restarts
         else:
             # the engine stays paused until the next order; other engines resume these
             self.requests.give_up()

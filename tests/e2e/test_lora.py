@@ -23,19 +23,21 @@ ROUTED = 2 * 4 * 4 * ((64 + 128) + (64 + 64))
 
 
 @pytest.mark.parametrize(
-    ("targets", "numbers", "tensors"),
+    ("targets", "sync", "numbers", "tensors"),
     [
-        ("[]", ATTENTION, 2 * 4 * 2),
+        ("[]", "merged", ATTENTION, 2 * 4 * 2),
+        ("[]", "adapter", ATTENTION, 2 * 4 * 2),
         (
             "[linear_qkv, linear_proj, experts.linear_fc1, experts.linear_fc2]",
+            "merged",
             ATTENTION + ROUTED,
             2 * (4 + 4 * 3) * 2,
         ),
     ],
-    ids=["attention", "experts"],
+    ids=["attention", "kept", "experts"],
 )
 def test_adapters_train_and_engines_sample_with_them(
-    tmp_path: Path, settings: list[str], targets: str, numbers: int, tensors: int
+    tmp_path: Path, settings: list[str], targets: str, sync: str, numbers: int, tensors: int
 ) -> None:
     words = [
         *settings,
@@ -43,6 +45,7 @@ def test_adapters_train_and_engines_sample_with_them(
         "actor.lora.rank=4",
         "actor.lora.alpha=8",
         f"actor.lora.targets={targets}",
+        f"actor.lora.sync={sync}",
         "rollout.num_engines=1",
     ]
     with Run(tmp_path / "output", "train", *words) as run:
@@ -53,7 +56,7 @@ def test_adapters_train_and_engines_sample_with_them(
     folder = tmp_path / "e2e"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2
-    # the engine samples with merged weights, the trainer scores with base and adapters
+    # the engine samples with merged weights or its own adapters, the trainer scores with its own
     assert 0 < summary["logprob_diff_max"] <= 1e-4
     assert 0 <= summary["first_ppo_kl_max"] <= 1e-6
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -102,8 +102,8 @@ class Rank:
             return channel
         return FaultyChannel(channel, fault, client_store(self.host, self.port, 120), rank)
 
-    def adopt(self, plan: str) -> None:
-        self.sender.adopt(plan, self.host, self.port, 20.0)
+    def adopt(self, plans: list[str]) -> None:
+        self.sender.adopt(plans[0], self.host, self.port, 20.0, *plans[1:])
 
     def weights(self, seed: int) -> None:
         whole = tensors_of(self.model, seed)
@@ -147,7 +147,7 @@ class MegatronRank(Rank):
         # have no norm, in transformers as in the engine
         self.policy = policy_of(parallel, model, std=0.15, lora=shape.get("lora"))
         self.policy.set_optimizer(OptimConfig(lr=1e-2))
-        self.sender = WeightSender(rank, self.policy.parameters, self.open)
+        self.sender = WeightSender(rank, self.policy.sent_tensors, self.open)
 
     def coordinates(self) -> list[list[int]]:
         from hybridflow.mcore.parallel import all_coordinates

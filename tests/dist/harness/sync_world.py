@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from hybridflow.config.schema import (
     DataConfig,
+    LoraConfig,
     RolloutConfig,
     RunConfig,
     SamplingConfig,
@@ -34,14 +35,21 @@ from hybridflow.engines.supervisor import EngineState
 from hybridflow.errors import WorkerError
 from hybridflow.models import family_of
 from hybridflow.models.fp8 import BlockQuantisation
-from hybridflow.models.layout import Coordinates, ParallelShape
+from hybridflow.models.layout import Coordinates, LocalTensor, ParallelShape
+from hybridflow.models.lora import AdapterMap
 from hybridflow.process.rendezvous import client_store, master_store
-from hybridflow.reshard.layout import Catalog, megatron_layout
+from hybridflow.reshard.layout import megatron_layout
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.single_controller import block_on
-from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
+from hybridflow.sync.schedule import (
+    EngineLayout,
+    PlanFacts,
+    make_weight_plan,
+    post_catalog,
+    sync_catalog,
+)
 from hybridflow.sync.session import Order, Outcome
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
@@ -152,6 +160,7 @@ class Senders:
             family_of(self.model).tensors(),
             "bfloat16" if self.quantisation else "float32",
             self.quantisation,
+            self.adapters.served() if self.adapters else None,
         )
         return HOST, self.store.port
 
@@ -165,9 +174,9 @@ class Senders:
         else:
             ranks = ParallelShape(**self.shape).coordinates()
         family = family_of(self.model)
-        source = megatron_layout(
-            family, ranks, "float32", Catalog.of(family.tensors(), self.quantisation)
-        )
+        served = self.adapters.served() if self.adapters else None
+        catalog = sync_catalog(family, self.quantisation, served)
+        source = megatron_layout(family, ranks, "float32", catalog, self._factors)
         self.facts = make_weight_plan(
             self.store,
             family,
@@ -176,9 +185,22 @@ class Senders:
             SYNC.staging_bytes,
             20.0,
             quantisation=self.quantisation,
+            adapters=served,
         )
-        self.command("adopt", plan=self.facts.digest)
+        self.command("adopt", plans=self.facts.digests)
         return [self.facts]
+
+    @property
+    def adapters(self) -> AdapterMap | None:
+        """The adapters that engines keep next to their weights, as `policy_of` makes them."""
+        lora = self.shape.get("lora") or {}
+        if lora.get("sync") != "adapter":
+            return None
+        return AdapterMap(family_of(self.model), LoraConfig(**lora), seed=3)
+
+    def _factors(self, tensors: list[LocalTensor]) -> list[LocalTensor]:
+        adapted = self.adapters.local(tensors) if self.adapters else []
+        return [local for one in adapted for local in (one.a, one.b)]
 
     def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[list[Outcome]]:
         answers = self.command(

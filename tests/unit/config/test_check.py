@@ -106,6 +106,8 @@ def test_the_gsm8k_recipe_passes_once_prepared() -> None:
         ("rollout.tensor=8", "rollout.data_parallel_attention=2", "rollout.expert=4"),
         ("actor.max_tokens_per_micro_batch=48",),
         ("actor.lora.rank=8", "actor.lora.targets=[linear_qkv]"),
+        ("actor.lora.rank=8", "actor.lora.targets=[linear_proj, experts.linear_fc1]"),
+        ("actor.lora.rank=8", "actor.lora.sync=adapter"),
         (
             "model=tiny-dense",
             "actor.lora.rank=8",
@@ -471,6 +473,23 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (
             ("model=tiny-dense", "actor.lora.rank=8", "actor.backend=fsdp"),
             ("actor.lora.rank=8", "requires actor.backend=megatron"),
+        ),
+        (("actor.lora.sync=adapter",), ("actor.lora.sync=adapter has no effect with rank 0",)),
+        (
+            (
+                "actor.lora.rank=8",
+                "actor.lora.sync=adapter",
+                "actor.lora.targets=[linear_qkv, experts.linear_fc2]",
+            ),
+            ("engines cannot keep adapters of experts.linear_fc2; remove these targets",),
+        ),
+        (
+            ("actor.lora.rank=8", "actor.lora.sync=adapter", "rollout.sleep_while_training=true"),
+            ("engines that sleep lose the weights",),
+        ),
+        (
+            ("actor.lora.rank=8", "actor.lora.sync=adapter", "rollout.engine=vllm"),
+            ("actor.lora.sync=adapter requires rollout.engine=sglang",),
         ),
         (
             ("actor.lora.rank=8", "actor.expert_bias_update_rate=0.001"),

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.single_controller import block_on
 from hybridflow.sync.schedule import PlanFacts
 from hybridflow.sync.session import Order, Outcome
+from hybridflow.sync.transports.base import Endpoint
 from hybridflow.workers import rollout as workers_rollout
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import RolloutWorker
@@ -130,6 +132,22 @@ def test_one_that_ended_is_replaced_and_takes_the_next_weights(world: World) -> 
     assert world.settled() == ["up", "up"]
     assert world.sync(2).stale == {} and world.engine(0).version == 2
     assert world.engine(0).log_path.name == "engine-0.1.log"
+
+
+def test_one_that_was_replaced_refuses_adapters_without_the_weights(world: World) -> None:
+    """The driver may have ordered them before it learned of the restart."""
+    world.sync(5)
+    worker = world.workers[0]
+    worker.adopt_plan(PLAN.digest, "a" * 64)
+    endpoint = Endpoint("p2p", "s", "127.0.0.1", 1, (0,), (0,), 2, 0.2)
+    order = Order("engine-0", 0, endpoint, 2, 6, "a" * 64)
+    assert worker.receive_weights(order).status == "served"
+    world.engine(0).kill()
+    assert world.settled()[0] == "up"
+    outcome = worker.receive_weights(replace(order, attempt=3))
+    assert outcome.status == "refused" and "has restarted and lacks the weights" in outcome.error
+    assert worker.receive_weights(replace(order, plan=PLAN.digest)).status == "served"
+    assert worker.receive_weights(replace(order, attempt=4)).status == "served"
 
 
 def test_one_that_ends_more_often_within_an_hour_than_allowed_is_given_up(world: World) -> None:

@@ -4,6 +4,7 @@ stand-ins that follow a script."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hybridflow.sync.schedule import EngineLayout, PlanFacts
 from hybridflow.sync.session import Order, Outcome
 
 FACTS = PlanFacts("d" * 64, 10, 0, (), (100, 100), ((0, 1), (1,)), ((0,), (1, 2)), (50, 60), (3, 4))
+ALONE = PlanFacts("a" * 64, 2, 0, (), (4, 4), ((0,), (1,)), ((0,), (1, 2)), (2, 3), (2, 2))
 
 
 class Answer:
@@ -49,6 +51,8 @@ class Ends:
         self.waited = 0.0
         self.senders_fail = False
         self.restarts = [0, 0]
+        self.facts = FACTS
+        self.adopted: tuple[str, ...] = ()
 
     @property
     def group(self) -> Ends:
@@ -101,8 +105,9 @@ class Ends:
         if method.__name__ == "describe_weights":
             return [EngineLayout(f"engine-{n}", ("l",)) for n in range(2)]
         if method.__name__ == "plan_weights":
-            return [FACTS, None]
+            return [self.facts, None]
         if method.__name__ == "adopt_plan":
+            self.adopted = args
             return None
         orders: list[Order] = args[0]
         assert list(only) == [order.number for order in orders]
@@ -228,6 +233,40 @@ def test_an_engine_that_was_started_again_gets_a_new_session() -> None:
     block_on(sync.sync(2))
     first, second = ([order.endpoint.session for order in orders] for orders in ends.orders)
     assert first[0] == second[0] and first[1] != second[1]
+
+
+def plans(ends: Ends) -> list[list[str]]:
+    return [[order.plan[0] for order in orders] for orders in ends.orders]
+
+
+def test_an_engine_gets_adapters_alone_once_it_has_the_weights() -> None:
+    ends = Ends([{0: "served", 1: "served"}] * 4)
+    ends.facts = replace(FACTS, adapters=ALONE)
+    sync = sync_of(ends)
+    assert ends.adopted == (FACTS.digest, ALONE.digest)
+    for version in (1, 2, 3):
+        block_on(sync.sync(version))
+    ends.restarts[1] = 1
+    block_on(sync.sync(4))
+    assert plans(ends) == [["d", "d"], ["a", "a"], ["a", "a"], ["a", "d"]]
+    second = ends.orders[1]
+    assert [order.endpoint.senders for order in second] == [(0,), (1,)]
+    assert [order.endpoint.message_bytes for order in second] == [2, 3]
+    # a session carries the messages of one plan, as long as the plan stays
+    sessions = [[order.endpoint.session for order in orders] for orders in ends.orders]
+    assert sessions[0][0] != sessions[1][0] == sessions[2][0] == sessions[3][0]
+    assert len({sessions[0][1], sessions[1][1], sessions[3][1]}) == 3
+
+
+def test_an_engine_that_did_not_get_the_weights_is_sent_them_again() -> None:
+    well = {0: "served", 1: "served"}
+    ends = Ends([{0: "served", 1: "stale"}, well, {0: "stale", 1: "served"}, well])
+    ends.facts = replace(FACTS, adapters=ALONE)
+    sync = sync_of(ends, max_retries=0)
+    for version in (1, 2, 3, 4):
+        block_on(sync.sync(version))
+    # adapters that did not arrive left the weights as they were
+    assert plans(ends) == [["d", "d"], ["a", "d"], ["a", "a"], ["a", "a"]]
 
 
 def test_without_any_engine_the_sync_waits_for_one_to_start() -> None:
