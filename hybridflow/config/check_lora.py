@@ -34,11 +34,6 @@ def problems(config: RunConfig) -> Iterator[str]:
         yield from _kept_problems(config)
     if twice := sorted({target for target in lora.targets if lora.targets.count(target) > 1}):
         yield f"actor.lora.targets contains {', '.join(twice)} twice; list each layer once"
-    if actor.backend == "fsdp":
-        yield (
-            f"actor.lora.rank={lora.rank} requires actor.backend=megatron, because fsdp trains all "
-            "weights; set the rank to 0, or megatron"
-        )
     if actor.expert_bias_update_rate:
         yield (
             f"actor.lora.rank={lora.rank} freezes the model, but "
@@ -51,6 +46,11 @@ def _kept_problems(config: RunConfig) -> Iterator[str]:
     """Yield the problems of engines that keep adapters next to their weights."""
     named = "actor.lora.sync=adapter"
     rollout = config.rollout
+    if config.actor.backend == "fsdp":
+        yield (
+            f"{named} is not supported with actor.backend=fsdp; set actor.lora.sync=merged, or "
+            "actor.backend=megatron"
+        )
     if rollout.engine != RolloutConfig.engine:
         yield (
             f"{named} requires rollout.engine={RolloutConfig.engine}, because {rollout.engine} "

@@ -13,11 +13,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hybridflow.fsdp.lora import Adapters
 from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.process.exchange import Exchange, shared_exchange
 from hybridflow.reshard.fsdp_layout import fsdp_rows
 from hybridflow.saving.rectangles import HfSlice, Rectangle
-from hybridflow.saving.saver import Holder, Job, checked_manifest, manifest_of, restore
+from hybridflow.saving.saver import (
+    Holder,
+    Job,
+    check_adapters,
+    checked_manifest,
+    manifest_of,
+    restore,
+)
 
 _BACKEND = "fsdp"
 _RANDOM = "rng_state"
@@ -30,14 +38,19 @@ class Sharded(Holder, Protocol):
     def optimizer(self) -> Optimizer | None:
         """The optimizer; None before `set_optimizer`."""
 
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's rows of every tensor, keyed by Hugging Face name."""
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters that are trained instead of the weights."""
+
+    def held(self) -> Mapping[str, torch.Tensor]:
+        """Return this rank's rows of every tensor, keyed by Hugging Face name: the weights, and the
+        factors of adapters."""
 
     def moments(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Return {kind of optimizer state: the same for the state}."""
+        """Return {kind of optimizer state: this rank's rows of those tensors that are trained}."""
 
     def reference_state(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's rows of the reference, keyed by the same names."""
+        """Return this rank's rows of the reference, of those tensors that are trained."""
 
 
 class ShardedState:
@@ -45,8 +58,14 @@ class ShardedState:
 
     def __init__(self, policy: Sharded) -> None:
         self.contains = ["model"]
-        self._tensors = policy.family.tensors()
-        self._model = self._rectangles("", policy.parameters())
+        self._tensors = dict(policy.family.tensors())
+        self._aliases: dict[str, list[str]] = {}
+        if policy.adapters is not None:
+            self.contains.append("adapters")
+            self._tensors |= policy.adapters.map.tensors()
+            for alias, kept in policy.adapters.map.aliases().items():
+                self._aliases.setdefault(kept, []).append(alias)
+        self._model = self._rectangles("", policy.held())
         self.tensors = list(self._model)
         if policy.optimizer is not None:
             self.contains.append("optimizer")
@@ -72,18 +91,19 @@ class ShardedState:
         return [*self.tensors, self.random]
 
     def hf(self) -> Iterator[HfSlice]:
-        """Yield the location of each Hugging Face tensor. The model's tensors already have Hugging
-        Face names and shapes.
+        """Yield the location of each Hugging Face tensor, and of each factor under its PEFT names.
+        The tensors already have these names and shapes.
         """
         for one in self._model:
-            yield HfSlice(one.key, one.global_offset, one.local_shape, one.key, one.global_offset)
+            for name in (one.key, *self._aliases.get(one.key, ())):
+                yield HfSlice(name, one.global_offset, one.local_shape, one.key, one.global_offset)
 
     def _rectangles(self, prefix: str, held: Mapping[str, torch.Tensor]) -> list[Rectangle]:
         found = []
         shards = fsdp_rows(self._tensors, dist.get_rank(), dist.get_world_size())
         for name, (start, rows) in shards.items():
             shape = self._tensors[name]
-            if rows:
+            if rows and name in held:
                 found.append(
                     Rectangle(prefix + name, held[name], shape, (start, *(0,) * (len(shape) - 1)))
                 )
@@ -100,7 +120,10 @@ def job(policy: Sharded, folder: Path, phase: str, step: int, exchange: Exchange
             "settings": asdict(policy.optimizer.config),
         }
     layout = {"world": dist.get_world_size()}
-    manifest = manifest_of(policy, _BACKEND, state.contains, layout, phase, step, training=training)
+    lora = policy.adapters.facts() if policy.adapters else {}
+    manifest = manifest_of(
+        policy, _BACKEND, state.contains, layout, phase, step, training=training, lora=lora
+    )
     return Job(state, manifest, folder, exchange)
 
 
@@ -112,10 +135,11 @@ def load(policy: Sharded, folder: Path) -> None:
 
     Raises:
         CheckpointError: the folder is missing, is incomplete, is not a checkpoint, or belongs to
-            another backend or model. Nothing has been loaded in that case.
+            another backend or model, or has other adapters. Nothing has been loaded in that case.
     """
     exchange = shared_exchange()
     manifest = checked_manifest(policy, folder, exchange, _BACKEND)
+    check_adapters(manifest, policy.adapters.facts() if policy.adapters else {}, folder)
     state = ShardedState(policy)
     same_ranks = manifest.layout["world"] == dist.get_world_size()
     restore(folder, state.owned() if same_ranks else state.tensors, exchange)

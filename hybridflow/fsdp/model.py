@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from hybridflow.algorithms.losses import TEACHER_IDS
 from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, log_probs_of_tokens
 from hybridflow.errors import ModelError
+from hybridflow.fsdp.lora import Adapters
 from hybridflow.fsdp.packed import MicroBatch
 from hybridflow.models import Family
 from hybridflow.models.causal import allocate, causal_on_meta, checkpoint_views
+from hybridflow.models.lora import AdapterMap
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.fsdp_layout import fsdp_rows, shard_rows
 
@@ -28,12 +30,13 @@ class ScoringModel(nn.Module):
     """A causal model that computes log-probs inside its forward pass, the only place where FSDP2
     gathers the output layer."""
 
-    def __init__(self, causal: Any, alone: Any) -> None:
+    def __init__(self, causal: Any, alone: Any, adapters: Adapters | None = None) -> None:
         """`alone` is a process group that contains only this rank, since the gathered output layer
-        is not split across ranks."""
+        is not split across ranks. `adapters` are those of `causal`."""
         super().__init__()
         self.causal = causal
         self.alone = alone
+        self.adapters = adapters
 
     def forward(
         self, micro: MicroBatch, scoring: Scoring
@@ -68,6 +71,7 @@ def build_model(
     source: WeightSource,
     device: torch.device,
     recompute: bool = False,
+    lora: AdapterMap | None = None,
 ) -> ScoringModel:
     """Build this rank's shards and load them from `source`. No rank ever holds the full model.
     Collective.
@@ -79,9 +83,11 @@ def build_model(
         device: the device of the shards.
         recompute: True to keep only the layers' inputs for the backward pass, and compute each
             layer again there.
+        lora: adapters to train instead of the weights.
 
     Raises:
-        ModelError: the parameters of transformers' model differ from the family's map.
+        ModelError: the parameters of transformers' model differ from the family's map, or it cannot
+            have these adapters.
     """
     mesh = init_device_mesh(
         device.type, (dist.get_world_size(), 1), mesh_dim_names=("data", "alone")
@@ -90,7 +96,8 @@ def build_model(
     if recompute:
         # without dropout, the second pass needs no random state
         causal.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    model = ScoringModel(causal, mesh["alone"].get_group())
+    adapters = Adapters(lora, causal) if lora is not None else None
+    model = ScoringModel(causal, mesh["alone"].get_group(), adapters)
     precision = (
         MixedPrecisionPolicy()
         if dtype is torch.float32
@@ -107,12 +114,15 @@ def build_model(
         part.set_force_sum_reduction_for_comms(True)
     allocate(causal, device)
     fill(model, family, source)
+    if model.adapters is not None:
+        rows = fsdp_rows(model.adapters.map.tensors(), dist.get_rank(), dist.get_world_size())
+        model.adapters.fill(local_tensors(model, weights_and_factors(model)[1]), rows)
     return model
 
 
 def shards(model: ScoringModel) -> dict[str, DTensor]:
     """Return the sharded parameters, keyed by transformers' name: those of checkpoints, except that
-    a layer's experts are stacked."""
+    a layer's experts are stacked. Factors of adapters are included."""
     shards: dict[str, DTensor] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -125,10 +135,8 @@ def fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
     """Load this rank's shards from `source`. Raises ModelError if the family's map does not match
     the model."""
     tensors = family.tensors()
-    whole: dict[str, tuple[int, ...]] = {}
-    for name, shard in shards(model).items():
-        for view_name, view in _views(model, name, torch.empty(shard.shape, device="meta"), 0):
-            whole[view_name] = tuple(view.shape)
+    base, _ = weights_and_factors(model)
+    whole = _shapes(model, base)
     if whole != tensors:
         wrong = sorted(whole.keys() ^ tensors.keys()) or [
             name for name in tensors if whole[name] != tensors[name]
@@ -137,8 +145,9 @@ def fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
             f"transformers' {type(model.causal).__name__} and the family's map differ in "
             f"{wrong[:4]}; use actor.backend=megatron"
         )
-    held = local_tensors(model, shards(model))
-    for name, (start, rows) in fsdp_rows(tensors, dist.get_rank(), dist.get_world_size()).items():
+    held = local_tensors(model, base)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for name, (start, rows) in fsdp_rows(tensors, rank, ranks).items():
         shape = tensors[name]
         mine = len(held[name]) if name in held else 0
         if mine != rows:
@@ -148,6 +157,24 @@ def fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
         if rows:
             tail = (0,) * (len(shape) - 1)
             held[name].copy_(source.read(name, (start, *tail), (rows, *shape[1:])))
+
+
+def weights_and_factors(model: ScoringModel) -> tuple[dict[str, DTensor], dict[str, DTensor]]:
+    """Return `shards`, divided into the weights and the factors of adapters."""
+    weights: dict[str, DTensor] = {}
+    factors: dict[str, DTensor] = {}
+    for name, shard in shards(model).items():
+        (factors if Adapters.is_factor(name) else weights)[name] = shard
+    return weights, factors
+
+
+def _shapes(model: ScoringModel, base: Mapping[str, DTensor]) -> dict[str, tuple[int, ...]]:
+    """Return {Hugging Face name: shape} of the weights as checkpoints have them."""
+    whole: dict[str, tuple[int, ...]] = {}
+    for name, shard in base.items():
+        for view_name, view in _views(model, name, torch.empty(shard.shape, device="meta"), 0):
+            whole[view_name] = tuple(view.shape)
+    return whole
 
 
 def local_tensors(model: ScoringModel, tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
@@ -168,4 +195,6 @@ def local_tensors(model: ScoringModel, tensors: Mapping[str, DTensor]) -> dict[s
 def _views(
     model: ScoringModel, name: str, tensor: torch.Tensor, first: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    if model.adapters is not None and model.adapters.is_factor(name):
+        return model.adapters.views(name, tensor, first)
     return checkpoint_views(model.causal.config.model_type, name, tensor, first)

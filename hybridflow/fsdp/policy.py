@@ -27,12 +27,14 @@ from hybridflow.device.reference import HoldsReference
 from hybridflow.device.residency import Part
 from hybridflow.errors import ModelError
 from hybridflow.fsdp import checkpoint
-from hybridflow.fsdp.model import build_model, fill, local_tensors, shards
+from hybridflow.fsdp.lora import Adapters
+from hybridflow.fsdp.model import build_model, fill, local_tensors, shards, weights_and_factors
 from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.fsdp.packed import MicroBatch, build_micro_batches
 from hybridflow.models import Family
 from hybridflow.models.check import check_fsdp
 from hybridflow.models.family import num_parameters
+from hybridflow.models.lora import AdapterMap
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.fsdp_layout import fsdp_layout
 from hybridflow.reshard.layout import Catalog, Layout
@@ -73,6 +75,7 @@ class FsdpPolicy(HoldsReference):
         device: torch.device,
         *,
         recompute: str,
+        lora: AdapterMap | None,
         logits_chunk_tokens: int,
         on_nonfinite: str,
     ) -> None:
@@ -84,6 +87,7 @@ class FsdpPolicy(HoldsReference):
             source: the weights to load.
             device: the device of this rank.
             recompute: "none" or "full", see `ActorConfig`.
+            lora: adapters to train instead of the weights.
             logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
         """
         check_fsdp(family)
@@ -92,7 +96,7 @@ class FsdpPolicy(HoldsReference):
         self.device = device
         self.logits_chunk_tokens = logits_chunk_tokens
         self.on_nonfinite = on_nonfinite
-        self.model = build_model(family, self.dtype, source, device, recompute == "full")
+        self.model = build_model(family, self.dtype, source, device, recompute == "full", lora)
         self.optimizer: Optimizer | None = None
         self.replay = NoReplay()
         # FSDP2 pads uneven shards in the first forward pass, which moves them; run one now so that
@@ -189,7 +193,7 @@ class FsdpPolicy(HoldsReference):
 
     def set_optimizer(self, config: OptimConfig) -> None:
         """Create a fresh optimizer for the current weights, with zero moments."""
-        self.optimizer = Optimizer(self.shards(), config)
+        self.optimizer = Optimizer(self.trained(), config)
 
     def _scoring(self, temperature: float, with_entropy: bool) -> Scoring:
         return Scoring(self.family.vocab_size, temperature, with_entropy, self.logits_chunk_tokens)
@@ -240,15 +244,39 @@ class FsdpPolicy(HoldsReference):
         """Return the sharded parameters, keyed by transformers' name."""
         return dict(shards(self.model))
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Return this rank's rows as views of live memory, keyed by Hugging Face name.
+    def trained(self) -> dict[str, Any]:
+        """Return the parameters that are trained: the factors of adapters, or all."""
+        weights, factors = weights_and_factors(self.model)
+        return factors if self.adapters else weights
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters that are trained instead of the weights."""
+        return self.model.adapters
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Return this rank's rows of weights and factors as views of live memory, keyed by Hugging
+        Face and PEFT name.
 
         Tensors without rows on this rank are omitted.
         """
         return local_tensors(self.model, self.shards())
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return this rank's rows as views of live memory, keyed by Hugging Face name. Adapters are
+        merged into copies of their weights. Collective.
+
+        Tensors without rows on this rank are omitted.
+        """
+        weights, factors = weights_and_factors(self.model)
+        base = local_tensors(self.model, weights)
+        if self.adapters is None:
+            return base
+        held = local_tensors(self.model, factors)
+        return base | self.adapters.merged(base, held, factors)
+
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return {exp_avg, exp_avg_sq: this rank's rows, keyed like `parameters`}."""
+        """Return {exp_avg, exp_avg_sq: this rank's rows of those tensors that are trained}."""
         moments = self.optimizer.moments() if self.optimizer else {}
         return {kind: local_tensors(self.model, held) for kind, held in moments.items()}
 
@@ -258,26 +286,32 @@ class FsdpPolicy(HoldsReference):
 
     @property
     def served_adapters(self) -> None:
-        """Always None, because adapters are not supported."""
+        """Always None, because adapters are merged."""
         return None
 
     def release_copies(self) -> None:
-        """Do nothing, because there are no copies."""
+        """Free the copies made by `parameters`."""
+        if self.adapters:
+            self.adapters.release()
 
     @property
     def copied_bytes(self) -> int:
-        """Size of copies in bytes; always 0, because nothing is copied."""
-        return 0
+        """Size in bytes of the copies that `parameters` makes on this rank."""
+        if self.adapters is None:
+            return 0
+        weights, _ = weights_and_factors(self.model)
+        return self.adapters.merged_bytes(local_tensors(self.model, weights))
 
     @functools.cached_property
     def trainable_parameters(self) -> int:
-        """Number of parameters in the model; all are trained. Cached, since every step reports
+        """Number of trainable parameters in the whole model. Cached, since every step reports
         it."""
-        return num_parameters(self.family)
+        return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return `parameters`, the tensors that are copied to create a reference."""
-        return self.parameters()
+        """Return this rank's rows of the tensors that are trained, which are copied to create a
+        reference."""
+        return local_tensors(self.model, self.trained())
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
         """Return a function that builds the layout of `parameters` across all ranks."""
@@ -318,11 +352,12 @@ class FsdpPolicy(HoldsReference):
         """Return the backend's name and versions, for the run's environment record."""
         import transformers
 
-        return {
+        found = {
             "backend": f"fsdp2 ({self.device.type})",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
+        return found | ({"lora": self.adapters.map.describe()} if self.adapters else {})
 
     def saver(self, timeout_s: float) -> Saver:
         """Return the object that saves this policy's sharded state."""
@@ -359,4 +394,7 @@ class FsdpPolicy(HoldsReference):
             fsdp_owners(self.family, dist.get_world_size()),
             self.parameters(),
         )
-        return export_held(held, folder, hf_config, tokenizer, source=source)
+        try:
+            return export_held(held, folder, hf_config, tokenizer, source=source)
+        finally:
+            self.release_copies()

@@ -31,10 +31,7 @@ class MegatronPolicy(Policy):
         """Return the backend's name and versions, for the run's environment record."""
         found = {"backend": bootstrap.backend_name(), "megatron_core": bootstrap.MEGATRON_VERSION}
         if self.adapters:
-            facts = self.adapters.facts()
-            found["lora"] = (
-                f"rank {facts['rank']}, alpha {facts['alpha']:g} on {', '.join(facts['targets'])}"
-            )
+            found["lora"] = self.adapters.map.describe()
         return found
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.errors import CheckpointError
 from hybridflow.mcore import bootstrap
 from hybridflow.mcore.optimizer import adam_step, prime_adam_state, set_adam_step
 from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.policy import Policy
 from hybridflow.mcore.sharded_state import ShardedState
 from hybridflow.process.exchange import Exchange, shared_exchange
-from hybridflow.saving.manifest import Manifest
-from hybridflow.saving.saver import Job, checked_manifest, manifest_of, restore
+from hybridflow.saving.saver import Job, check_adapters, checked_manifest, manifest_of, restore
 from hybridflow.saving.saver import Saver as _Saver
 
 _BACKEND = "megatron"
@@ -58,7 +56,7 @@ def load(policy: Policy, folder: Path) -> None:
     """
     exchange = shared_exchange()
     manifest = checked_manifest(policy, folder, exchange, _BACKEND)
-    _check_adapters(policy, manifest, folder)
+    check_adapters(manifest, _facts(policy), folder)
     if policy.optimizer is not None:
         prime_adam_state(policy.optimizer.inner)
     state = ShardedState(
@@ -98,22 +96,6 @@ def _job(policy: Policy, folder: Path, phase: str, step: int, exchange: Exchange
         versions={"megatron_core": bootstrap.MEGATRON_VERSION},
     )
     return Job(state, manifest, folder, exchange)
-
-
-def _check_adapters(policy: Policy, manifest: Manifest, folder: Path) -> None:
-    """Raise CheckpointError on all ranks if the checkpoint's adapters differ from the policy's."""
-    theirs = dict(manifest.lora)
-    ours = _facts(policy)
-    if theirs != ours:
-        raise CheckpointError(
-            f"{folder} was not loaded: its actor.lora is {_settings(theirs)}, this run's is "
-            f"{_settings(ours)}; restore the setting, or continue from merged weights (`hybridflow "
-            "checkpoint export`, then model.path)"
-        )
-
-
-def _settings(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in facts.items()) or "rank=0"
 
 
 def _facts(policy: Policy) -> dict[str, Any]:

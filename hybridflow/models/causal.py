@@ -14,6 +14,7 @@ from hybridflow.models.family import Family
 
 # transformers stores a layer's experts in two stacked tensors: gate above up, and down
 _EXPERTS = re.compile(r"(?P<layer>.*\.)mlp\.experts\.(?P<part>gate_up|down)_proj$")
+_MIXTRALS = ("mixtral", "minimax_m2")
 
 
 def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
@@ -51,6 +52,11 @@ def allocate(causal: Any, device: torch.device) -> None:
         causal.lm_head.weight = causal.model.embed_tokens.weight
 
 
+def expert_names(model_type: str) -> tuple[str, str, str]:
+    """Return the names of an expert's gate, up and down projection in checkpoints."""
+    return ("w1", "w3", "w2") if model_type in _MIXTRALS else ("gate_proj", "up_proj", "down_proj")
+
+
 def checkpoint_views(
     model_type: str, name: str, tensor: torch.Tensor, first: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -62,8 +68,8 @@ def checkpoint_views(
             experts.
         first: number of the first of these experts.
     """
-    mixtral = model_type in ("mixtral", "minimax_m2")
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    mixtral = model_type in _MIXTRALS
+    gate, up, down = expert_names(model_type)
     found = _EXPERTS.match(name)
     if found is None or model_type == "gpt_oss":
         saved_name = name.replace(".gate.moe_statics.", ".moe_statics.")  # ERNIE

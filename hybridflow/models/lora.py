@@ -134,6 +134,12 @@ class AdapterMap:
         """Return the number of trainable parameters."""
         return sum(map(math.prod, self.tensors().values()))
 
+    def describe(self) -> str:
+        """Format the adapter settings as one line."""
+        facts = self.facts()
+        targets = ", ".join(facts["targets"])
+        return f"rank {facts['rank']}, alpha {facts['alpha']:g} on {targets}"
+
     def facts(self) -> dict[str, Any]:
         """Return the adapter settings for a checkpoint's manifest."""
         targets = dict.fromkeys(map(lora_targets.target_of, self._uncut.values()))

@@ -178,7 +178,7 @@ class Training:
         """Return the size in bytes of the copies into which a weight sync merges adapters."""
         if self.lora is not None and self.lora.sync == "adapter":
             return 0.0
-        return self._adapters[stage].adapted.total * self.precision.weight
+        return self._adapters[stage].adapted.total * self.precision.weight / self._shards
 
     def gradients(self, stage: int) -> float:
         """Return the size of the gradient buffer in bytes."""

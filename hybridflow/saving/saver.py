@@ -13,7 +13,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -345,6 +345,22 @@ def manifest_of(
 
 
 # ---- loading
+
+
+def check_adapters(manifest: Manifest, ours: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError if the checkpoint's adapters differ from the policy's, whose settings
+    are `ours`."""
+    theirs = dict(manifest.lora)
+    if theirs != ours:
+        raise CheckpointError(
+            f"{folder} was not loaded: its actor.lora is {_settings(theirs)}, this run's is "
+            f"{_settings(ours)}; restore the setting, or continue from merged weights (`hybridflow "
+            "checkpoint export`, then model.path)"
+        )
+
+
+def _settings(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in facts.items()) or "rank=0"
 
 
 def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, backend: str) -> Manifest:

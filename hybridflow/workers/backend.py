@@ -179,7 +179,7 @@ def open_backend(
     if config.model.path is not None:
         source = SafetensorsFolder(config.model.path)
     if config.actor.backend == "fsdp":
-        return _fsdp(config, family, source, platform, local_rank)
+        return _fsdp(config, family, source, platform, local_rank, trains)
     return _megatron(config, family, source, platform, trains)
 
 
@@ -206,13 +206,23 @@ def _megatron(
         megatron=actor.megatron,
         logits_chunk_tokens=actor.logits_chunk_tokens,
         on_nonfinite=actor.on_nonfinite,
-        lora=AdapterMap(family, actor.lora, config.seed) if actor.lora.rank and trains else None,
+        lora=_adapters(config, family, trains),
         trains=trains,
     )
 
 
+def _adapters(config: RunConfig, family: Family, trains: bool) -> AdapterMap | None:
+    lora = config.actor.lora
+    return AdapterMap(family, lora, config.seed) if lora.rank and trains else None
+
+
 def _fsdp(
-    config: RunConfig, family: Family, source: WeightSource, platform: Platform, local_rank: int
+    config: RunConfig,
+    family: Family,
+    source: WeightSource,
+    platform: Platform,
+    local_rank: int,
+    trains: bool,
 ) -> Backend:
     from hybridflow.fsdp.policy import FsdpPolicy
 
@@ -224,6 +234,7 @@ def _fsdp(
         source,
         platform.device(local_rank),
         recompute=config.actor.recompute,
+        lora=_adapters(config, family, trains),
         logits_chunk_tokens=config.actor.logits_chunk_tokens,
         on_nonfinite=config.actor.on_nonfinite,
     )

@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridflow.config.schema import LoraConfig
 from hybridflow.models import family_of
 from hybridflow.models.layout import LocalTensor, ParallelShape
+from hybridflow.models.lora import AdapterMap
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_tensors
 from hybridflow.reshard.layout import Catalog, Layout, megatron_layout, rank_tensors
@@ -35,8 +37,20 @@ MIXTURES = {
     "three-experts": {**TINY, "num_experts": 3},  # two on the first of two ranks
     "qwen2-moe": QWEN2_MOE,
 }
+ROUTED = ["linear_qkv", "linear_proj", "experts.linear_fc1", "experts.linear_fc2"]
+# FSDP2 trains their adapters; Megatron's are the subject of test_lora.py
+LORA: dict[str, dict[str, Any]] = {
+    "adapted-dense": {"rank": 3, "alpha": 6.0},
+    "adapted-experts": {"rank": 3, "alpha": 6.0, "targets": ROUTED},
+}
+ADAPTED = {
+    "adapted-dense": {**DENSE, "tie_word_embeddings": False},
+    "adapted-experts": MIXTURES["three-experts"],
+}
+ALL = MODELS | MIXTURES | ADAPTED
 FULL_MIXTURES = [
-    pytest.param("fsdp", name, marks=pytest.mark.full) for name in ("three-experts", "qwen2-moe")
+    pytest.param("fsdp", name, marks=pytest.mark.full)
+    for name in ("three-experts", "qwen2-moe", *ADAPTED)
 ]
 RANKS = 2
 TOLERANCE = 1e-5
@@ -61,9 +75,8 @@ def contracts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def contract(backend: str, model: str, ranks: int) -> tuple[Path, list[dict[str, Any]]]:
         if (backend, model, ranks) not in found:
             folder = tmp_path_factory.mktemp(f"{backend}-{model}-{ranks}")
-            results = run_backend(
-                backend, ranks, "contract", hf=(MODELS | MIXTURES)[model], folder=str(folder)
-            )
+            arguments = {"hf": ALL[model], "lora": LORA.get(model), "folder": str(folder)}
+            results = run_backend(backend, ranks, "contract", **arguments)
             found[backend, model, ranks] = folder, results
         return found[backend, model, ranks]
 
@@ -119,7 +132,7 @@ def test_log_probs_and_entropies_equal_transformers(
         pytest.param("fsdp", 4, "qwen3-moe", marks=pytest.mark.full),
         *(
             pytest.param("fsdp", RANKS, name, marks=pytest.mark.full)
-            for name in ("three-experts", "qwen2-moe")
+            for name in ("three-experts", "qwen2-moe", *ADAPTED)
         ),
     ],
 )
@@ -130,18 +143,41 @@ def test_three_updates_equal_those_of_megatron_on_one_process(
     one_folder, one = contracts("megatron", model, 1)
     expected = steps_of(one)
     np.testing.assert_allclose(steps_of(results), expected, rtol=0, atol=TOLERANCE)
-    assert expected[:, 1].min() > 1.0  # or nothing would have been clipped
+    if model not in ADAPTED:
+        assert expected[:, 1].min() > 1.0  # or nothing would have been clipped
     # warm-up, then cosine
     assert expected[:, 2] == pytest.approx([5e-3, 1e-2, 8.681981e-3], rel=1e-5)
     before = tensors_of(folder / "before")
     mine = tensors_of(folder / "trained")
     theirs = tensors_of(one_folder / "trained")
-    family = family_of((MODELS | MIXTURES)[model])
+    family = family_of(ALL[model])
     assert mine.keys() == theirs.keys() == family.tensors().keys()
     worst = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
     assert worst < TOLERANCE
-    # all of them were trained
-    assert min(float((mine[name] - before[name]).abs().max()) for name in mine) > 100 * TOLERANCE
+    moved = {name: float((mine[name] - before[name]).abs().max()) for name in mine}
+    if model not in ADAPTED:
+        assert min(moved.values()) > 100 * TOLERANCE  # all of them were trained
+        return
+    adapters = AdapterMap(family, LoraConfig(**LORA[model]), 1).served().factors
+    assert min(moved[name] for name in adapters) > 10 * TOLERANCE
+    assert {name for name, size in moved.items() if size} == set(adapters)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ADAPTED)
+def test_both_export_the_same_adapter(contracts: Any, tmp_path: Path, model: str) -> None:
+    """Under PEFT's names, from checkpoints of two FSDP2 ranks and of one Megatron rank."""
+    from hybridflow.saving.tools import export_adapter
+
+    found = []
+    for backend, ranks in (("fsdp", RANKS), ("megatron", 1)):
+        folder, _ = contracts(backend, model, ranks)
+        found.append(export_adapter(folder / "checkpoint", tmp_path / backend, None).folder)
+    mine, theirs = map(tensors_of, found)
+    assert mine.keys() == theirs.keys()
+    assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) < TOLERANCE
+    one, two = ((folder / "adapter_config.json").read_text() for folder in found)
+    assert one == two
 
 
 @pytest.mark.full
@@ -225,15 +261,16 @@ def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(
         *((backend, "qwen3-tied") for backend in BACKENDS),
         *(
             pytest.param("fsdp", name, marks=pytest.mark.full)
-            for name in ("qwen3-moe", "three-experts")
+            for name in ("qwen3-moe", "three-experts", "adapted-experts")
         ),
     ],
 )
 def test_a_checkpoint_of_two_ranks_goes_on_in_one(contracts: Any, backend: str, model: str) -> None:
     folder, results = contracts(backend, model, RANKS)
     foreign, _ = contracts(BACKENDS[1 - BACKENDS.index(backend)], model, RANKS)
-    hf = (MODELS | MIXTURES)[model]
-    found = run_backend(backend, 1, "resumed", hf=hf, folder=str(folder), foreign=str(foreign))
+    hf = ALL[model]
+    arguments = {"hf": hf, "lora": LORA.get(model), "folder": str(folder)}
+    found = run_backend(backend, 1, "resumed", **arguments, foreign=str(foreign))
     np.testing.assert_allclose(steps_of(found), steps_of(results, "more"), rtol=0, atol=TOLERANCE)
     for name, sums in results[0]["end"].items():
         np.testing.assert_allclose(found[0]["end"][name], sums, rtol=1e-4, atol=1e-3, err_msg=name)
@@ -266,7 +303,8 @@ def test_the_tools_read_an_fsdp_checkpoint(contracts: Any, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model", ["qwen3-moe", pytest.param("qwen3-tied", marks=pytest.mark.full)])
 def test_layers_that_are_computed_twice_train_the_same(model: str) -> None:
-    results = run_backend("fsdp", RANKS, "recomputed", hf=(MODELS | MIXTURES)[model])
+    arguments = {"hf": ALL[model], "lora": LORA.get(model)}
+    results = run_backend("fsdp", RANKS, "recomputed", **arguments)
     for result in results:
         none = result["none"]
         full = result["full"]
@@ -287,7 +325,7 @@ def test_layers_that_are_computed_twice_train_the_same(model: str) -> None:
 def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(
     backend: str, model: str
 ) -> None:
-    for result in run_backend(backend, RANKS, "updates", hf=(MODELS | MIXTURES)[model]):
+    for result in run_backend(backend, RANKS, "updates", hf=ALL[model]):
         masked = result["masked"]
         assert (
             np.isfinite(masked["one"]).all() and masked["true"] == masked["none"] != masked["one"]
@@ -371,7 +409,7 @@ def test_the_slice_plan_brings_whole_tensors_from_live_memory_to_engines(
     tmp_path: Path, backend: str, model: str
 ) -> None:
     """Two engines at once, of TP 2 and of TP 1."""
-    hf = (MODELS | MIXTURES)[model]
+    hf = ALL[model]
     run_backend(backend, RANKS, "held", hf=hf, folder=str(tmp_path))
     held = [dict(np.load(tmp_path / f"rank{rank}.npz")) for rank in range(RANKS)]
     source, described = sources(backend, hf)

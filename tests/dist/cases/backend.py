@@ -15,6 +15,7 @@ from hybridflow.config.schema import (
     ActorConfig,
     ClusterConfig,
     DistillationConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -48,6 +49,7 @@ def open_policy(
     dtype: str = "float32",
     tensor: int = 1,
     recompute: str = "none",
+    lora: dict[str, Any] | None = None,
 ) -> Any:
     """The backend as the worker opens it, over weights in which a dropped or swapped tensor
     shows."""
@@ -59,6 +61,7 @@ def open_policy(
             backend=backend,
             parallel=ParallelConfig(tensor=tensor),
             recompute=recompute,  # type: ignore[arg-type]
+            lora=LoraConfig(**lora) if lora else LoraConfig(),
         ),
         cluster=ClusterConfig(call_timeout_s=100),
     )
@@ -126,10 +129,12 @@ def digest(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     }
 
 
-def contract(backend: str, hf: dict[str, Any], folder: str) -> dict[str, Any]:
+def contract(
+    backend: str, hf: dict[str, Any], folder: str, lora: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """One life of a policy: score, export, train, save, go on; then back from the checkpoint and
     the same steps again."""
-    policy = open_policy(backend, hf)
+    policy = open_policy(backend, hf, lora=lora)
     at = Path(folder)
     scored = policy.log_probs(
         share(policy, batch_of(12, 3)), max_tokens=30, temperature=0.7, with_entropy=True
@@ -162,12 +167,14 @@ def contract(backend: str, hf: dict[str, Any], folder: str) -> dict[str, Any]:
     return result | {"end": digest(end), "misfits": misfits(policy, hf, at)}
 
 
-def recomputed(backend: str, hf: dict[str, Any]) -> dict[str, Any]:
+def recomputed(
+    backend: str, hf: dict[str, Any], lora: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """By `actor.recompute`: three updates, and the passes through the first layer's MLP that one of
     them and one scoring take."""
     found: dict[str, Any] = {}
     for recompute in ("none", "full"):
-        policy = open_policy(backend, hf, recompute=recompute)
+        policy = open_policy(backend, hf, recompute=recompute, lora=lora)
         policy.set_optimizer(OPTIM)
         passes: list[int] = []
         mlp = policy.model.causal.model.layers[0].mlp
@@ -241,12 +248,18 @@ def misfits(policy: Any, hf: dict[str, Any], at: Path) -> dict[str, str]:
     return said
 
 
-def resumed(backend: str, hf: dict[str, Any], folder: str, foreign: str) -> dict[str, Any]:
+def resumed(
+    backend: str,
+    hf: dict[str, Any],
+    folder: str,
+    foreign: str,
+    lora: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """A new world, of whatever size, from the checkpoint that `contract` left; and what it says to
     another backend's."""
     from hybridflow.errors import CheckpointError
 
-    policy = open_policy(backend, hf, 0.1)
+    policy = open_policy(backend, hf, 0.1, lora=lora)
     policy.set_optimizer(OPTIM)
     policy.freeze_reference()
     try:

@@ -471,8 +471,8 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ),
         ),
         (
-            ("model=tiny-dense", "actor.lora.rank=8", "actor.backend=fsdp"),
-            ("actor.lora.rank=8", "requires actor.backend=megatron"),
+            ("actor=tiny", "actor.lora.rank=8", "actor.lora.sync=adapter", "actor.backend=fsdp"),
+            ("actor.lora.sync=adapter is not supported with actor.backend=fsdp",),
         ),
         (("actor.lora.sync=adapter",), ("actor.lora.sync=adapter has no effect with rank 0",)),
         (
