@@ -21,7 +21,6 @@ from hybridflow.models import family_of
 from hybridflow.models.lora import AdapterMap
 from tests.dist.harness.rounding import FACTOR
 from tests.dist.harness.sync_world import PATIENT, SyncWorld
-from tests.dist.test_weight_sync import _scheduler
 from tests.models import SYNC_MOE
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -80,7 +79,7 @@ def test_an_engine_that_restarted_gets_weights_and_adapters(
     facts = world.senders.facts
     assert facts is not None and facts.adapters is not None
     step(world, 4, tmp_path / "4")
-    os.kill(_scheduler(world, 1), signal.SIGKILL)
+    os.kill(world.scheduler(1), signal.SIGKILL)
     report = step(world, 5, tmp_path / "5")
     assert set(report.stale) == {"engine-1"}
     deadline = time.monotonic() + 400

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
-from hybridflow.engines import guard
 from hybridflow.engines.base import NO_EXTRAS
 from hybridflow.errors import EngineError, WeightSyncError, WorkerError
 from hybridflow.models import family_of
@@ -355,7 +353,7 @@ def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_go
     syncing = threading.Thread(target=lambda: reports.append(world.sync(version)))
     syncing.start()
     world.wait_for_key("held/0")
-    scheduler = _scheduler(world, 1)
+    scheduler = world.scheduler(1)
     os.kill(scheduler, signal.SIGKILL)
     world.senders.store.set("receiver-killed", "1")
     syncing.join(240.0)
@@ -377,7 +375,7 @@ def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_lat
     heal(world, 40)
     restarts = world.states()[0].restarts
     server = world.workers[0].supervisor.engine
-    os.kill(_scheduler(world, 0), signal.SIGKILL)
+    os.kill(world.scheduler(0), signal.SIGKILL)
     _wait_dead(server)
     batch = _answered(world)
     assert len(batch) == 4 and set(world.engines.stale) == {0}
@@ -399,7 +397,7 @@ def test_an_engine_that_hangs_while_it_generates_is_given_up(
     monkeypatch.setattr(rollout, "_SETTLE_S", 1.0)
     restarts = world.states()[1].restarts
     world.workers[1].supervisor.engine.client.tokens.silence_s = 3.0
-    os.kill(_scheduler(world, 1), signal.SIGSTOP)
+    os.kill(world.scheduler(1), signal.SIGSTOP)
     batch = _answered(world)
     assert len(batch) == 4 and set(world.engines.stale) == {1}
     assert "/generate not answered within 3 s" in world.engines.stale[1]
@@ -463,12 +461,6 @@ def _prompts() -> Any:
 
 def _answered(world: SyncWorld) -> Any:
     return block_on(world.engines.answers(world.engines.begin(_prompts(), training=True)))
-
-
-def _scheduler(world: SyncWorld, number: int) -> int:
-    """Pid of the engine's last tensor-parallel rank."""
-    members = guard.session_members(world.workers[number].supervisor.engine.pid)
-    return max(pid for pid in members if "scheduler" in " ".join(psutil.Process(pid).cmdline()))
 
 
 def _wait_dead(server: Any, wait_s: float = 240.0) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 from safetensors.torch import save_file
 
@@ -29,6 +30,7 @@ from hybridflow.config.schema import (
 )
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import WorkerContext
+from hybridflow.engines import guard
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.engine import SglangEngine
 from hybridflow.engines.supervisor import EngineState
@@ -386,6 +388,11 @@ class SyncWorld:
         return distance(
             weights if isinstance(weights, Path) else self.exported(weights), rows, change=change
         )
+
+    def scheduler(self, number: int) -> int:
+        """Pid of the engine's last tensor-parallel rank."""
+        members = guard.session_members(self.workers[number].supervisor.engine.pid)
+        return max(pid for pid in members if "scheduler" in " ".join(psutil.Process(pid).cmdline()))
 
     def states(self, wait_s: float = 0.0) -> list[EngineState]:
         return block_on(self.engines.states(wait_s))
