@@ -18,6 +18,7 @@ _UNAVAILABLE = {
     "actor.router_z_loss_coef": 0,
     "actor.optim.precision_aware": False,
     "actor.megatron": {},
+    "actor.mtp.train": False,
 }
 _OF_MEGATRON = (
     *(

@@ -40,6 +40,11 @@ def problems(config: RunConfig) -> Iterator[str]:
             f"actor.expert_bias_update_rate={actor.expert_bias_update_rate} would change its "
             "expert biases; set one of them to 0"
         )
+    if actor.mtp.train:
+        yield (
+            f"actor.lora.rank={lora.rank} freezes the model, but actor.mtp.train=true trains its "
+            "multi-token-prediction heads; set the rank to 0, or actor.mtp.train=false"
+        )
 
 
 def _kept_problems(config: RunConfig) -> Iterator[str]:

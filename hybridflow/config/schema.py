@@ -36,6 +36,7 @@ from hybridflow.config.schema_rewards import (
     AlgorithmConfig,
     DistillationConfig,
     KlLoss,
+    MtpConfig,
     RewardConfig,
     RolloutCorrectionConfig,
 )
@@ -176,6 +177,7 @@ class ActorConfig:
     # is that of the divergence (DeepSeek-V3.2; TRL's use_bias_correction_kl); with k1 and k3
     kl_loss_unbiased: bool = False
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
     # further fields of Megatron's TransformerConfig, e.g. {moe_router_dtype: fp32}; rejected if
     # another key or config.json sets them, or if the job depends on its own value
     # (docs/parallelism.md) [megatron.override_transformer_config]

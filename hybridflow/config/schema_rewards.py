@@ -137,6 +137,19 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True)
+class MtpConfig:
+    """The multi-token-prediction heads of a model that has them (docs/prediction-heads.md)."""
+
+    # train them next to the policy, which they do not change; false: an export copies them from
+    # model.path unchanged [model.mtp.enable_train]
+    train: bool = False
+    # coefficient of their loss; Adam divides by the gradient's size, so that this matters only for
+    # clipping by optim.clip_grad, which applies to them separately
+    coef: Positive = 0.1
+    lr: Positive | None = None  # their learning rate; null: the policy's
+
+
+@dataclass(frozen=True)
 class DistillationConfig:
     """Distillation from the teacher on the tokens sampled by the policy (docs/algorithms.md; verl's
     names in brackets)."""

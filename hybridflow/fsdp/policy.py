@@ -313,6 +313,11 @@ class FsdpPolicy(HoldsReference):
         reference."""
         return local_tensors(self.model, self.trained())
 
+    @property
+    def served(self) -> Family:
+        """The family whose tensors engines hold."""
+        return self.family
+
     def weight_layout(self) -> Callable[[Catalog], Layout]:
         """Return a function that builds the layout of `parameters` across all ranks."""
         return lambda catalog: fsdp_layout(self.family, dist.get_world_size(), "float32", catalog)

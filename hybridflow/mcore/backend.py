@@ -13,6 +13,7 @@ from hybridflow.mcore import bootstrap, checkpoint, hf_export, parallel
 from hybridflow.mcore.model import load_weights
 from hybridflow.mcore.model_parts import model_parts
 from hybridflow.mcore.policy import Policy
+from hybridflow.models import Family
 from hybridflow.models.layout import LocalTensor
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
@@ -44,13 +45,18 @@ class MegatronPolicy(Policy):
         """
         ranks = parallel.all_coordinates()
         dtype = str(self.dtype).removeprefix("torch.")
-        return lambda catalog: megatron_layout(self.family, ranks, dtype, catalog, self._factors)
+        return lambda catalog: megatron_layout(self.served, ranks, dtype, catalog, self._factors)
 
     def _factors(self, tensors: list[LocalTensor]) -> list[LocalTensor]:
         """Return the factors that a rank with these weights sends."""
         if self.adapters is None or self.served_adapters is None:
             return []
         return [local for one in self.adapters.map.local(tensors) for local in (one.a, one.b)]
+
+    @property
+    def served(self) -> Family:
+        """The family whose tensors engines hold: without prediction heads."""
+        return self.trunk
 
     def saver(self, timeout_s: float) -> checkpoint.Saver:
         """Return the object that writes this model's checkpoints."""
@@ -73,5 +79,5 @@ class MegatronPolicy(Policy):
 
     def load_from(self, source: WeightSource) -> None:
         """Replace all weights and drop the optimizer. Call `set_optimizer` again afterwards."""
-        load_weights(self.stages, self.family, source)
+        load_weights(self.stages, self.family, source, self.heads)
         self.optimizer = None

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridflow.errors import CheckpointError
 from hybridflow.mcore import bootstrap
 from hybridflow.mcore.optimizer import adam_step, prime_adam_state, set_adam_step
 from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.policy import Policy
 from hybridflow.mcore.sharded_state import ShardedState
 from hybridflow.process.exchange import Exchange, shared_exchange
+from hybridflow.saving.manifest import Manifest
 from hybridflow.saving.saver import Job, check_adapters, checked_manifest, manifest_of, restore
 from hybridflow.saving.saver import Saver as _Saver
 
@@ -57,8 +59,9 @@ def load(policy: Policy, folder: Path) -> None:
     exchange = shared_exchange()
     manifest = checked_manifest(policy, folder, exchange, _BACKEND)
     check_adapters(manifest, _facts(policy), folder)
-    if policy.optimizer is not None:
-        prime_adam_state(policy.optimizer.inner)
+    _check_heads(policy, manifest, folder)
+    for inner in policy.inner_optimizers():
+        prime_adam_state(inner)
     state = ShardedState(
         policy,
         with_random_state=manifest.layout["world"] == dist.get_world_size()
@@ -70,6 +73,8 @@ def load(policy: Policy, folder: Path) -> None:
         set_adam_step(policy.optimizer.inner, int(manifest.training["updates"]))
         policy.optimizer.scheduler.num_steps = int(manifest.training["scheduled"])
         policy.optimizer.scheduler.step(0)  # sets learning rate and weight decay
+    if policy.head_training and policy.optimizer is not None:
+        policy.head_training.restore(manifest.training["heads"])
     if "rng" in state.contains:
         torch.set_rng_state(state.random_state)
 
@@ -84,6 +89,8 @@ def _job(policy: Policy, folder: Path, phase: str, step: int, exchange: Exchange
             "scheduled": optimizer.scheduler.num_steps,
             "settings": asdict(optimizer.config),
         }
+        if policy.head_training:
+            training["heads"] = policy.head_training.facts()
     manifest = manifest_of(
         policy,
         _BACKEND,
@@ -96,6 +103,19 @@ def _job(policy: Policy, folder: Path, phase: str, step: int, exchange: Exchange
         versions={"megatron_core": bootstrap.MEGATRON_VERSION},
     )
     return Job(state, manifest, folder, exchange)
+
+
+def _check_heads(policy: Policy, manifest: Manifest, folder: Path) -> None:
+    """Raise CheckpointError on all ranks if only one of checkpoint and policy has trained heads."""
+    theirs = "heads" in manifest.contains
+    if theirs == (policy.heads is not None):
+        return
+    state = "contains" if theirs else "does not contain"
+    raise CheckpointError(
+        f"{folder} was not loaded: it {state} trained multi-token-prediction heads, but this run "
+        f"has actor.mtp.train={str(not theirs).lower()}; restore the setting, or continue from "
+        "exported weights (`hybridflow checkpoint export`, then model.path)"
+    )
 
 
 def _facts(policy: Policy) -> dict[str, Any]:

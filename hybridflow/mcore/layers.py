@@ -55,6 +55,19 @@ def block_spec(family: Family, config: TransformerConfig, at: Coordinates) -> An
     return spec
 
 
+def head_spec(decoder: Decoder, config: TransformerConfig, at: Coordinates) -> ModuleSpec:
+    """Return the spec of the layer in a multi-token-prediction head, on the last stage.
+
+    As in Megatron (gpt_layer_specs.py:703), it is that of the model's last layer.
+    """
+    stage = at.vpp_rank if at.vpp_size > 1 else None
+    spec = layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=True, vp_stage=stage
+    )
+    layer = decoder.num_layers
+    return _adapted(spec.layer_specs[-1], decoder.attention(layer), decoder.mlp(layer))
+
+
 def _adapted(spec: ModuleSpec, attention: Block, mlp: Block) -> ModuleSpec:
     """Return `spec` adapted to a layer with these blocks, or `spec` itself if it already fits."""
     # Megatron's specification is shared by all layers

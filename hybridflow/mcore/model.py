@@ -286,24 +286,24 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
         scale_embeddings(model, getattr(decoder, "embedding_scale", 1.0))
     routing.shape_biases(model, family.local_tensors(at))
     if family.latent_norm_eps is not None:
-        _set_latent_norm_eps(model, family.latent_norm_eps)
+        set_latent_norm_eps(model, family.latent_norm_eps)
     if isinstance(family, ScalarHead):
         replace_output_layer(model, family.hidden, family.bias)
     elif at.is_last_stage:
         # `vocab_parallel` applies the output layer chunk by chunk; the module is still called so
         # that hooks on its weight run
-        model.output_layer.forward = functools.partial(_hidden_states, model.output_layer)
+        model.output_layer.forward = functools.partial(hidden_states, model.output_layer)
     return model
 
 
-def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:
+def set_latent_norm_eps(model: torch.nn.Module, eps: float) -> None:
     """Set the eps of the latent norms, which are fused into the up projections."""
     for name, module in model.named_modules():
         if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")):
             module.eps = eps
 
 
-def _hidden_states(
+def hidden_states(
     layer: Any, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
 ) -> tuple[torch.Tensor, None]:
     """Return the hidden states [s, b, h] of all tokens, as the input to a ColumnParallelLinear's
@@ -367,21 +367,30 @@ def mark_experts(models: Sequence[torch.nn.Module]) -> None:
                 parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def by_chunk(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield (tensor name prefix, model) for each model chunk.
+def by_chunk(
+    models: Sequence[torch.nn.Module], heads: torch.nn.Module | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield (tensor name prefix, model) for each model chunk, and for the prediction heads if there
+    are any, which belong to the last chunk.
 
     Prefixes are `chunk0.`, `chunk1.`, ... with virtual stages (as in `rank_tensors`), and empty
     otherwise.
     """
+    prefix = ""
     for chunk, model in enumerate(models):
-        yield f"chunk{chunk}." if len(models) > 1 else "", model
+        prefix = f"chunk{chunk}." if len(models) > 1 else ""
+        yield prefix, model
+    if heads is not None:
+        yield prefix, heads
 
 
-def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+def held_weights(
+    models: Sequence[torch.nn.Module], heads: torch.nn.Module | None = None
+) -> dict[str, torch.Tensor]:
     """Return the parameters and the expert biases (buffers that training may update), keyed by
     Megatron name."""
     held: dict[str, torch.Tensor] = {}
-    for prefix, model in by_chunk(models):
+    for prefix, model in by_chunk(models, heads):
         biases = []
         for name, buffer in model.named_buffers():
             if name.endswith(".expert_bias"):
@@ -391,7 +400,7 @@ def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def local_parameters(
-    models: Sequence[torch.nn.Module], family: Family
+    models: Sequence[torch.nn.Module], family: Family, heads: torch.nn.Module | None = None
 ) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
     """Return every parameter on this rank together with its description in the family's map.
 
@@ -403,9 +412,13 @@ def local_parameters(
     """
     described = {local.name: local for local in rank_tensors(family, coordinates())}
     buffers = {
-        f"{prefix}{name}" for prefix, model in by_chunk(models) for name, _ in model.named_buffers()
+        f"{prefix}{name}"
+        for prefix, model in by_chunk(models, heads)
+        for name, _ in model.named_buffers()
     }
-    held = {name: tensor for name, tensor in held_weights(models).items() if not is_adapter(name)}
+    held = {
+        name: tensor for name, tensor in held_weights(models, heads).items() if not is_adapter(name)
+    }
     actual = {
         name: tensor for name, tensor in held.items() if name not in buffers or name in described
     }
@@ -426,9 +439,14 @@ def local_parameters(
 
 
 @torch.no_grad()
-def load_weights(models: Sequence[torch.nn.Module], family: Family, source: WeightSource) -> None:
+def load_weights(
+    models: Sequence[torch.nn.Module],
+    family: Family,
+    source: WeightSource,
+    heads: torch.nn.Module | None = None,
+) -> None:
     """Load this rank's parameters piece by piece, and set padding to zero."""
-    for parameter, local in local_parameters(models, family).values():
+    for parameter, local in local_parameters(models, family, heads).values():
         parameter.zero_()
         for piece in local.pieces:
             parameter[piece.slices()] = source.read(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from hybridflow.device.residency import Part
-from hybridflow.mcore.optimizer import inner_optimizers
+from hybridflow.mcore.model import by_chunk
 from hybridflow.mcore.policy import Policy
 
 
@@ -28,7 +28,7 @@ def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Ten
 def _held(policy: Policy) -> list[torch.Tensor]:
     """Return the parameters and buffers of every model chunk."""
     held: list[torch.Tensor] = []
-    for stage in policy.stages:
+    for _, stage in by_chunk(policy.stages, policy.heads):
         held.extend((*stage.parameters(), *stage.buffers()))
     return held
 
@@ -36,7 +36,9 @@ def _held(policy: Policy) -> list[torch.Tensor]:
 def _flat(policy: Policy, name: str) -> list[torch.Tensor]:
     """Return Megatron's flat buffers. Without the distributed optimizer they contain no
     parameters."""
-    chunks = policy.chunks if policy.trains else ()
+    chunks = [*policy.chunks] if policy.trains else []
+    if policy.head_training:
+        chunks.append(policy.head_training.chunk)
     flat: list[torch.Tensor] = []
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -49,7 +51,7 @@ def _flat(policy: Policy, name: str) -> list[torch.Tensor]:
 def _main_parameters(policy: Policy) -> list[torch.Tensor]:
     """Return the parameters that the inner optimizers update: fp32 copies or, when training in
     fp32, views of the weights."""
-    inner = inner_optimizers(policy.optimizer.inner) if policy.optimizer else []
+    inner = policy.inner_optimizers()
     parameters: list[torch.Tensor] = []
     for one in inner:
         for group in one.optimizer.param_groups:
@@ -65,7 +67,7 @@ def _gradients(policy: Policy) -> list[torch.Tensor]:
 
 
 def _states(policy: Policy) -> list[torch.Tensor]:
-    inner = inner_optimizers(policy.optimizer.inner) if policy.optimizer else []
+    inner = policy.inner_optimizers()
     values: list[torch.Tensor] = []
     for one in inner:
         for state in one.optimizer.state.values():

@@ -26,6 +26,7 @@ from hybridflow.data.micro_batches import (
     values_of,
 )
 from hybridflow.device.platform import Platform
+from hybridflow.mcore.ahead import Ahead, PackedRows
 from hybridflow.mcore.context_parallel import ZigZag
 
 
@@ -78,6 +79,7 @@ class MicroBatch:
         num_targets: n, known on the host; summing `lengths` would force a device sync.
         columns: per-response-token columns [n, ...] (old_log_probs, advantages, ...).
         support: sampling support of each of the n' targets, if the batch has it.
+        ahead: inputs and targets of the multi-token-prediction heads, by depth.
     """
 
     samples: np.ndarray
@@ -92,6 +94,7 @@ class MicroBatch:
     num_targets: int
     columns: Mapping[str, torch.Tensor]
     support: Support | None = None
+    ahead: tuple[Ahead, ...] = ()
 
 
 def build_micro_batches(
@@ -101,6 +104,7 @@ def build_micro_batches(
     cut: Cut,
     total: int | None = None,
     last_token: bool = False,
+    heads: int = 0,
 ) -> list[MicroBatch]:
     """Pack the samples of each bin.
 
@@ -113,12 +117,14 @@ def build_micro_batches(
         cut: sharding over ranks.
         total: length of every micro-batch; None for `cut.total`.
         last_token: True if the model also reads each sample's last token (see `lengths_read`).
+        heads: number of multi-token-prediction heads to prepare inputs for.
     """
     read = lengths_read(sequence_lengths(batch), last_token)
     length = cut.total(read, bins) if total is None else total
     packed: list[MicroBatch] = []
     for rows in bins:
-        packed.append(_pack(batch, np.asarray(rows, dtype=np.int64), read, columns, cut, length))
+        index = np.asarray(rows, dtype=np.int64)
+        packed.append(_pack(batch, index, read, columns, cut, length, heads))
     return packed
 
 
@@ -129,6 +135,7 @@ def _pack(
     columns: Sequence[str],
     cut: Cut,
     total: int,
+    heads: int,
 ) -> MicroBatch:
     prompts = batch.jagged("prompt_ids").take(rows)
     responses = batch.jagged("response_ids").take(rows)
@@ -141,7 +148,8 @@ def _pack(
     tokens[filled] = tokens_read(prompts, responses, read)
     real = np.zeros(total, bool)
     real[filled] = True
-    predict_rows = ranges(starts + prompts.lengths - 1, responses.lengths)[keep]
+    predicting = ranges(starts + prompts.lengths - 1, responses.lengths)
+    predict_rows = predicting[keep]
     if bounds[-1] < total:
         bounds = np.append(bounds, total)
     positions = np.arange(total, dtype=np.int64) - np.repeat(bounds[:-1], np.diff(bounds))
@@ -155,6 +163,11 @@ def _pack(
     def there(values: np.ndarray) -> torch.Tensor:
         return upload(torch.from_numpy(values))
 
+    sampled = np.zeros(len(predicting), bool)
+    sampled[keep] = True
+    whole = PackedRows(
+        tokens, starts, read, predicting, responses.values, responses.lengths, sampled
+    )
     return MicroBatch(
         samples=rows,
         length=total,
@@ -172,6 +185,7 @@ def _pack(
             if name != RESPONSE_MASK
         },
         support=None if supports is None else Support.of(supports.take(places), targets, upload),
+        ahead=tuple(whole.ahead(depth, layout, cut.rank, upload) for depth in range(1, heads + 1)),
     )
 
 

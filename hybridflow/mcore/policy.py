@@ -22,6 +22,7 @@ from hybridflow.data.packing import pack_alike
 from hybridflow.device.reference import HoldsReference
 from hybridflow.mcore import parallel
 from hybridflow.mcore.expert_load import ExpertLoad
+from hybridflow.mcore.head_training import HeadSettings, HeadTraining, train_heads
 from hybridflow.mcore.lora import Adapters
 from hybridflow.mcore.model import (
     CORE_ATTENTION,
@@ -33,8 +34,9 @@ from hybridflow.mcore.model import (
     wrap_for_training,
 )
 from hybridflow.mcore.nonfinite import Watch
-from hybridflow.mcore.optimizer import Optimizer
+from hybridflow.mcore.optimizer import Optimizer, inner_optimizers
 from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches
+from hybridflow.mcore.prediction_heads import build_heads
 from hybridflow.mcore.router_losses import RouterLosses
 from hybridflow.mcore.router_replay import RouterReplay
 from hybridflow.mcore.step import (
@@ -48,7 +50,8 @@ from hybridflow.mcore.step import (
     metrics_to_floats,
 )
 from hybridflow.models import Family
-from hybridflow.models.family import num_parameters
+from hybridflow.models.family import num_parameters, without_prediction_heads
+from hybridflow.models.layout import LocalTensor
 from hybridflow.models.lora import AdapterMap
 from hybridflow.models.served_adapters import ServedAdapters
 from hybridflow.models.weights import WeightSource
@@ -76,6 +79,7 @@ class Policy(HoldsReference):
         logits_chunk_tokens: int = 1024,
         on_nonfinite: str = "stop",
         lora: AdapterMap | None = None,
+        heads: HeadSettings | None = None,
         trains: bool = True,
     ) -> None:
         """Build the stage and load it from `source`. Process groups must exist already
@@ -90,18 +94,21 @@ class Policy(HoldsReference):
             recompute, recompute_modules, megatron, logits_chunk_tokens, on_nonfinite: see
                 `ActorConfig`.
             lora: adapters to train instead of the weights.
+            heads: how the family's multi-token-prediction heads are trained, if it has any.
             trains: if False, no gradient buffers are allocated and the policy cannot have an
                 optimizer.
         """
         self.family = family
+        self.trunk = without_prediction_heads(family)
         self.config = parallel_config
         self.dtype = DTYPES[dtype]
         self.logits_chunk_tokens = logits_chunk_tokens
         self.on_nonfinite = on_nonfinite
         self.stages = build_model(
-            family, parallel_config, dtype, recompute, recompute_modules, megatron
+            self.trunk, parallel_config, dtype, recompute, recompute_modules, megatron
         )
-        load_weights(self.stages, family, source)
+        self.heads = build_heads(family, self.stages)
+        load_weights(self.stages, family, source, self.heads)
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
         self.replay = RouterReplay(self.stages)
         self.adapters = Adapters(lora, self.stages, family) if lora is not None else None
@@ -111,6 +118,8 @@ class Policy(HoldsReference):
         self.chunks: Sequence[Any] = (
             wrap_for_training(self.stages, parallel_config) if trains else self.stages
         )
+        learning = self.heads if trains else None
+        self.head_training = train_heads(learning, self.stages, parallel_config, heads)
         self.optimizer: Optimizer | None = None
 
     # ---- passes
@@ -172,16 +181,35 @@ class Policy(HoldsReference):
             NonFiniteError: a loss or gradient is NaN or infinite and the policy is configured to
                 stop. Raised on all ranks, before any weight has changed.
         """
-        micro_batches = self._micro_batches(batch, max_tokens, columns)
+        heads = self.head_training
+        micro_batches = self._micro_batches(
+            batch, max_tokens, columns, heads=heads.heads.count if heads else 0
+        )
         scoring = self._scoring(temperature, with_entropy)
         self.router_losses.begin(
             micro_batches, sum((counted(loss, micro) for micro in micro_batches), torch.zeros(()))
         )
+        if heads:
+            heads.begin(micro_batches)
         metrics, facts = self._update(
             len(micro_batches),
-            lambda watch: backward(self.chunks, micro_batches, loss, scoring, watch),
+            lambda watch: backward(
+                self.chunks, micro_batches, loss, scoring, watch, heads.learn if heads else None
+            ),
         )
-        return metrics | self.router_losses.end(), facts
+        metrics |= self.router_losses.end()
+        return metrics | (self._update_heads(heads, facts) if heads else {}), facts
+
+    def _update_heads(self, heads: HeadTraining, facts: dict[str, float]) -> Sums:
+        """Update the heads, unless the policy's update was not applied, since its states are then
+        not finite either."""
+        metrics = heads.end()
+        if not facts["applied"]:
+            return {}
+        metrics |= heads.step()
+        self.settle()
+        heads.heads.refresh()
+        return metrics
 
     def _update(
         self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]
@@ -218,6 +246,17 @@ class Policy(HoldsReference):
         if not self.trains:
             raise RuntimeError("set_optimizer called on a model that is not trained")
         self.optimizer = Optimizer(self.chunks, config, self.config, self.dtype)
+        if self.head_training:
+            self.head_training.set_optimizer(config, self.dtype)
+
+    def inner_optimizers(self) -> list[Any]:
+        """Return Megatron's inner optimizers of the policy and of its prediction heads; empty
+        without an optimizer."""
+        found: list[Any] = []
+        for owner in (self, self.head_training):
+            if owner is not None and owner.optimizer is not None:
+                found += inner_optimizers(owner.optimizer.inner)
+        return found
 
     def _scoring(self, temperature: float, with_entropy: bool) -> Scoring:
         return Scoring(self.family.vocab_size, temperature, with_entropy, self.logits_chunk_tokens)
@@ -238,11 +277,12 @@ class Policy(HoldsReference):
         *,
         together: int = 1,
         last_token: bool = False,
+        heads: int = 0,
     ) -> list[MicroBatch]:
         """Pack the batch into micro-batches.
 
         Each run of `together` consecutive rows stays in one micro-batch, in order. `last_token` has
-        the same meaning as in `lengths_read`.
+        the same meaning as in `lengths_read`, `heads` as in `build_micro_batches`.
         """
         check_token_ids(batch, self.family.vocab_size)
         cut = self._cut()
@@ -260,7 +300,7 @@ class Policy(HoldsReference):
         if self.config.moe_dispatcher == "allgather":
             total = all_ranks_max(total)
         return self.replay.attach(
-            batch, build_micro_batches(batch, bins, columns, cut, total, last_token)
+            batch, build_micro_batches(batch, bins, columns, cut, total, last_token, heads)
         )
 
     def _cut(self) -> Cut:
@@ -290,9 +330,13 @@ class Policy(HoldsReference):
     def _base(self) -> dict[str, torch.Tensor]:
         self.settle()
         held = {}
-        for name, (parameter, _) in local_parameters(self.stages, self.family).items():
+        for name, (parameter, _) in self.described().items():
             held[name] = parameter.detach()
         return held
+
+    def described(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
+        """Return `local_parameters` of this rank, including its prediction heads."""
+        return local_parameters(self.stages, self.family, self.heads)
 
     def release_copies(self) -> None:
         """Free the copies made by `parameters`."""
@@ -312,8 +356,8 @@ class Policy(HoldsReference):
         return self.adapters.map.served()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the live parameters that training may change: the adapters if there are any,
-        otherwise all parameters.
+        """Return the live parameters that the policy's training may change: the adapters if there
+        are any, otherwise all parameters except those of prediction heads.
 
         Names are the same as in `parameters`.
         """

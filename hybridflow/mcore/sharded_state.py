@@ -28,8 +28,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.errors import CheckpointError
 from hybridflow.mcore.lora import Adapters
-from hybridflow.mcore.model import by_chunk, local_parameters
-from hybridflow.mcore.optimizer import inner_optimizers, is_precision_aware
+from hybridflow.mcore.model import by_chunk
+from hybridflow.mcore.optimizer import is_precision_aware
 from hybridflow.mcore.policy import Policy
 from hybridflow.models.layout import boxes
 from hybridflow.models.lora import is_adapter
@@ -49,7 +49,7 @@ class ShardedState:
     def __init__(self, policy: Policy, *, with_random_state: bool = True) -> None:
         policy.settle()
         self.policy = policy
-        self.contains = ["model"]
+        self.contains = ["model", *(["heads"] if policy.heads is not None else [])]
         self._copies: list[tuple[Any, torch.Tensor, Mapping[str, torch.Tensor]]] = []
         self._shards = _model_shards(policy)
         if policy.adapters:
@@ -58,7 +58,7 @@ class ShardedState:
         self.tensors: list[ShardedTensor] = list(chain.from_iterable(self._shards.values()))
         if policy.optimizer is not None:
             self.contains.append("optimizer")
-            for inner in inner_optimizers(policy.optimizer.inner):
+            for inner in policy.inner_optimizers():
                 self.tensors += self._optimizer_shards(inner)
         if policy.has_reference:
             self.contains.append("reference")
@@ -114,9 +114,7 @@ class ShardedState:
         """
         if self.policy.adapters:
             yield from _adapter_slices(self.policy.adapters, self._shards)
-        for name, (parameter, local) in local_parameters(
-            self.policy.stages, self.policy.family
-        ).items():
+        for name, (parameter, local) in self.policy.described().items():
             for shard in self._shards[name]:
                 if not is_main_replica(shard.replica_id):
                     continue
@@ -157,7 +155,7 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
     """
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     shards: dict[str, list[ShardedTensor]] = {}
-    for prefix, stage in by_chunk(policy.stages):
+    for prefix, stage in by_chunk(policy.stages, policy.heads):
         for name, entry in stage.sharded_state_dict(metadata=metadata).items():
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
             found = [part for part in nested_values([built]) if isinstance(part, ShardedTensor)]
@@ -165,7 +163,7 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
                 shards[prefix + name] = [
                     replace(shard, data=shard.data.detach()) for shard in found
                 ]
-    missing = sorted(local_parameters(policy.stages, policy.family).keys() - shards.keys())
+    missing = sorted(policy.described().keys() - shards.keys())
     if missing:
         raise CheckpointError(
             f"Megatron returned no shards for {missing[:4]}; a checkpoint would lack them"

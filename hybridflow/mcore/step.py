@@ -78,10 +78,15 @@ def backward(
     loss_function: LossFunction,
     scoring: Scoring,
     watch: Watch,
+    learn: Callable[[MicroBatch, Scoring], None] | None = None,
 ) -> Metrics:
     """Run the forward and backward passes of one mini-batch.
 
     Leaves the gradients in the model's buffers, reduced and divided by the global count.
+
+    Args:
+        learn: called on the last stage after each micro-batch's forward pass, to train what reads
+            its states (`HeadTraining.learn`).
 
     Returns:
         Metric sums and counts over this data-parallel rank's micro-batches; empty outside the last
@@ -90,6 +95,8 @@ def backward(
 
     def loss(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         log_probs, entropy, micro = response_log_probs(chunks, hidden, micro, scoring)
+        if learn is not None:
+            learn(micro, scoring)
         return loss_function(log_probs, entropy, micro)
 
     return backward_outputs(chunks, micro_batches, loss, watch)

@@ -608,10 +608,24 @@ def _router_replay(given: Settings) -> dict[str, Any]:
 
 
 def _mtp(given: Settings) -> dict[str, Any]:
-    names = _starting(given, "model.mtp.")
-    is_on = bool(given.get("model.mtp.enable"))
-    given.drop("multi-token prediction is not supported", *names, needless=not is_on)
-    return {}
+    prefix = "model.mtp."
+    is_on = bool(given.get(f"{prefix}enable"))
+    trains = is_on and bool(given.get(f"{prefix}enable_train"))
+    found: dict[str, Any] = {}
+    if trains:
+        given.take(f"{prefix}enable_train", f"{prefix}enable")
+        found["actor.mtp.train"] = True
+        if coef := given.take(f"{prefix}mtp_loss_scaling_factor"):
+            found["actor.mtp.coef"] = float(coef)
+        detached = bool(given.get(f"{prefix}detach_encoder"))
+        given.drop(
+            "heads never change the policy (docs/prediction-heads.md)",
+            f"{prefix}detach_encoder",
+            needless=detached,
+        )
+    drafts = is_on and bool(given.get(f"{prefix}enable_rollout"))
+    given.drop("engines do not draft tokens", *_starting(given, prefix), needless=not drafts)
+    return found
 
 
 def _starting(given: Settings, prefix: str) -> list[str]:

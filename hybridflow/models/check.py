@@ -14,7 +14,7 @@ from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.blocks import Experts
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.delta_net import check_context, has_delta_net
-from hybridflow.models.family import Family, family_of, use_family
+from hybridflow.models.family import Family, family_of, num_prediction_heads, use_family
 from hybridflow.models.fused_experts import FusedExperts
 from hybridflow.models.layout import ParallelShape
 from hybridflow.models.model_folder import check_weights
@@ -49,7 +49,9 @@ def _folder_problems(config: RunConfig, job: str) -> Iterator[str]:
         try:
             # a missing scalar head is newly initialised
             has_head = role == "model" or ROLES[role].head == "vocabulary"
-            family = family_of({"vocab_size": 1, **derived.hf_config(model)}) if has_head else None
+            hf = {"vocab_size": 1, **derived.hf_config(model)}
+            mtp = role == "model" and config.actor.mtp.train
+            family = family_of(hf, mtp=mtp) if has_head else None
             check_weights(Path(model.path), family.tensors() if family else ())
         except ModelError as error:
             yield str(error)
@@ -60,7 +62,8 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
     for role, model in _models(config, job):
         parallel = config.actor.parallel if role == "actor" else derived.role_layout(config, role)
         try:
-            check_cut(derived.hf_config(model), parallel)
+            mtp = role == "actor" and config.actor.mtp.train
+            check_cut(derived.hf_config(model), parallel, mtp)
             if role == "actor":
                 family = family_of({"vocab_size": 1, **derived.hf_config(model)})
                 if config.actor.backend == "fsdp":
@@ -97,11 +100,18 @@ def check_fsdp(family: Family) -> None:
             raise ModelError(f"{named} has expert biases, which are not supported {megatron}")
 
 
-def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
+def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig, mtp: bool = False) -> None:
     """Raise ModelError if a model with this config cannot be sharded this way. The vocabulary may
-    have any size, because it is padded.
+    have any size, because it is padded. With `mtp`, the model must have multi-token-prediction
+    heads.
     """
-    family = family_of({"vocab_size": 1, **hf_config})
+    family = family_of({"vocab_size": 1, **hf_config}, mtp=mtp)
+    if mtp and not num_prediction_heads(family):
+        raise ModelError(
+            f"actor.mtp.train=true: model_type {hf_config.get('model_type')!r} has no multi-token-"
+            "prediction heads that can be trained, according to its config.json "
+            "(docs/prediction-heads.md); set it to false"
+        )
     family.check(ParallelShape.of(parallel, derived.model_parallel_size(parallel)).place())
     check_context(family, parallel)
 

@@ -6,6 +6,7 @@ It consists of an embedding, layers of (attention, MLP), a final norm, an output
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import ModelError
@@ -16,6 +17,23 @@ from hybridflow.models.rotary import Rotary
 from hybridflow.models.windows import megatron_windows
 
 PIPELINE = "actor.parallel.pipeline"
+
+
+@dataclass(frozen=True)
+class HeadNames:
+    """Names of a multi-token-prediction head in a checkpoint: the prefix of its layer, and the
+    modules that norm the embedding and the state, project both, and norm the output."""
+
+    layer: str
+    embedding_norm: str
+    state_norm: str
+    projection: str
+    output_norm: str
+
+    @property
+    def norms(self) -> tuple[str, str, str]:
+        """The norms of the embedding, the state and the output."""
+        return self.embedding_norm, self.state_norm, self.output_norm
 
 
 class Decoder:
@@ -70,11 +88,11 @@ class Decoder:
         self.head_dim = int(values.get("head_dim") or self.hidden // self.heads)
         self.vocab_size = int(values["vocab_size"])
         self.tied = bool(values["tie_word_embeddings"])
-        self.num_mtp = int(hf.get("num_nextn_predict_layers") or 0) if mtp else 0
-        if mtp and self.tied:
+        self.num_mtp = self.num_prediction_heads() if mtp else 0
+        if self.num_mtp and self.tied:
             raise ModelError(
-                "tie_word_embeddings is not supported together with multi-token-prediction heads; "
-                "disable one of them"
+                "actor.mtp.train=true: tie_word_embeddings=true is not supported together with "
+                "multi-token-prediction heads; set actor.mtp.train=false"
             )
         if self.heads % self.groups:
             raise ModelError(
@@ -111,6 +129,18 @@ class Decoder:
     def mlp(self, layer: int) -> Block:
         """Return the MLP or experts block of a layer, including the norm before it."""
         return DenseMlp(self.hidden, int(self.values["intermediate_size"]))
+
+    def num_prediction_heads(self) -> int:
+        """Return the number of multi-token-prediction heads that the config declares and this map
+        supports."""
+        return 0
+
+    def head_names(self, head: int) -> HeadNames:
+        """Return the names of a head in a checkpoint: by default DeepSeek-V3's, for which heads are
+        further layers."""
+        prefix = f"model.layers.{self.num_layers + head}."
+        names = (f"{prefix}{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+        return HeadNames(prefix, *names)
 
     def kind_layers(self) -> list[int]:
         """Return layers among which every kind of attention and of MLP occurs."""
@@ -156,34 +186,30 @@ class Decoder:
         """Return {HF tensor: shape} in checkpoint order, excluding `aliases`."""
         shapes: Shapes = {"model.embed_tokens.weight": (self.vocab_size, self.hidden)}
         for layer in range(self.num_layers):
-            shapes |= self._layer_tensors(layer)
+            shapes |= self._layer_tensors(f"model.layers.{layer}.", layer)
         shapes["model.norm.weight"] = (self.hidden,)
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, self.hidden)
         for head in range(self.num_mtp):
-            prefix = f"model.layers.{self.num_layers + head}."
-            shapes |= self._layer_tensors(self.num_layers + head)
-            shapes |= {
-                f"{prefix}{name}.weight": (self.hidden,)
-                for name in ("enorm", "hnorm", "shared_head.norm")
-            }
-            shapes[f"{prefix}eh_proj.weight"] = (self.hidden, 2 * self.hidden)
+            names = self.head_names(head)
+            shapes |= self._layer_tensors(names.layer, self.num_layers + head)
+            shapes |= {f"{name}.weight": (self.hidden,) for name in names.norms}
+            shapes[f"{names.projection}.weight"] = (self.hidden, 2 * self.hidden)
         return shapes
 
     def aliases(self) -> dict[str, str]:
         """Return the HF tensors that duplicate others, as {name: name of the original}.
 
-        MTP heads duplicate the embedding and the output head.
+        DeepSeek-V3's heads duplicate the embedding and the output head.
         """
         aliases = {}
         for head in range(self.num_mtp):
-            prefix = f"model.layers.{self.num_layers + head}."
+            prefix = self.head_names(head).layer
             aliases[f"{prefix}embed_tokens.weight"] = "model.embed_tokens.weight"
             aliases[f"{prefix}shared_head.head.weight"] = "lm_head.weight"
         return aliases
 
-    def _layer_tensors(self, layer: int) -> Shapes:
-        prefix = f"model.layers.{layer}."
+    def _layer_tensors(self, prefix: str, layer: int) -> Shapes:
         return {**self.attention(layer).tensors(prefix), **self.mlp(layer).tensors(prefix)}
 
     # ---- sharding
@@ -229,12 +255,25 @@ class Decoder:
                 rules.extend(block.divisions(at))
         if self.num_mtp:
             rules.append(("hidden_size", self.hidden, TENSOR, at.tp_size))
+            self._check_heads()
         rules += self._listed_stages(at) if at.layers_per_stage else self._pipeline_rules(at)
         for field, value, key, size in rules:
             if size < 1 or value % size:
                 raise ModelError(
                     f"{field} is {value}, which {key} {size} does not divide; choose a divisor of "
                     f"{value}"
+                )
+
+    def _check_heads(self) -> None:
+        """Raise ModelError if the layers of heads are not of the kind of the model's last layer, as
+        Megatron's specification requires (gpt_layer_specs.py:703)."""
+        last = self.num_layers - 1
+        for of in (self.attention, self.mlp):
+            if type(of(last)) is not type(of(self.num_layers)):
+                raise ModelError(
+                    f"actor.mtp.train=true: the last layer has {type(of(last)).__name__}, but the "
+                    f"layer of a multi-token-prediction head {type(of(self.num_layers)).__name__}; "
+                    "set actor.mtp.train=false"
                 )
 
     def _pipeline_rules(self, at: Coordinates) -> list[Division]:
@@ -324,27 +363,20 @@ class Decoder:
         ]
 
     def _mtp_head(self, head: int, at: Coordinates) -> list[LocalTensor]:
-        layer = self.num_layers + head
-        source = f"model.layers.{layer}."
+        names = self.head_names(head)
         target = f"mtp.layers.{head}."
         projection = (self.hidden, 2 * self.hidden)
+        before, state, after = (
+            whole(f"{target}{mine}.weight", f"{name}.weight", (self.hidden,))
+            for mine, name in zip(("enorm", "hnorm", "final_layernorm"), names.norms, strict=True)
+        )
+        source = f"{names.projection}.weight"
         return [
-            whole(f"{target}enorm.weight", f"{source}enorm.weight", (self.hidden,)),
-            whole(f"{target}hnorm.weight", f"{source}hnorm.weight", (self.hidden,)),
-            split(
-                f"{target}eh_proj.weight",
-                f"{source}eh_proj.weight",
-                projection,
-                0,
-                at.tp_rank,
-                at.tp_size,
-            ),
-            *self._layer(source, f"{target}transformer_layer.", layer, at),
-            whole(
-                f"{target}final_layernorm.weight",
-                f"{source}shared_head.norm.weight",
-                (self.hidden,),
-            ),
+            before,
+            state,
+            split(f"{target}eh_proj.weight", source, projection, 0, at.tp_rank, at.tp_size),
+            *self._layer(names.layer, f"{target}transformer_layer.", self.num_layers + head, at),
+            after,
         ]
 
     def _vocab(self, name: str, source: str, at: Coordinates) -> LocalTensor:

@@ -73,6 +73,16 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
     return FAMILIES.get(model_type)(hf_config, mtp)
 
 
+def num_prediction_heads(family: Family) -> int:
+    """Return the number of multi-token-prediction heads in the family's map."""
+    return int(family.megatron_config().get("mtp_num_layers") or 0)
+
+
+def without_prediction_heads(family: Family) -> Family:
+    """Return the family without multi-token-prediction heads: `family` itself if it has none."""
+    return family_of(family.hf) if num_prediction_heads(family) else family
+
+
 def use_family(name: str | None) -> None:
     """Register the family from a user's file, so that `family_of` finds it in this process.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.errors import ModelError
 from hybridflow.models.blocks import Block, Experts, GroupedAttention
-from hybridflow.models.decoder import Decoder
+from hybridflow.models.decoder import Decoder, HeadNames
 from hybridflow.models.delta_net import DeltaNet, linear_layers
 from hybridflow.models.softmax_router import softmax_router_config
 
@@ -23,7 +23,7 @@ LAYERS: Mapping[str, Any] = {
     "linear_num_value_heads": 32,
 }
 FIXED: Mapping[str, tuple[Any, ...]] = {"attention_bias": (False,), "attn_output_gate": (True,)}
-# read by `Rotary`; heads for multi-token prediction, which transformers drops too; the dtype of
+# read by `Rotary`; heads for multi-token prediction, which transformers drops; the dtype of
 # the recurrent state, which is computed in float32
 UNUSED = frozenset(
     {
@@ -59,9 +59,24 @@ class HybridDecoder(Decoder):
                 f"linear_num_key_heads={self.key_heads}; change one of them"
             )
 
+    def num_prediction_heads(self) -> int:
+        """Return `mtp_num_hidden_layers`, by default 1: configs of Qwen3-Next do not declare the
+        head of their folder. Several heads would share a projection, which is not supported."""
+        count = int(self.hf.get("mtp_num_hidden_layers", 1))
+        return count if count == 1 and not self.hf.get("mtp_use_dedicated_embeddings") else 0
+
+    def head_names(self, head: int) -> HeadNames:
+        """Return the names of the head."""
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        return HeadNames(f"mtp.layers.{head}.", *(f"mtp.{name}" for name in names))
+
+    def aliases(self) -> dict[str, str]:
+        """Return nothing: the head has no copies of embedding and output head."""
+        return {}
+
     def attention(self, layer: int) -> Block:
         """Return the delta net or the gated attention of a layer."""
-        if self.linear[layer]:
+        if layer < self.num_layers and self.linear[layer]:
             key, value, kernel = (int(self.values[name]) for name in _DIMS)
             heads = (self.key_heads, self.value_heads)
             return DeltaNet(self.hidden, *heads, key, value, kernel, self.fused)
@@ -122,7 +137,7 @@ class HybridMixture(HybridDecoder):
 
     def mlp(self, layer: int) -> Block:
         """Return the experts of a layer, or its gated MLP."""
-        if not self.sparse[layer]:
+        if layer < self.num_layers and not self.sparse[layer]:
             return super().mlp(layer)
         return Experts(
             self.hidden,

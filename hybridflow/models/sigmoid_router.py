@@ -32,6 +32,10 @@ class SigmoidDecoder(Decoder):
         self.values["first_k_dense_replace"] = self.num_dense()
         self.router = sigmoid_router_config(self.values)
 
+    def num_prediction_heads(self) -> int:
+        """Return `num_nextn_predict_layers`."""
+        return int(self.hf.get("num_nextn_predict_layers") or 0)
+
     def num_dense(self) -> int:
         """Return the number of initial layers with a gated MLP instead of experts."""
         return int(self.values["first_k_dense_replace"])

@@ -150,6 +150,14 @@ actor/skipped_updates | updates | updates that were not applied, because a gradi
 actor/trainable_parameters | parameters | trainable weights; with LoRA, only the adapters
 actor/router_aux_loss | loss | load-balancing loss of the experts' routers
 actor/router_z_loss | loss | z-loss of the routers
+actor/mtp/loss | nats | cross-entropy of the multi-token-prediction heads' targets, mean over depths
+actor/mtp/accuracy | share | targets that a head finds most likely: an estimate of the share of
+  drafted tokens that an engine accepts
+actor/mtp/depth_K/loss | nats | the same by depth, with several heads
+actor/mtp/depth_K/accuracy | share | the same by depth, with several heads
+actor/mtp/grad_norm | norm | the heads' gradient before clipping, mean over the updates
+actor/mtp/skipped_updates | share | updates of the heads that were not applied, because their
+  gradient was not finite
 actor/router_replay/tokens | token-layers | token-layers replayed in the step
 actor/router_replay/mismatches | token-layers | token-layers routed to other experts than recorded
 actor/router_replay/differing | share | token-layers for which the trainer's router differs from

@@ -218,23 +218,18 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any, trains: 
     layout = derived.role_layout(config, name)
     cut = cut_of(layout, derived.role_world_size(config, name))
     precision = Precision.of(config.model.dtype, section.optim if trains else None)
+    with_heads = name == "actor" and trains and config.actor.mtp.train
     if name == "actor" and config.actor.backend == "fsdp":
         cut = replace(cut, fully_sharded=True)
         precision = replace(precision, weight=4, main=0)
     return RolePlan(
         name=name,
         training=Training(
-            decoder_of(sizes),
+            decoder_of(sizes, mtp=with_heads),
             cut,
             machines.device,
             precision,
-            Practice(
-                recomputed(config) if trains else frozenset(),
-                dispatch=layout.moe_dispatcher,
-                overlaps_gradients=layout.overlap_grad_reduce,
-                overlaps_weights=layout.overlap_param_gather,
-                logits_chunk=config.actor.logits_chunk_tokens,
-            ),
+            _practice(config, layout, trains, with_heads),
             scalar_head=ROLES[name].head != "vocabulary",
             lora=_adapters(config, name, trains, is_guest),
         ),
@@ -255,6 +250,19 @@ def _adapters(config: RunConfig, name: str, trains: bool, is_guest: bool) -> Lor
     lora = config.actor.lora
     has_them = trains if name == "actor" else name == "reference" and is_guest
     return lora if lora.rank and has_them else None
+
+
+def _practice(
+    config: RunConfig, layout: ParallelConfig, trains: bool, with_heads: bool
+) -> Practice:
+    return Practice(
+        recomputed(config) if trains else frozenset(),
+        dispatch=layout.moe_dispatcher,
+        overlaps_gradients=layout.overlap_grad_reduce,
+        overlaps_weights=layout.overlap_param_gather,
+        logits_chunk=config.actor.logits_chunk_tokens,
+        trains_heads=with_heads,
+    )
 
 
 def cut_of(parallel: ParallelConfig, ranks: int) -> Cut:

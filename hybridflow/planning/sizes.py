@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -250,6 +250,26 @@ def layer_shapes(decoder: Decoder) -> list[LayerShape]:
     """Return the shape of each layer, in order. Identical layers share one object."""
     shapes = _kind_shapes(decoder)
     return [shapes[kind] for kind in layer_kinds(decoder)[0]]
+
+
+def head_shapes(decoder: Decoder) -> list[LayerShape]:
+    """Return the shape of the layer in each multi-token-prediction head, whose input projection
+    counts as part of its attention."""
+    topk = int(decoder.values.get("num_experts_per_tok") or 0)
+    projection = Product(decoder.hidden, 2 * decoder.hidden)
+    found: list[LayerShape] = []
+    for layer in range(decoder.num_layers, decoder.num_layers + decoder.num_mtp):
+        shape = layer_shape(decoder.attention(layer), decoder.mlp(layer), decoder.hidden, topk)
+        found.append(replace(shape, attention=(*shape.attention, projection)))
+    return found
+
+
+def embedding_copy(decoder: Decoder, at: Coordinates) -> Numbers:
+    """Count the elements of the embedding that a stage at `at` has for its heads, but does not
+    train."""
+    if not decoder.num_mtp or at.pp_size == 1 or at.pp_rank < at.pp_size - 1:
+        return Numbers()
+    return _numbers(decoder.first_tensors(at.virtual_stages()[-1]))
 
 
 def _kind_shapes(decoder: Decoder) -> list[LayerShape]:

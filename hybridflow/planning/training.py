@@ -23,6 +23,8 @@ from hybridflow.planning.sizes import (
     Numbers,
     Product,
     adapter_numbers,
+    embedding_copy,
+    head_shapes,
     layer_shapes,
     stage_layers,
     stage_numbers,
@@ -100,6 +102,8 @@ class Practice:
         keeps_expert_outputs: True if expert outputs are saved (without memory-efficient
             permutation).
         even_routing: True if routing is forced to be even, as in benchmarks.
+        trains_heads: True if the decoder's multi-token-prediction heads are trained next to the
+            model, one micro-batch at a time, with a copy of the embedding that is not trained.
     """
 
     recompute: frozenset[str] = frozenset()
@@ -111,6 +115,7 @@ class Practice:
     logits_chunk: int | None = None
     keeps_expert_outputs: bool = False
     even_routing: bool = False
+    trains_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,9 +156,15 @@ class Training:
     @cached_property
     def trained(self) -> tuple[Numbers, ...]:
         """Counts of the parameters that are trained on a rank of each pipeline stage."""
-        if self.lora is None:
+        if self.lora is not None:
+            return tuple(one.factors for one in self._adapters)
+        if not self.practice.trains_heads:
             return self.numbers
-        return tuple(one.factors for one in self._adapters)
+        found = []
+        for stage, numbers in enumerate(self.numbers):
+            copy = embedding_copy(self.decoder, self.cut.place(pp_rank=stage))
+            found.append(Numbers(numbers.dense - copy.dense, numbers.expert))
+        return tuple(found)
 
     @cached_property
     def _adapters(self) -> tuple[AdapterNumbers, ...]:
@@ -163,6 +174,11 @@ class Training:
         for stage in range(self.cut.pipeline):
             found.append(adapter_numbers(self.decoder, self.cut.place(pp_rank=stage), self.lora))
         return tuple(found)
+
+    @cached_property
+    def heads(self) -> tuple[LayerShape, ...]:
+        """The layers of multi-token-prediction heads that the last stage computes in updates."""
+        return tuple(head_shapes(self.decoder)) if self.practice.trains_heads else ()
 
     def weights(self, stage: int) -> float:
         """Return the size of the weights in bytes, including adapters."""
@@ -276,6 +292,9 @@ class Training:
             (every - size for every, (size, _) in zip(whole, each, strict=True)), default=0.0
         )
         working = again if "full" in self.practice.recompute else max(0.5 * again, freed)
+        if stage == self.cut.pipeline - 1:  # heads run between the passes of the model
+            heads = sum(self.layer_activations(one, micro_tokens, True) for one in self.heads)
+            working = max(working, heads)
         return (
             kept * self.in_flight(stage, micro_batches) + working + self.logits(stage, micro_tokens)
         )
@@ -313,6 +332,9 @@ class Training:
             )
             forward = forward + head
             backward = backward + self._backward * head
+            for one in self.heads:  # only in updates; the accuracy takes another pass over logits
+                f, b = self._layer_seconds(one, micro_tokens, length)
+                backward = backward + f + b + 4 * head
         return forward, backward
 
     @property
@@ -530,10 +552,10 @@ class Training:
         `tokens` tokens (causal attention, no recomputation)."""
         each = sum(
             sum(one.flops for one in (*layer.attention, *layer.mlp)) + layer.core * length / 2
-            for layer in layer_shapes(self.decoder)
+            for layer in (*layer_shapes(self.decoder), *self.heads)
         )
         head = 0 if self.scalar_head else 2 * self.decoder.vocab_size * self.decoder.hidden
-        return 3 * tokens * (each + head)
+        return 3 * tokens * (each + (1 + len(self.heads)) * head)
 
 
 def _reached(side: float, half: float) -> float:

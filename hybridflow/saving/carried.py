@@ -1,13 +1,14 @@
 """Weights of a published folder that training does not use, such as multi-token-prediction layers
-and tensors that the family does not map. Checkpoints do not contain them. An export copies them
-unchanged from that folder, and adjusts its config.json accordingly.
+(unless `actor.mtp.train` is set) and tensors that the family does not map. Checkpoints do not
+contain them. An export copies them unchanged from that folder, and adjusts its config.json
+accordingly.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,9 @@ class Carried:
     source: SafetensorsFolder | None = None
     entries: tuple[Entry, ...] = ()
     lines: tuple[str, ...] = ()
+    # {tensor of the folder: the tensor of the model that it duplicates}, e.g. the embedding of a
+    # trained multi-token-prediction layer; an export writes the model's values
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor exactly as stored in the folder."""
@@ -44,7 +48,18 @@ class Carried:
 
     def digest(self) -> str:
         """Return a digest that is equal on all ranks that see the same folder."""
-        return sha256(repr(self.entries).encode()).hexdigest()
+        return sha256(repr((self.entries, sorted(self.aliases.items()))).encode()).hexdigest()
+
+
+def _unmapped(source: SafetensorsFolder, mapped: Set[str]) -> list[str]:
+    """Return the tensors of the folder that the model has under none of its names."""
+    return [
+        name
+        for name in source.files
+        if name not in mapped
+        and name.removesuffix(SCALE_SUFFIX) not in mapped
+        and name.removesuffix(BLOCKS).removesuffix(SCALES) not in source.packed
+    ]
 
 
 def carried_from(folder: Path | None, family: Family) -> Carried:
@@ -59,14 +74,10 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
         return Carried(
             lines=(f"weights that training does not use are not in the export: {error}",)
         )
-    mapped = family.tensors().keys()
-    names = [
-        name
-        for name in source.files
-        if name not in mapped
-        and name.removesuffix(SCALE_SUFFIX) not in mapped
-        and name.removesuffix(BLOCKS).removesuffix(SCALES) not in source.packed
-    ]
+    known: Mapping[str, str] = getattr(family, "aliases", dict)()
+    aliases = {name: original for name, original in known.items() if name in source.files}
+    mapped = family.tensors().keys() | known.keys()
+    names = _unmapped(source, mapped)
     lines = []
     # a copy would hold the values from before training
     if _TIED in names and family.hf.get("tie_word_embeddings"):
@@ -84,10 +95,10 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
             return Carried(
                 lines=(f"weights that training does not use are not in the export: {error}",)
             )
-        if (known := dtype_of(dtype)) is None:
+        if (precision := dtype_of(dtype)) is None:
             unknown.append(f"{name} ({dtype})")
         else:
-            entries.append(Entry(name, shape, known))
+            entries.append(Entry(name, shape, precision))
     if entries:
         lines.append(
             f"{len(entries)} tensors that training does not use were copied unchanged from "
@@ -98,7 +109,13 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
             "not in the export, because safetensors cannot store their precision: "
             f"{', '.join(unknown[:4])}"
         )
-    return Carried(source, tuple(entries), tuple(lines))
+    return Carried(source, tuple(entries), tuple(lines), aliases)
+
+
+def duplicates(carried: Carried, entries: Sequence[Entry]) -> list[Entry]:
+    """Return an entry for each alias, in the form of the tensor that it duplicates."""
+    written = {entry.name: entry for entry in entries}
+    return [replace(written[original], name=alias) for alias, original in carried.aliases.items()]
 
 
 def exported_config(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hybridflow.models.family import Family
 from hybridflow.models.weights import copy_companions
 from hybridflow.process.exchange import Exchange, shared_exchange
-from hybridflow.saving.carried import Carried, carried_from, exported_config
+from hybridflow.saving.carried import Carried, carried_from, duplicates, exported_config
 from hybridflow.saving.manifest import sync_folder
 from hybridflow.saving.ownership import OwnedPiece
 from hybridflow.saving.safetensors_file import (
@@ -80,7 +80,10 @@ def export_held(
     """
     exchange = shared_exchange()
     carried = _agreed(carried_from(source, held.family), exchange)
-    entries = [*entries_of(held.family, held.dtype), *carried.entries]
+    entries = entries_of(held.family, held.dtype)
+    entries += [*duplicates(carried, entries), *carried.entries]
+    owners = {alias: held.owners[original] for alias, original in carried.aliases.items()}
+    held = replace(held, owners={**held.owners, **owners})
     shards = shards_of(entries, max_shard_bytes)
     files = []
     for number, (name, own) in enumerate(shards.items()):

@@ -70,7 +70,8 @@ class Manifest:
     """The description of a checkpoint.
 
     Attributes:
-        contains: the saved parts: model, optimizer, reference, rng.
+        contains: the saved parts: model, heads (trained multi-token-prediction heads), optimizer,
+            reference, rng.
         backend: training backend that wrote it.
         layout: parallel sizes.
         hf_config: the model's Hugging Face config.

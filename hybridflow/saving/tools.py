@@ -277,7 +277,10 @@ def export(
     published = _published_folder(folder) if published is None else published
     hf_config = source.manifest.hf_config
     precision = dtype or source.manifest.dtype
-    return _write(source, hf_config, out, precision, max_shard_bytes, tokenizer, published)
+    with_heads = "heads" in source.manifest.contains
+    return _write(
+        source, hf_config, out, precision, max_shard_bytes, tokenizer, published, with_heads
+    )
 
 
 def add_card(folder: Path, out: Path) -> None:
@@ -396,10 +399,11 @@ def _write(
     max_shard_bytes: int,
     tokenizer: Path | None,
     published: Path | None,
+    with_heads: bool = False,
 ) -> Written:
     from hybridflow.models import family_of
     from hybridflow.models.weights import copy_companions
-    from hybridflow.saving.carried import carried_from, exported_config
+    from hybridflow.saving.carried import carried_from, duplicates, exported_config
     from hybridflow.saving.safetensors_file import (
         ShardWriter,
         entries_of,
@@ -408,22 +412,19 @@ def _write(
     )
 
     precision = _precision(dtype)
-    family = family_of(hf_config)
+    family = family_of(hf_config, mtp=with_heads)
     carried = carried_from(published, family)
     copied = {entry.name for entry in carried.entries}
-    entries = [*entries_of(family, precision), *carried.entries]
+    entries = entries_of(family, precision)
+    entries += [*duplicates(carried, entries), *carried.entries]
     files = shards_of(entries, max_shard_bytes)
     checksums = {}
     with _whole_or_nothing(out) as partial:
         for name, own in files.items():
             writer = ShardWriter(partial / name, own)
             for entry in own:
-                whole = (0,) * len(entry.shape), entry.shape
-                read = (
-                    carried.read(entry.name)
-                    if entry.name in copied
-                    else source.read(entry.name, *whole)
-                )
+                is_copied = entry.name in copied
+                read = carried.read(entry.name) if is_copied else _trained(entry, source, carried)
                 writer.add(entry.name, read)
             checksums[name] = writer.close()
         if tokenizer is not None:
@@ -432,6 +433,12 @@ def _write(
         write_surroundings(partial, files, checksums, config)
     size = sum(entry.size for entry in entries)
     return Written(out, len(entries), len(files), size, (*carried.lines, *changed))
+
+
+def _trained(entry: Any, source: Any, carried: Any) -> torch.Tensor:
+    name = carried.aliases.get(entry.name, entry.name)
+    read: torch.Tensor = source.read(name, (0,) * len(entry.shape), entry.shape)
+    return read
 
 
 def _precision(dtype: str) -> torch.dtype:

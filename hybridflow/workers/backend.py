@@ -85,6 +85,10 @@ class Backend(Model, Protocol):
     """The policy's model."""
 
     @property
+    def served(self) -> Family:
+        """The family whose tensors engines hold."""
+
+    @property
     def replay(self) -> Replay:
         """The router-replay interface of a mixture-of-experts policy."""
 
@@ -172,7 +176,7 @@ def open_backend(
     Collective. If `trains` is False, the policy cannot have an optimizer.
     """
     use_family(config.model.family)
-    family = family_of(hf_config)
+    family = family_of(hf_config, mtp=config.actor.mtp.train and trains)
     source: WeightSource = RandomWeights(
         family.tensors(), config.seed, float(hf_config.get("initializer_range", 0.02))
     )
@@ -188,6 +192,7 @@ def _megatron(
 ) -> Backend:
     from hybridflow.mcore import parallel
     from hybridflow.mcore.backend import MegatronPolicy
+    from hybridflow.mcore.head_training import HeadSettings
 
     actor: ActorConfig = config.actor
     if not parallel.is_initialized():  # another role in this process may have done it
@@ -207,6 +212,7 @@ def _megatron(
         logits_chunk_tokens=actor.logits_chunk_tokens,
         on_nonfinite=actor.on_nonfinite,
         lora=_adapters(config, family, trains),
+        heads=HeadSettings(actor.mtp.coef, actor.mtp.lr),
         trains=trains,
     )
 

@@ -274,7 +274,7 @@ class PolicyWorker(RoleWorker):
         self._store = master_store(self.host, 0, self.sync.timeout_s)
         post_catalog(
             self._store,
-            self.model.family.tensors(),
+            self.model.served.tensors(),
             self.spec.config.model.dtype,
             self._quantisation,
             self.model.served_adapters,
@@ -299,13 +299,13 @@ class PolicyWorker(RoleWorker):
         wait_s = self.sync.timeout_s
         if self._store is not None:
             adapters = self.model.served_adapters
-            source = layout(sync_catalog(self.model.family, self._quantisation, adapters))
+            source = layout(sync_catalog(self.model.served, self._quantisation, adapters))
             staging = self.sync.staging_bytes
             transport = chosen(self.sync.transport, self.platform)
             part = part_bytes(transport, self.platform)
             facts = make_weight_plan(
                 self._store,
-                self.model.family,
+                self.model.served,
                 source,
                 engines,
                 staging,
@@ -338,7 +338,7 @@ class PolicyWorker(RoleWorker):
 
         Returns the bytes copied. Requires a policy with a single rank.
         """
-        catalog = Catalog.of(self.model.family.tensors())
+        catalog = Catalog.of(self.model.served.tensors())
         try:
             [layout] = self.model.weight_layout()(catalog).classes
             return copy_weights(layout, catalog, self.model.parameters(), target)

@@ -15,6 +15,7 @@ from hybridflow.batch import DataProto, read_parquet
 from hybridflow.cli.main import main
 from hybridflow.config.load import load_config
 from hybridflow.data.prepare import prepare
+from hybridflow.models.weights import SafetensorsFolder
 from tests.e2e.runs import REWARD, Run
 from tests.published.folders import FAMILIES, code_ran, published_folder
 
@@ -130,3 +131,30 @@ def test_a_folder_with_every_peculiarity(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_familys_folder(family: str, tmp_path: Path) -> None:
     walks_through(family, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["glm-4.5", "kimi-k2"])
+def test_the_heads_of_a_folder_are_trained_and_exported(family: str, tmp_path: Path) -> None:
+    """Also from fp8 with scales (Kimi-K2); the export is a folder with heads for the next run."""
+    config = {"num_nextn_predict_layers": 1}
+    source = published_folder(family, tmp_path / "hf", **config)
+    words = ("actor.mtp.train=true", "trainer.total_steps=2")
+    assert "GRPO 2/2" in train(prepared(tmp_path), "first", *words)
+    run = tmp_path / "runs" / "first"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [one for one in records if one["phase"] == "train"]
+    assert len(trained) == 2
+    assert all(one["actor/mtp/loss"] > 0 and one["actor/mtp/grad_norm"] > 0 for one in trained)
+    assert all(0 <= one["actor/mtp/accuracy"] <= 1 for one in trained)
+    before, after = SafetensorsFolder(source), SafetensorsFolder(run / "export")
+    assert before.names() == after.names()
+    heads = sorted(name for name in after.names() if name.startswith("model.layers.2."))
+    assert any(name.endswith("eh_proj.weight") for name in heads)
+    for name in heads:
+        shape = after.form(name)[0]
+        start = (0,) * len(shape)
+        is_same = torch.equal(before.read(name, start, shape), after.read(name, start, shape))
+        assert is_same == name.endswith("e_score_correction_bias"), name
+    words = (f"model.path={run / 'export'}", "sft=none", "trainer.total_steps=1", words[0])
+    assert "GRPO 1/1" in train(tmp_path, "second", *words)

@@ -58,11 +58,13 @@ def policy_of(
     dtype: str = "float32",
     lora: dict[str, Any] | None = None,
     backend: str | None = None,
+    heads: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     from megatron.core import parallel_state
 
     from hybridflow.mcore import parallel as groups
+    from hybridflow.mcore.head_training import HeadSettings
     from hybridflow.mcore.policy import Policy
     from hybridflow.models import family_of
     from hybridflow.models.lora import AdapterMap
@@ -72,7 +74,9 @@ def policy_of(
         groups.initialize(
             config, seed=1, backend=backend or Platform.detect().collective_backend, timeout_s=180
         )
-    family = family_of(hf)
+    family = family_of(hf, mtp=heads is not None)
+    if heads is not None:
+        options["heads"] = HeadSettings(**heads)
     if lora is not None:
         options["lora"] = AdapterMap(family, LoraConfig(**lora), seed=3)
     return Policy(family, config, dtype, weights_of(family, std), **options)

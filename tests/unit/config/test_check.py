@@ -491,6 +491,15 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("actor.lora.rank=8", "actor.lora.sync=adapter", "rollout.engine=vllm"),
             ("actor.lora.sync=adapter requires rollout.engine=sglang",),
         ),
+        (("actor.mtp.coef=0",), ("actor.mtp.coef=0.0 must be more than 0",)),
+        (
+            ("actor.lora.rank=8", "actor.mtp.train=true"),
+            ("actor.mtp.train=true trains its multi-token-prediction heads",),
+        ),
+        (
+            ("model=tiny-dense", "actor.backend=fsdp", "actor.mtp.train=true"),
+            ("actor.mtp.train=true is not supported with actor.backend=fsdp",),
+        ),
         (
             ("actor.lora.rank=8", "actor.expert_bias_update_rate=0.001"),
             ("actor.lora.rank=8", "expert_bias_update_rate=0.001"),

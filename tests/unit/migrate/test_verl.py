@@ -148,6 +148,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"actor_rollout_ref.actor.clip_ratio": 0.3},
         {"actor.clip_ratio_low": 0.3, "actor.clip_ratio_high": 0.3},
     ),
+    "multi-token prediction": (
+        {
+            "actor_rollout_ref.model.mtp.enable": True,
+            "actor_rollout_ref.model.mtp.enable_train": True,
+            "actor_rollout_ref.model.mtp.detach_encoder": True,
+            "actor_rollout_ref.model.mtp.mtp_loss_scaling_factor": 0.2,
+        },
+        {"actor.mtp.train": True, "actor.mtp.coef": 0.2},
+    ),
     "folder of a run": (
         {"trainer.default_local_dir": "/ckpt/me/one", "trainer.experiment_name": "one"},
         {"output_dir": "/ckpt/me", "name": "one"},
@@ -166,6 +175,7 @@ def test_every_setting_is_accounted_for() -> None:
     given = {
         "actor_rollout_ref.model.path": "/models/m",
         "actor_rollout_ref.model.mtp.enable": True,
+        "actor_rollout_ref.model.mtp.enable_rollout": True,
         "actor_rollout_ref.actor.use_torch_compile": True,
         "actor_rollout_ref.rollout.prometheus.enable": True,
         "actor_rollout_ref.rollout.disable_log_stats": False,
@@ -176,6 +186,7 @@ def test_every_setting_is_accounted_for() -> None:
     found = migrate(given)
     assert set(found.missing) == {
         "actor_rollout_ref.model.mtp.enable",
+        "actor_rollout_ref.model.mtp.enable_rollout",
         "actor_rollout_ref.rollout.prometheus.enable",
         "no.such.key",
     }

@@ -24,7 +24,7 @@ from hybridflow.planning.sizes import (
     layer_shapes,
     stage_numbers,
 )
-from hybridflow.planning.training import Cut, Training
+from hybridflow.planning.training import Cut, Practice, Training
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import rank_tensors
 from tests.models import FAMILIES
@@ -154,6 +154,33 @@ def test_heads_for_several_tokens_ahead_are_counted_once() -> None:
     )
     assert extra == of_head
     assert len(layer_shapes(more)) == 61
+
+
+def test_heads_that_are_trained_next_to_the_model_cost_an_update_and_no_scoring() -> None:
+    hf: dict[str, Any] = published("deepseek-v3")
+    cut = Cut(16, 2, 8)
+    plain, trained = (
+        Training(decoder_of(hf, mtp=on), cut, DEVICES["H100"], practice=Practice(trains_heads=on))
+        for on in (False, True)
+    )
+    last = cut.pipeline - 1
+    copy = 129280 * 7168 // 2
+    heads = trained.numbers[last].total - plain.numbers[last].total - copy
+    assert 11e9 < heads < 12e9  # each rank has whole experts
+    # the copy of the embedding has neither gradients nor optimizer state
+    assert trained.weights(last) - plain.weights(last) == 2 * (heads + copy)
+    assert trained.gradients(last) - plain.gradients(last) == 4 * heads
+    experts = trained.numbers[last].expert - plain.numbers[last].expert  # on two ranks each
+    assert trained.optimizer(last) - plain.optimizer(last) == 12 * (heads - experts / 2)
+    for stage in range(last):
+        assert trained.static(stage) == plain.static(stage)
+        assert trained.stage_seconds(stage, 4096, 2048) == plain.stage_seconds(stage, 4096, 2048)
+    before, after = (one.stage_seconds(last, 4096, 2048) for one in (plain, trained))
+    assert after[0] == before[0] and after[1] > before[1]
+    assert trained.activations(last, 4096, 8) >= plain.activations(last, 4096, 8)
+    # a layer with its projection, and the output layer once more
+    share = trained.flops(1, 2048) / plain.flops(1, 2048) - 1
+    assert 1 / 61 < share < 3 / 61
 
 
 def test_a_delta_net_costs_the_same_at_every_length() -> None:

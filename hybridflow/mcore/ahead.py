@@ -1,0 +1,89 @@
+"""The inputs and targets of multi-token-prediction heads in a packed micro-batch.
+
+The head of depth k reads, at token i of a row, the state of token i and the embeddings of tokens
+i + 1 to i + k, and predicts token i + k + 1. It is trained at the tokens that an engine would
+draft: k + 1 consecutive response tokens that the policy sampled, of which the first k are given. No
+head reads or predicts beyond the end of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hybridflow.data.micro_batches import ranges
+from hybridflow.mcore.context_parallel import ZigZag
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The part of one depth in a micro-batch with t' tokens and n' targets on this context rank.
+
+    Attributes:
+        tokens: [1, t'] the token `depth` positions later in the same row; 0 beyond the row's end,
+            where nothing is predicted.
+        rows: [n'] this rank's rows whose outputs predict the targets.
+        targets: [n'] the response tokens that they predict.
+    """
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    targets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A packed micro-batch of s rows and t tokens before it is divided over context ranks.
+
+    Attributes:
+        tokens: [t] packed tokens, with padding.
+        starts, read: [s] first position and number of tokens of each row.
+        predicting: [n] the position that predicts each response token of the rows.
+        responses: [n] the response tokens.
+        lengths: [s] number of response tokens of each row.
+        sampled: [n] bool, False at response tokens that the policy did not sample.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    read: np.ndarray
+    predicting: np.ndarray
+    responses: np.ndarray
+    lengths: np.ndarray
+    sampled: np.ndarray
+
+    def ahead(
+        self,
+        depth: int,
+        layout: ZigZag,
+        rank: int,
+        upload: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Ahead:
+        """Return the inputs and targets of the head of this depth on one context rank."""
+        kept = np.maximum(self.read - depth, 0)
+        places = ranges(self.starts, kept)
+        tokens = np.zeros_like(self.tokens)
+        tokens[places] = self.tokens[places + depth]
+        targets = self._targets(depth)
+        rows = self.predicting[targets - depth]
+        mine = layout.owner[rows] == rank
+        arrays = (
+            tokens[layout.rows_of(rank)],
+            layout.local[rows[mine]],
+            self.responses[targets[mine]].astype(np.int64),
+        )
+        there, predicting, predicted = (upload(torch.from_numpy(array)) for array in arrays)
+        return Ahead(there[None], predicting, predicted)
+
+    def _targets(self, depth: int) -> np.ndarray:
+        """Return the indices of the response tokens that the head of this depth is trained on."""
+        place = np.arange(len(self.responses)) - np.repeat(
+            np.cumsum(self.lengths) - self.lengths, self.lengths
+        )
+        drafted = place >= depth
+        for back in range(depth + 1):
+            drafted[back:] &= self.sampled[: len(self.sampled) - back]
+        return np.flatnonzero(drafted)

@@ -1,0 +1,189 @@
+"""Training of multi-token-prediction heads next to the policy.
+
+Every update of the policy also updates the heads, by the cross-entropy of the tokens that an engine
+would draft (`mcore.ahead`), from the states that the policy's forward pass computes anyway. The two
+share nothing that could change the policy: states, embedding and output layer are detached, and the
+heads have gradient buffers, a gradient norm and an optimizer of their own. A head's backward pass
+runs at once, after the forward pass of its micro-batch, independently of the pipeline schedule.
+
+With D heads and N_k targets of depth k in the mini-batch over all ranks, the heads' loss is
+coef / D * sum_k 1 / N_k sum -log p_k(target).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.algorithms.nonfinite import not_finite
+from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, top_log_probs
+from hybridflow.config.schema import OptimConfig, ParallelConfig
+from hybridflow.mcore.model import wrap_for_training
+from hybridflow.mcore.optimizer import Optimizer, set_adam_step
+from hybridflow.mcore.packed import MicroBatch
+from hybridflow.mcore.parallel import device, is_last_stage
+from hybridflow.mcore.prediction_heads import Heads
+
+LOSS = "actor/mtp/loss"
+ACCURACY = "actor/mtp/accuracy"
+GRAD_NORM = "actor/mtp/grad_norm"
+SKIPPED = "actor/mtp/skipped_updates"
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """How heads are trained: the coefficient of their loss, and their learning rate (None: the
+    policy's)."""
+
+    coef: float = 0.1
+    lr: float | None = None
+
+
+def train_heads(
+    heads: Heads | None,
+    stages: Sequence[GPTModel],
+    parallel: ParallelConfig,
+    settings: HeadSettings | None,
+) -> HeadTraining | None:
+    """Allocate gradients for the heads, if there are any."""
+    if heads is None:
+        return None
+    return HeadTraining(heads, stages, parallel, settings or HeadSettings())
+
+
+class HeadTraining:
+    """The heads of this rank with their gradients and optimizer. Methods are collectives unless
+    stated otherwise."""
+
+    def __init__(
+        self,
+        heads: Heads,
+        stages: Sequence[GPTModel],
+        parallel: ParallelConfig,
+        settings: HeadSettings,
+    ) -> None:
+        """`stages` are this rank's model chunks, not yet wrapped for training."""
+        self.heads = heads
+        self.settings = settings
+        # backward passes of heads do not overlap with each other or with the model's
+        self._parallel = replace(parallel, overlap_grad_reduce=False, overlap_param_gather=False)
+        self.chunk = wrap_for_training([heads], self._parallel)[0]
+        self.optimizer: Optimizer | None = None
+        self.updates = 0  # applied so far, also known on stages without heads
+        self._is_training = False
+        self._seen: tuple[torch.Tensor, Any] | None = None
+        self._shares = torch.zeros(heads.count)
+        # cross-entropy, correct predictions and targets of the mini-batch, by depth
+        self._sums = torch.zeros(3, heads.count)
+        if heads.layers:
+            stages[-1].decoder.register_forward_hook(self._note, with_kwargs=True)
+
+    def set_optimizer(self, config: OptimConfig, dtype: torch.dtype) -> None:
+        """Create a fresh optimizer. `config` is the policy's."""
+        lr = self.settings.lr or config.lr
+        own = replace(config, lr=lr, min_lr=min(config.min_lr, lr))
+        self.optimizer = Optimizer([self.chunk], own, self._parallel, dtype)
+        self.updates = 0
+
+    # ---- one update
+
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Start an update on this data-parallel rank's micro-batches."""
+        assert self.optimizer is not None, "update called before set_optimizer"
+        self.optimizer.zero_grad()
+        self._sums = torch.zeros(3, self.heads.count, device=device())
+        if not self.heads.layers:
+            return
+        self._is_training = True
+        for micro in micro_batches:
+            for depth, ahead in enumerate(micro.ahead):
+                self._sums[2, depth] += len(ahead.targets)
+        counts = self._sums[2].clone()
+        dist.all_reduce(
+            counts, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        self._shares = self.settings.coef / self.heads.count / counts.clamp(min=1.0)
+
+    def _note(self, decoder: Any, inputs: Any, named: dict[str, Any], output: torch.Tensor) -> None:
+        """Keep what the last chunk's layers computed in the forward pass of an update."""
+        if self._is_training and torch.is_grad_enabled():
+            self._seen = output.detach(), named.get("rotary_pos_emb")
+
+    def learn(self, micro: MicroBatch, scoring: Scoring) -> None:
+        """Add a micro-batch's gradient, after the last chunk's forward pass over it.
+
+        Collective over the ranks of the last stage that share its tokens or experts.
+        """
+        assert self._seen is not None, "learn called without a forward pass"
+        (states, angles), self._seen = self._seen, None
+        scoring = replace(scoring, with_entropy=False)
+        weight = self.heads.output_weight()
+        group = parallel_state.get_tensor_model_parallel_group()
+        total = torch.zeros((), device=device())
+        for depth, (head, ahead) in enumerate(zip(self.heads.layers, micro.ahead, strict=True)):
+            embedded = self.heads.embedded(ahead.tokens, micro.positions)
+            states = head(states, embedded, angles, micro.packed)
+            rows = self.heads.gathered(states)[:, 0].index_select(0, ahead.rows)
+            log_probs, _ = log_probs_and_entropy(rows, weight, ahead.targets, scoring, group)
+            total = total - self._shares[depth] * log_probs.sum()
+            _, best = top_log_probs(rows.detach(), weight, 1, scoring, group)
+            self._sums[0, depth] -= log_probs.detach().sum()
+            self._sums[1, depth] += (best[:, 0] == ahead.targets).sum()
+        total.backward()
+
+    def end(self) -> dict[str, tuple[float, float]]:
+        """Reduce the gradients. Returns (sum, count) of each metric; empty outside the last
+        stage."""
+        self._is_training = False
+        finalize_model_grads([self.chunk])
+        if not is_last_stage():
+            return {}
+        dist.all_reduce(self._sums, group=parallel_state.get_context_parallel_group())
+        losses, correct, counts = self._sums.tolist()
+        found = {
+            LOSS: (sum(losses), sum(counts)),
+            ACCURACY: (sum(correct), sum(counts)),
+        }
+        for depth in range(self.heads.count if self.heads.count > 1 else 0):
+            found[f"actor/mtp/depth_{depth + 1}/loss"] = losses[depth], counts[depth]
+            found[f"actor/mtp/depth_{depth + 1}/accuracy"] = correct[depth], counts[depth]
+        return found
+
+    def step(self) -> dict[str, tuple[float, float]]:
+        """Update the heads, after the policy's update. An update whose gradient is not finite is
+        left out, since it says nothing about the policy. Returns metrics like `end`."""
+        assert self.optimizer is not None
+        buffers = (*self.chunk.buffers, *self.chunk.expert_parallel_buffers)
+        bad = torch.zeros((), dtype=torch.int32, device=device())
+        for buffer in buffers:
+            bad += not_finite(buffer.grad_data)
+        dist.all_reduce(bad)
+        metrics = {SKIPPED: (1.0, 1.0)}
+        if not int(bad):
+            _, norm, _ = self.optimizer.step()
+            self.updates += 1
+            metrics = {GRAD_NORM: (norm, 1.0), SKIPPED: (0.0, 1.0)}
+        return metrics if is_last_stage() else {}
+
+    # ---- checkpoints
+
+    def facts(self) -> dict[str, int]:
+        """Return what a checkpoint's manifest says about the heads. Not collective."""
+        assert self.optimizer is not None
+        return {"updates": self.updates, "scheduled": self.optimizer.scheduler.num_steps}
+
+    def restore(self, facts: dict[str, int]) -> None:
+        """Continue from the updates and the schedule of a checkpoint. Not collective."""
+        assert self.optimizer is not None
+        self.updates = int(facts["updates"])
+        set_adam_step(self.optimizer.inner, self.updates)
+        self.optimizer.scheduler.num_steps = int(facts["scheduled"])
+        self.optimizer.scheduler.step(0)

@@ -1,0 +1,232 @@
+"""Multi-token-prediction heads (DeepSeek-V3, arXiv 2412.19437, section 2.2) on the last pipeline
+stage.
+
+The head of depth k turns the state h_i of depth k - 1 (depth 0: the model's output after its final
+norm) into
+
+    norm(layer(eh_proj [enorm(embedding of token i + k); hnorm(h_i)]))
+
+whose logits, by the model's output layer, predict token i + k + 1. Parameters have the names of
+Megatron's own module (`multi_token_prediction.py`, 0.16), from whose parts a head is built.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import megatron.core.models.gpt.gpt_layer_specs as layer_specs
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import nn
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.device.platform import Platform
+from hybridflow.mcore import rotary, routing
+from hybridflow.mcore.layers import head_spec
+from hybridflow.mcore.model import hidden_states, output_weight, set_latent_norm_eps
+from hybridflow.mcore.parallel import coordinates
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.family import Family, num_prediction_heads
+from hybridflow.models.layout import Coordinates, padded_vocab_size
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class Head(MegatronModule):
+    """The head of one depth."""
+
+    def __init__(
+        self, config: TransformerConfig, layer: ModuleSpec, number: int, stage: int | None
+    ) -> None:
+        """`layer` is the spec of its transformer layer, and `number` that layer's number in the
+        virtual stage `stage`, counted from 1."""
+        super().__init__(config=config)
+        parts = layer_specs.TESpecProvider()
+        norm = {
+            "config": config,
+            "hidden_size": config.hidden_size,
+            "eps": config.layernorm_epsilon,
+        }
+        self.enorm = parts.layer_norm()(**norm)
+        self.hnorm = parts.layer_norm()(**norm)
+        self.eh_proj = parts.column_parallel_linear()(
+            2 * config.hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+        )
+        self.transformer_layer = build_module(
+            layer, config=config, layer_number=number, vp_stage=stage
+        )
+        self.final_layernorm = parts.layer_norm()(**norm)
+
+    def forward(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, angles: Any, packed: Any
+    ) -> torch.Tensor:
+        """Return the states of this depth [s, 1, h] (this rank's share of the sequence).
+
+        Args:
+            hidden: [s, 1, h] the states of the depth before.
+            embedded: [s, 1, h] the embeddings of the tokens `depth` positions later.
+            angles: the rotary angles that the model's layers get; None for latent attention.
+            packed: bounds of the rows (`PackedSeqParams`).
+        """
+        pair = torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1)
+        projected = gather_from_tensor_model_parallel_region(self.eh_proj(pair)[0])
+        if self.config.sequence_parallel:
+            projected = scatter_to_sequence_parallel_region(projected)
+        output, _ = self.transformer_layer(
+            projected, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
+        )
+        normed: torch.Tensor = self.final_layernorm(output)
+        return normed
+
+
+def build_heads(family: Family, stages: Sequence[GPTModel]) -> Heads | None:
+    """Return the family's heads, with uninitialised weights, or None if it has none."""
+    if num_prediction_heads(family) == 0:
+        return None
+    assert isinstance(family, Decoder)  # no other family has heads
+    return Heads(family, stages)
+
+
+class Heads(MegatronModule):
+    """All heads of a model on its last stage; an empty module on other stages.
+
+    Embedding and output layer are the model's and get no gradient from the heads. If the embedding
+    is on another stage, this one has a frozen copy of it (`refresh`).
+
+    Attributes:
+        count: number of heads of the model, on every stage.
+        layers: the heads on this rank, by depth.
+    """
+
+    # `finalize_model_grads` asks for these attributes of a model
+    pre_process = False
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, decoder: Decoder, stages: Sequence[GPTModel]) -> None:
+        """Build the heads with uninitialised weights.
+
+        Args:
+            decoder: the family with its heads.
+            stages: this rank's model chunks, built without them.
+        """
+        at = coordinates().virtual_stages()[-1]
+        super().__init__(config=_config(stages[-1].config))
+        self.count = decoder.num_mtp
+        self._stages = [*stages]  # in a list, so that they are not part of this module
+        if at.is_last_stage:
+            with Platform.detect().current_device():
+                self._build(decoder, at)
+
+    def _build(self, decoder: Decoder, at: Coordinates) -> None:
+        config = self.config
+        spec = head_spec(decoder, config, at)
+        stage = at.vpp_rank if at.vpp_size > 1 else None
+        # the layer adds the number of the stage's first layer
+        first = decoder.num_layers - at.layers(decoder.num_layers).start + 1
+        heads = [Head(config, spec, first + depth, stage) for depth in range(self.count)]
+        self.mtp = nn.ModuleDict({"layers": nn.ModuleList(heads)})
+        if not at.is_first_stage:
+            self.embedding = LanguageModelEmbedding(
+                config,
+                padded_vocab_size(decoder.vocab_size, at.tp_size),
+                self._stages[-1].max_sequence_length,
+                "rope",
+                tp_group=parallel_state.get_tensor_model_parallel_group(),
+            ).requires_grad_(False)
+        if decoder.rotary.kind != "default":
+            rotary.use_frequencies(self, config, decoder.rotary)
+        if decoder.latent_norm_eps is not None:
+            set_latent_norm_eps(self, decoder.latent_norm_eps)
+        own = [local for local in decoder.local_tensors(at) if local.name.startswith("mtp.")]
+        routing.shape_biases(self, own)
+
+    @property
+    def layers(self) -> Sequence[Head]:
+        """The heads on this rank, by depth."""
+        if not hasattr(self, "mtp"):
+            return []
+        heads: Any = self.mtp["layers"]
+        return list(heads)
+
+    @torch.no_grad()
+    def embedded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [s, 1, h] of tokens [1, t'] (this rank's share of the sequence)."""
+        embedding = self.embedding if hasattr(self, "embedding") else self._stages[0].embedding
+        found: torch.Tensor = embedding(tokens, positions)
+        return found
+
+    def gathered(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the states [t', 1, h] of all tokens, as the output layer multiplies them."""
+        return hidden_states(self._stages[-1].output_layer, states)[0]
+
+    def output_weight(self) -> torch.Tensor:
+        """Return this rank's rows [v, h] of the output layer, without a gradient."""
+        return output_weight(self._stages[-1]).detach()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the embedding to the last stage after an update. Collective.
+
+        The weights must be complete (`Policy.settle`).
+        """
+        at = coordinates()
+        if at.pp_size == 1 or 0 < at.pp_rank < at.pp_size - 1:
+            return
+        model: Any = self if at.pp_rank else self._stages[0]
+        group = parallel_state.get_embedding_group()
+        weight = model.embedding.word_embeddings.weight
+        dist.broadcast(weight.data, dist.get_process_group_ranks(group)[0], group=group)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint layout: that of each head, and the embedding's copy as a replica of
+        the first stage's."""
+        sharded: dict[str, Any] = {}
+        for depth, head in enumerate(self.layers):
+            sharded |= head.sharded_state_dict(
+                f"{prefix}mtp.layers.{depth}.", sharded_offsets, metadata
+            )
+        if hasattr(self, "embedding"):
+            group = metadata["dp_cp_group"]
+            sharded[prefix + _EMBEDDING] = make_tp_sharded_tensor_for_checkpoint(
+                tensor=self.embedding.word_embeddings.weight,
+                key=prefix + _EMBEDDING,
+                replica_id=(1, 0, dist.get_rank(group)),
+                allow_shape_mismatch=True,
+                tp_group=parallel_state.get_tensor_model_parallel_group(),
+                dp_cp_group=group,
+            )
+        return sharded
+
+
+def _config(config: TransformerConfig) -> TransformerConfig:
+    """Return the model's config for its heads.
+
+    A head is trained at once, one micro-batch at a time, so nothing is recomputed, and its expert
+    biases stay as they are.
+    """
+    own = copy.copy(config)
+    own.recompute_granularity = None
+    own.moe_router_bias_update_rate = 0.0
+    return own
