@@ -143,6 +143,43 @@ QWEN2_MOE: HfConfig = {
     "shared_expert_intermediate_size": 48,
 }
 
+# a vision-language model, as published: DeepStack's features of two of three blocks
+IMAGE_TOKEN = 47
+VISION: HfConfig = {
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 48,
+    "vision_start_token_id": 49,
+    "vision_end_token_id": 50,
+    "tie_word_embeddings": False,
+    "text_config": {
+        **{key: SIZES[key] for key in SIZES if key not in ("model_type", "rope_theta")},
+        "model_type": "qwen3_vl_text",
+        "head_dim": 16,
+        "rope_theta": 777.5,
+        "rope_scaling": {
+            "rope_type": "default",
+            "mrope_interleaved": True,
+            "mrope_section": [3, 3, 2],
+        },
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl",
+        "depth": 3,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 2],
+    },
+}
+
 # large enough that what stays (a Python process) does not drown what goes
 LARGE: HfConfig = {
     **TINY,

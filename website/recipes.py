@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from hybridflow.config.locate import Recipe, list_recipes, shipped_config_dir
+from hybridflow.config.model_config import flattened
 
 _HEAD = """\
 # All recipes
@@ -99,7 +100,7 @@ def _model(model: Mapping[str, Any]) -> str:
     path = model.get("path")
     if path and not str(path).startswith("${"):
         return f"`{path}`"
-    sizes = model.get("hf_config", {})
+    sizes = flattened(model.get("hf_config", {}))
     if not sizes:
         return "a folder"
     layers = sizes["num_hidden_layers"]

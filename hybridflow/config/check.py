@@ -15,6 +15,7 @@ from hybridflow.config import (
     check_engines,
     check_entries,
     check_files,
+    check_images,
     check_in_process,
     check_loop,
     check_lora,
@@ -93,6 +94,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
             *_router_replay(config, sizes),
             *_router_losses(config, sizes),
             *check_lora.target_problems(config, sizes),
+            *check_images.problems(config, sizes),
         ]
     found += own_roles.problems(config, job, lambda view: problems(view, job, files))
     return found

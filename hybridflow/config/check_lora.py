@@ -34,6 +34,11 @@ def problems(config: RunConfig) -> Iterator[str]:
         yield from _kept_problems(config)
     if twice := sorted({target for target in lora.targets if lora.targets.count(target) > 1}):
         yield f"actor.lora.targets contains {', '.join(twice)} twice; list each layer once"
+    if not actor.freeze_vision_tower:
+        yield (
+            f"actor.lora.rank={lora.rank} freezes the model, but actor.freeze_vision_tower=false "
+            "would train its vision tower; change one of them"
+        )
     if actor.expert_bias_update_rate:
         yield (
             f"actor.lora.rank={lora.rank} freezes the model, but "

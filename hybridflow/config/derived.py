@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.config import hub
 from hybridflow.config.entries import ESTIMATORS, FLOWS, POLICY_LOSSES
-from hybridflow.config.model_config import read_model_config, wrong_fields
+from hybridflow.config.model_config import flattened, read_model_config, wrong_fields
 from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.config.schema import (
     CriticConfig,
@@ -475,7 +475,7 @@ def differing_size(
     """Return (name, wanted, other) for the first size that differs, or for the family if it
     differs; None if all match. Length limits are ignored, because they only bound positions.
     """
-    for name, value in wanted.items():
+    for name, value in flattened(wanted).items():
         other = sizes.get(name, value)
         is_size = (
             isinstance(value, int)
@@ -497,9 +497,10 @@ def hf_config(model: ModelConfig) -> Mapping[str, Any]:
             (`read_model_config`).
     """
     if model.path is None or (model.hf_config and hub.is_hub_id(model.path)):
-        if wrong := wrong_fields(model.hf_config):
+        found = flattened(model.hf_config)
+        if wrong := wrong_fields(found):
             raise ConfigError("\n".join(f"model.hf_config.{line}" for line in wrong))
-        return model.hf_config
+        return found
     file = Path(model.path) / "config.json"
     try:
         return read_model_config(file)

@@ -1,5 +1,9 @@
 """Reader of a model's config.json. The type and range of every field used for layouts and plans are
 checked, so that an untrusted or corrupt file causes a one-line error and cannot exhaust memory.
+
+The config of a model with a vision tower has its language model's fields in `text_config`. All
+other code reads them at the top level: `flattened` moves them there, `published_form` moves them
+back where a config.json is written.
 """
 
 from __future__ import annotations
@@ -63,20 +67,60 @@ _FLAGS = (
 _LISTS = ("mlp_layer_types", "layer_types")
 _ROTARY = ("rope_scaling", "rope_parameters")
 _QUANTISATION = "quantization_config"
+_TEXT = "text_config"
+_VISION = "vision_config"
+# fields of a config with a vision tower that are not its language model's
+_OF_THE_WHOLE = frozenset(
+    {
+        *(
+            "architectures",
+            "auto_map",
+            "dtype",
+            "torch_dtype",
+            "model_type",
+            "transformers_version",
+        ),
+        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        *("tie_word_embeddings", _QUANTISATION, _VISION),
+    }
+)
 
 
 def read_model_config(file: Path) -> dict[str, Any]:
-    """Return the contents of a config.json.
+    """Return the contents of a config.json, `flattened`.
 
     Raises:
         OSError: the file is missing or cannot be read.
         ValueError: as for `read_outside_json`, or a field has the wrong type or an absurd value.
             The message names the field but not the file.
     """
-    values = read_outside_json(file)
+    values = flattened(read_outside_json(file))
     if wrong := wrong_fields(values):
         raise ValueError(f"not a model config: {wrong[0]}")
     return values
+
+
+def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the fields of its `text_config`, if any, at the top level. A field that
+    is in both keeps its value at the top level, which transformers uses."""
+    text = values.get(_TEXT)
+    if not isinstance(text, Mapping):
+        return dict(values)
+    return {**text, **{name: value for name, value in values.items() if name != _TEXT}}
+
+
+def published_form(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config as in a config.json, which transformers and the engines read. Inverse of
+    `flattened`, except for fields that are in both places."""
+    values = flattened(values)
+    if _VISION not in values:
+        return values
+    whole = {name: value for name, value in values.items() if name in _OF_THE_WHOLE}
+    text = {name: value for name, value in values.items() if name not in _OF_THE_WHOLE}
+    # some readers look for these in the language model's fields
+    both = ("dtype", "torch_dtype", "tie_word_embeddings")
+    text |= {name: values[name] for name in both if name in values}
+    return {**whole, _TEXT: {"model_type": f"{values['model_type']}_text", **text}}
 
 
 def wrong_fields(values: Mapping[str, Any]) -> list[str]:

@@ -125,6 +125,8 @@ class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    # train only the language model of a vision-language model, not its vision tower
+    freeze_vision_tower: bool = True
     ppo_mini_batch_size: PositiveInt = 64  # prompts per optimizer update (x rollout.n samples)
     ppo_epochs: PositiveInt = 1  # passes of the updates over the samples of a step
     # packed tokens per forward pass of a data-parallel rank (all its context ranks together)

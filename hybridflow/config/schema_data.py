@@ -54,6 +54,9 @@ class DataConfig:
     val_sets: dict[str, Any] = field(default_factory=dict)
     # column of chat messages, or of text, which becomes a user message
     prompt_key: str = "prompt"
+    # column of images, a list of bytes or of {bytes, path}; the messages have "<image>" or a part
+    # {"type": "image"} for each; null: no images (docs/data.md)
+    image_key: str | None = None
     # column of the ground truth; a dot leads into a struct: reward_model.ground_truth
     ground_truth_key: str = "reward_model.ground_truth"
     data_source_key: str = "data_source"  # column that names the verifier

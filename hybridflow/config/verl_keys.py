@@ -340,8 +340,7 @@ ABSENT = {
     "data.return_full_prompt": "rollouts are always dumped with their prompts; remove the key",
     "data.reward_fn_key": "the column data_source selects a row's verifier; rename the column",
     "data.train_max_samples": "all rows of data.train_files are used; write a smaller file",
-    "data.image_key": "multimodal models are not supported",
-    "data.video_key": "multimodal models are not supported",
+    "data.video_key": "videos are not supported",
     "data.dataloader_num_workers": "prompts are read into memory once; remove the key",
     "data.filter_overlong_prompts_workers": (
         "prompt lengths are measured once at the start; remove the key"

@@ -16,6 +16,7 @@ from hybridflow.batch import DataProto, objects
 from hybridflow.config.schema import DataConfig, SftConfig
 from hybridflow.data.encoding import AnswerEncoder, ConversationEncoder, Encoder
 from hybridflow.data.files import Row, read_rows
+from hybridflow.data.images import COLUMN, images_of, reader_of
 from hybridflow.data.token_cache import TokenCache
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.data.tokenizing import CUT, Piece, known_pieces, pieces
@@ -70,6 +71,8 @@ class _Dataset:
         max_rows: int | None = None,
     ) -> None:
         self.num_filtered = self.num_truncated = 0
+        reads_images = getattr(encoder, "images", None) is not None
+        self._image_key = config.image_key if reads_images else None
         self.places: list[str] = []
         self._columns: dict[str, list[Any]] = defaultdict(list)
         cache = TokenCache.of(files, encoder, max_rows) if config.cache_tokens else TokenCache(None)
@@ -115,7 +118,7 @@ class _Dataset:
     def _further(self, row: Row) -> dict[str, Any]:
         """Return the values of a row's additional columns. Raises DataError if the row is
         unusable."""
-        return {}
+        return {COLUMN: images_of(row, self._image_key)} if self._image_key is not None else {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -137,7 +140,8 @@ class _Dataset:
 class PromptDataset(_Dataset):
     """Prompts to sample responses for. Columns: prompt_ids (jagged int64), data_source,
     ground_truth, extra_info (objects); with `data.keep_prompts` also prompt (objects: the row's
-    messages).
+    messages); with `data.image_key` also images (objects: encoded images, see
+    `images.with_pixels`).
 
     Required columns: `data.prompt_key` (chat messages or text), `data.data_source_key` (string; not
     with `data.data_source`), `data.ground_truth_key`. Optional: extra_info (struct).
@@ -158,10 +162,16 @@ class PromptDataset(_Dataset):
         max_rows: int | None = None,
     ) -> None:
         self._config = config
+        self.images = reader_of(tokenizer, config)
         sources = () if config.data_source is not None else (config.data_source_key,)
         columns = (*sources, config.ground_truth_key.partition(".")[0])
         super().__init__(
-            files, AnswerEncoder(tokenizer, config, {}), config, columns, ("extra_info",), max_rows
+            files,
+            AnswerEncoder(tokenizer, config, {}, images=self.images),
+            config,
+            columns,
+            ("extra_info",),
+            max_rows,
         )
 
     def _further(self, row: Row) -> dict[str, Any]:
@@ -179,11 +189,15 @@ class PromptDataset(_Dataset):
                 column, f"{inside}, by data.ground_truth_key={self._config.ground_truth_key}"
             )
         source = self._config.data_source
-        return self._prompt(row) | {
-            "data_source": row.text(self._config.data_source_key) if source is None else source,
-            "ground_truth": truth,
-            "extra_info": row.mapping("extra_info"),
-        }
+        return (
+            super()._further(row)
+            | self._prompt(row)
+            | {
+                "data_source": row.text(self._config.data_source_key) if source is None else source,
+                "ground_truth": truth,
+                "extra_info": row.mapping("extra_info"),
+            }
+        )
 
     def _prompt(self, row: Row) -> dict[str, Any]:
         key = self._config.prompt_key
@@ -191,7 +205,9 @@ class PromptDataset(_Dataset):
             return {}
         text = row.values[key]
         is_text = isinstance(text, str)
-        return {"prompt": [{"role": "user", "content": text}] if is_text else row.messages(key)}
+        if is_text:
+            return {"prompt": [{"role": "user", "content": text}]}
+        return {"prompt": row.messages(key, parts=self._config.image_key is not None)}
 
     @property
     def data_sources(self) -> list[str]:
@@ -220,7 +236,9 @@ class SftDataset(_Dataset):
         config: DataConfig,
         sft: SftConfig = _PAIRS,
     ) -> None:
-        encoder: Encoder = AnswerEncoder(tokenizer, config, {"response_ids": sft.response_key})
+        self.images = reader_of(tokenizer, config)
+        answers = {"response_ids": sft.response_key}
+        encoder: Encoder = AnswerEncoder(tokenizer, config, answers, images=self.images)
         if sft.messages_key is not None:
             encoder = ConversationEncoder(tokenizer, config, sft)
         super().__init__(files, encoder, config)

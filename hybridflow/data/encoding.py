@@ -15,6 +15,7 @@ from hybridflow.data.conversations import (
     read_tools,
 )
 from hybridflow.data.files import Row
+from hybridflow.data.images import ImageReader, images_of, with_parts
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
@@ -74,11 +75,14 @@ class AnswerEncoder:
     config: DataConfig
     answers: Mapping[str, str]
     must_differ: bool = False
+    images: ImageReader | None = None  # reads the column `data.image_key`
 
     @property
     def reads(self) -> Sequence[str]:
         """The columns required in every file."""
-        return self.config.prompt_key, *self.answers.values()
+        key = self.config.image_key
+        images = () if self.images is None or key is None else (key,)
+        return self.config.prompt_key, *self.answers.values(), *images
 
     @property
     def columns(self) -> Sequence[str]:
@@ -87,14 +91,16 @@ class AnswerEncoder:
 
     def settings(self) -> dict[str, Any]:
         """Return all settings that the tokens depend on, other than the tokenizer and the row."""
-        keys = ("prompt_key", "continue_final_message", *_LIMITS)
-        return {"answers": dict(self.answers), **{key: getattr(self.config, key) for key in keys}}
+        keys = ("prompt_key", "image_key", "continue_final_message", *_LIMITS)
+        images = {} if self.images is None else {"images": self.images.settings}
+        given = {key: getattr(self.config, key) for key in keys}
+        return {"answers": dict(self.answers), **given, **images}
 
     def encode(self, row: Row) -> Encoded:
         """Encode a row. Raises DataError if it is malformed, or if it is too long and truncation is
         disabled."""
         config = self.config
-        prompt = _prompt_ids(row, self.tokenizer, config)
+        prompt = _prompt_ids(row, self.tokenizer, config, self.images)
         answers = {
             name: _answer_ids(row, key, self.tokenizer) for name, key in self.answers.items()
         }
@@ -205,12 +211,14 @@ def _answer_ids(row: Row, key: str, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def _prompt_ids(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
+def _prompt_ids(
+    row: Row, tokenizer: Tokenizer, config: DataConfig, images: ImageReader | None
+) -> list[int]:
     text = row.values[config.prompt_key]
     messages = (
         [{"role": "user", "content": text}]
         if isinstance(text, str)
-        else row.messages(config.prompt_key)
+        else row.messages(config.prompt_key, parts=images is not None)
     )
     if messages[-1]["role"] == "assistant" and not config.continue_final_message:
         raise DataError(
@@ -219,7 +227,11 @@ def _prompt_ids(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]
             "data.continue_final_message=true if it is the beginning of the answer"
         )
     try:
-        ids = tokenizer.encode_chat(messages)
+        if images is None or config.image_key is None:
+            ids = tokenizer.encode_chat(messages)
+        else:
+            ids = tokenizer.encode_chat(with_parts(messages))
+            ids = images.expanded(ids, images_of(row, config.image_key))
     except DataError as error:
         raise DataError(
             f"{row.path}, row {row.number}, column {config.prompt_key!r}: {error}"

@@ -44,21 +44,23 @@ class Row:
             raise self.malformed(column, "a string")
         return value
 
-    def messages(self, column: str) -> list[dict[str, Any]]:
+    def messages(self, column: str, parts: bool = False) -> list[dict[str, Any]]:
         """Return the value of a column of chat messages, without the fields that Arrow filled with
-        null."""
+        null. With `parts`, a content may be a list of parts, [{type: string, ...}, ...]."""
         value = self.values[column]
         expected = "a non-empty list of chat messages {role: string, content: string}"
         if not isinstance(value, list) or not value:
             raise self.malformed(column, expected)
         for message in value:
-            if not isinstance(message, dict) or not all(
-                isinstance(message.get(key), str) for key in ("role", "content")
-            ):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise self.malformed(column, expected)
-        return [
-            {key: item for key, item in message.items() if item is not None} for message in value
-        ]
+            content = message.get("content")
+            if isinstance(content, str) or (parts and _are_parts(content)):
+                continue
+            if _are_parts(content):
+                expected += "; set data.image_key for messages with parts"
+            raise self.malformed(column, expected)
+        return [_without_nulls(message) for message in value]
 
     def mapping(self, column: str) -> dict[str, Any]:
         """Return the value of an optional struct column; {} if the column or value is missing."""
@@ -119,6 +121,25 @@ def _parquet_rows(
         for values in zip(*(batch[name] for name in batch.columns), strict=True):
             yield Row(str(path), number, dict(zip(batch.columns, map(_plain, values), strict=True)))
             number += 1
+
+
+def _are_parts(content: Any) -> bool:
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)
+    )
+
+
+def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message, and the parts of its content, without fields that are null."""
+    kept = {key: item for key, item in message.items() if item is not None}
+    if isinstance(kept["content"], list):
+        kept["content"] = [
+            {key: item for key, item in part.items() if item is not None}
+            for part in kept["content"]
+        ]
+    return kept
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hybridflow.config.model_config import published_form
 from hybridflow.errors import HybridFlowError, ModelError
 
 if TYPE_CHECKING:
@@ -225,7 +226,8 @@ def log_probs(reference: Any, family: Family, folder: Path, ids: torch.Tensor) -
     import torch
 
     # deepcopy, because transformers modifies nested settings
-    given = deepcopy({**family.hf, "model_type": reference.config_class.model_type})
+    wanted = {**family.hf, "model_type": reference.config_class.model_type}
+    given = deepcopy(published_form(wanted))
     config = reference.config_class.from_dict(given)
     # grouped matrix products do not support float64
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}

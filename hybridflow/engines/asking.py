@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from hybridflow.config.schema import SamplingConfig
-from hybridflow.engines.base import NO_EXTRAS, Completion, Engine, Extras
+from hybridflow.engines.base import NO_EXTRAS, Completion, Engine, Extras, PromptImages
 from hybridflow.errors import EngineError
 
 Told = Callable[[int, Completion], None]
@@ -83,13 +83,20 @@ def generated(
     most: int,
     stop_token_ids: Sequence[int],
     extras: Extras,
+    images: Sequence[PromptImages] = (),
 ) -> list[Completion]:
-    """Call `Engine.generate`, passing the keyword arguments for extras only if they are requested.
+    """Call `Engine.generate`, passing the keyword arguments for extras and images only if there are
+    any.
 
     Raises:
         EngineError: supports were requested, but a response does not include them.
     """
-    wanted = {f"with_{name}": True for name, value in extras._asdict().items() if value}
+    wanted: dict[str, Any] = {}
+    for name, value in extras._asdict().items():
+        if value:
+            wanted[f"with_{name}"] = True
+    if images:
+        wanted["images"] = images
     found = engine.generate(prompts, sampling, most, stop_token_ids, **wanted)
     if extras.support and any(one.support is None for one in found):
         raise EngineError(

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from hybridflow.batch import Supports
+from hybridflow.batch import DataProto, Supports
 from hybridflow.config.keys import ENGINE
 from hybridflow.config.registry import Registry
+from hybridflow.data.image_tokens import GRIDS, PIXELS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +37,29 @@ class WeightSpan:
     version: str
     start: int
     end: int
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """The images of a prompt: patches [p, c] float32, and (frames, rows, columns) of patches [i, 3]
+    of each image; i is 0 for a prompt without images."""
+
+    pixels: np.ndarray
+    grids: np.ndarray
+
+    def digest(self) -> str:
+        """Return a digest of the images."""
+        found = sha256(self.grids.astype("int64").tobytes())
+        found.update(self.pixels.astype("float32").tobytes())
+        return found.hexdigest()
+
+
+def prompt_images(prompts: DataProto) -> list[PromptImages]:
+    """Return the images of each prompt; an empty list if none has any."""
+    if GRIDS not in prompts or not len(prompts.jagged(GRIDS).values):
+        return []
+    both = zip(prompts.jagged(PIXELS), prompts.jagged(GRIDS), strict=True)
+    return [PromptImages(pixels, grids) for pixels, grids in both]
 
 
 class Extras(NamedTuple):
@@ -102,7 +127,8 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Generate one response per prompt, in order. A stop token ends a response and is included
         in it. `with_support` is passed only if it is requested, so an engine does not have to
-        accept it.
+        accept it. An engine that reads images also accepts `images`, a sequence with the
+        `PromptImages` of each prompt, which is passed only if there are any.
 
         Raises:
             EngineError: if the engine streams responses, the error's `begun` contains the responses

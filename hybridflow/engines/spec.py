@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.model_config import flattened
 from hybridflow.errors import EngineError
 
 
@@ -95,13 +96,13 @@ class EngineSpec:
 
 
 def model_config(spec: EngineSpec) -> dict[str, Any]:
-    """Return the model's Hugging Face config; an empty dict if it cannot be read (the server logs
-    the reason)."""
+    """Return the model's Hugging Face config, `flattened`; an empty dict if it cannot be read (the
+    server logs the reason)."""
     try:
         found = json.loads((Path(spec.model_path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return flattened(found) if isinstance(found, dict) else {}
 
 
 def check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int, name: str) -> None:

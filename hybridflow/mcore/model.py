@@ -28,7 +28,7 @@ from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.device.platform import Platform
 from hybridflow.errors import ModelError
-from hybridflow.mcore import bootstrap, megatron_versions, rotary, routing
+from hybridflow.mcore import bootstrap, megatron_versions, rotary, routing, vision
 from hybridflow.mcore.layers import block_spec, check_windows, scale_embeddings
 from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.scalar_output import replace_output_layer
@@ -38,6 +38,7 @@ from hybridflow.models.layout import Coordinates, LocalTensor, padded_vocab_size
 from hybridflow.models.lora import is_adapter
 from hybridflow.models.recompute import check_recompute
 from hybridflow.models.scalar_head import ScalarHead
+from hybridflow.models.vision import check_vision, tower_of
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.layout import rank_tensors
 
@@ -192,7 +193,9 @@ def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> 
     # (transformer_config.py:2068); Megatron 0.16 does not tell the kernel to rotate adjacent pairs
     # (rope_utils.py:302)
     is_interleaved = bool(config.get("rotary_interleaved"))
-    fuses_rope = not is_latent and not is_interleaved and family.rotary.attention_factor == 1.0
+    # nor does it take the angles of each token (`rotary.use_axes`)
+    is_plain = family.rotary.attention_factor == 1.0 and not family.rotary.sections
+    fuses_rope = not is_latent and not is_interleaved and is_plain
     return {
         "use_cpu_initialization": not is_cuda,
         "persist_layer_norm": is_cuda,
@@ -236,6 +239,7 @@ def build_model(
         )
     check_recompute(family, recompute, recompute_modules)
     check_context(family, parallel)
+    check_vision(family, parallel)
     config = transformer_config(family, parallel, dtype, recompute, recompute_modules, further)
     return [_build_chunk(family, config, at) for at in coordinates().virtual_stages()]
 
@@ -282,6 +286,10 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
         rotary.use_frequencies(model, config, family.rotary)
     if family.rotary.query_growth:
         rotary.grow_queries(model, family.rotary)
+    if family.rotary.sections:
+        rotary.use_axes(model, family.rotary)
+    if at.is_first_stage and (tower := tower_of(family)) is not None:
+        vision.attach(model, tower, config)
     if at.is_first_stage:
         scale_embeddings(model, getattr(decoder, "embedding_scale", 1.0))
     routing.shape_biases(model, family.local_tensors(at))

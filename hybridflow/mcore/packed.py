@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.algorithms.vocab_parallel import Support
 from hybridflow.batch import DataProto
+from hybridflow.data.image_tokens import GRIDS, PIXELS, ImageTokens
 from hybridflow.data.micro_batches import (
     RESPONSE_MASK,
     counted_tokens,
@@ -28,6 +29,7 @@ from hybridflow.data.micro_batches import (
 from hybridflow.device.platform import Platform
 from hybridflow.mcore.ahead import Ahead, PackedRows
 from hybridflow.mcore.context_parallel import ZigZag
+from hybridflow.mcore.vision import Images
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class MicroBatch:
         tokens, positions: [1, t'].
         packed: bounds of the whole segments (over all context ranks) for Megatron; the padding tail
             is a separate segment. `packed.bounds` is a copy on the CPU; `packed.real` [t'] is False
-            at padding tokens of this rank (`expert_load`).
+            at padding tokens of this rank (`expert_load`). If some of the samples have images,
+            `packed.images` are the `Images`, and `packed.axes` [3, t] the positions on three axes;
+            otherwise both are None.
         predict_rows: [n'] this rank's rows whose outputs predict the response tokens.
         targets: [n'] the response tokens that they predict.
         places: [n'] indices of the targets among the n response tokens; None without context
@@ -105,6 +109,7 @@ def build_micro_batches(
     total: int | None = None,
     last_token: bool = False,
     heads: int = 0,
+    images: ImageTokens | None = None,
 ) -> list[MicroBatch]:
     """Pack the samples of each bin.
 
@@ -118,13 +123,17 @@ def build_micro_batches(
         total: length of every micro-batch; None for `cut.total`.
         last_token: True if the model also reads each sample's last token (see `lengths_read`).
         heads: number of multi-token-prediction heads to prepare inputs for.
+        images: how the model reads images, if the batch has any.
     """
     read = lengths_read(sequence_lengths(batch), last_token)
     length = cut.total(read, bins) if total is None else total
     packed: list[MicroBatch] = []
     for rows in bins:
         index = np.asarray(rows, dtype=np.int64)
-        packed.append(_pack(batch, index, read, columns, cut, length, heads))
+        micro = _pack(batch, index, read, columns, cut, length, heads)
+        if images is not None and GRIDS in batch:
+            _add_images(micro, batch, read, images)
+        packed.append(micro)
     return packed
 
 
@@ -203,4 +212,34 @@ def _segments(bounds: np.ndarray, real: np.ndarray) -> PackedSeqParams:
         max_seqlen_kv=longest,
     )
     packed.bounds, packed.real = torch.from_numpy(bounds), upload(torch.from_numpy(real))
+    packed.images = packed.axes = None
     return packed
+
+
+def _add_images(micro: MicroBatch, batch: DataProto, read: np.ndarray, images: ImageTokens) -> None:
+    """Add the samples' images and positions on three axes. Needs one context-parallel rank, which
+    has all tokens."""
+    grids = batch.jagged(GRIDS).take(micro.samples)
+    if not len(grids.values):
+        return
+    bounds = micro.packed.bounds.numpy()
+    # padding counts from zero too
+    axes = np.tile(np.arange(micro.length) - np.repeat(bounds[:-1], np.diff(bounds)), (3, 1))
+    places = []
+    for number, row in enumerate(micro.samples.tolist()):
+        start = int(bounds[number])
+        length = int(read[row])
+        own = grids.row(number)
+        if not len(own):
+            continue
+        found = images.places(batch.jagged("prompt_ids").row(row), own)
+        axes[:, start : start + length] = images.axes(length, found, own)
+        places.append(start + found)
+    pixels = np.array(batch.jagged(PIXELS).take(micro.samples).values, np.float32)
+    upload = Platform.detect().upload
+    micro.packed.axes = upload(torch.from_numpy(axes))
+    micro.packed.images = Images(
+        upload(torch.from_numpy(pixels)),
+        upload(torch.from_numpy(np.array(grids.values, np.int64))),
+        upload(torch.from_numpy(np.concatenate(places).astype(np.int64))),
+    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ from hybridflow.algorithms.vocab_parallel import Scoring
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.derived import tokens_multiple, virtual_pipeline_size
 from hybridflow.config.schema import OptimConfig, ParallelConfig
+from hybridflow.data.image_tokens import ImageTokens, check_images
 from hybridflow.data.micro_batches import check_token_ids, lengths_read, sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
 from hybridflow.device.reference import HoldsReference
-from hybridflow.mcore import parallel
+from hybridflow.mcore import parallel, vision
 from hybridflow.mcore.expert_load import ExpertLoad
 from hybridflow.mcore.head_training import HeadSettings, HeadTraining, train_heads
 from hybridflow.mcore.lora import Adapters
@@ -54,6 +56,7 @@ from hybridflow.models.family import num_parameters, without_prediction_heads
 from hybridflow.models.layout import LocalTensor
 from hybridflow.models.lora import AdapterMap
 from hybridflow.models.served_adapters import ServedAdapters
+from hybridflow.models.vision import is_vision, tower_of
 from hybridflow.models.weights import WeightSource
 
 Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)
@@ -80,6 +83,7 @@ class Policy(HoldsReference):
         on_nonfinite: str = "stop",
         lora: AdapterMap | None = None,
         heads: HeadSettings | None = None,
+        freeze_vision_tower: bool = True,
         trains: bool = True,
     ) -> None:
         """Build the stage and load it from `source`. Process groups must exist already
@@ -91,8 +95,8 @@ class Policy(HoldsReference):
             expert_bias_update_rate: step size with which each update moves a sigmoid router's
                 expert biases toward an even load; 0 disables this.
             router_losses: coefficients of the load-balancing loss and the z-loss.
-            recompute, recompute_modules, megatron, logits_chunk_tokens, on_nonfinite: see
-                `ActorConfig`.
+            recompute, recompute_modules, megatron, logits_chunk_tokens, on_nonfinite,
+            freeze_vision_tower: see `ActorConfig`.
             lora: adapters to train instead of the weights.
             heads: how the family's multi-token-prediction heads are trained, if it has any.
             trains: if False, no gradient buffers are allocated and the policy cannot have an
@@ -109,6 +113,11 @@ class Policy(HoldsReference):
         )
         self.heads = build_heads(family, self.stages)
         load_weights(self.stages, family, source, self.heads)
+        tower = tower_of(family)
+        self.images = None if tower is None else ImageTokens(tower.image_token, tower.merge)
+        self._frozen = tower.tensors() if tower is not None and freeze_vision_tower else {}
+        if self._frozen:
+            vision.freeze(self.stages)
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
         self.replay = RouterReplay(self.stages)
         self.adapters = Adapters(lora, self.stages, family) if lora is not None else None
@@ -285,6 +294,7 @@ class Policy(HoldsReference):
         the same meaning as in `lengths_read`, `heads` as in `build_micro_batches`.
         """
         check_token_ids(batch, self.family.vocab_size)
+        check_images(batch, self.images)
         cut = self._cut()
         lengths = lengths_read(sequence_lengths(batch), last_token)
         # the interleaved schedule runs micro-batches in groups of the number of stages
@@ -300,7 +310,8 @@ class Policy(HoldsReference):
         if self.config.moe_dispatcher == "allgather":
             total = all_ranks_max(total)
         return self.replay.attach(
-            batch, build_micro_batches(batch, bins, columns, cut, total, last_token, heads)
+            batch,
+            build_micro_batches(batch, bins, columns, cut, total, last_token, heads, self.images),
         )
 
     def _cut(self) -> Cut:
@@ -357,20 +368,25 @@ class Policy(HoldsReference):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the live parameters that the policy's training may change: the adapters if there
-        are any, otherwise all parameters except those of prediction heads.
+        are any, otherwise all parameters except those of prediction heads and of a frozen vision
+        tower.
 
         Names are the same as in `parameters`.
         """
         self.settle()
         if self.adapters:
             return {name: parameter for name, (parameter, _) in self.adapters.parameters().items()}
-        return held_weights(self.stages)
+        held = held_weights(self.stages)
+        return {name: one for name, one in held.items() if not (self._frozen and is_vision(name))}
 
     @functools.cached_property
     def trainable_parameters(self) -> int:
         """Number of trainable parameters in the whole model. Cached, since every step reports
         it."""
-        return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
+        if self.adapters:
+            return self.adapters.map.num_parameters()
+        frozen = sum(map(math.prod, self._frozen.values()))
+        return num_parameters(self.family) - frozen
 
     def settle(self) -> None:
         """Gather the weights that otherwise only the next forward pass would gather

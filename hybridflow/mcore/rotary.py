@@ -134,6 +134,24 @@ def use_kinds(
                 set_attention_factor(module.config, local)
 
 
+def use_axes(model: torch.nn.Module, rotary: Rotary) -> None:
+    """Rotate the tokens of a micro-batch that has positions on three axes (`packed.axes` [3, t]) by
+    the angles of these positions. In all others, a position is the same on every axis, and the
+    angles are the plain ones.
+    """
+
+    def turn(_: Any, inputs: Any, named: dict[str, Any]) -> None:
+        packed = named["packed_seq_params"]
+        if (axes := getattr(packed, "axes", None)) is None:
+            return
+        which = torch.tensor(rotary.axes(), device=axes.device)
+        half = axes[which].t().float() * rotary.frequencies().to(axes.device)
+        # read by `rotate_unfused`, in recomputed layers too: the bounds are the same object there
+        packed.cu_seqlens_q.angles = torch.cat((half, half), dim=-1)[:, None, None]
+
+    model.register_forward_pre_hook(turn, with_kwargs=True)
+
+
 def grow_queries(model: torch.nn.Module, rotary: Rotary) -> None:
     """Scale each query of every core attention by a factor that depends on its position
     (`Rotary.query_growth`)."""

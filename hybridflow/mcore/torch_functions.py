@@ -71,10 +71,14 @@ def rotate_unfused(
         t, cu_seqlens, freqs: as for `rotate`.
         cp_group: the context-parallel group.
         settings, named: positional and keyword arguments passed on to Megatron's formula.
+
+    The angles of each token may be given instead, as `cu_seqlens.angles` [t, 1, 1, r].
     """
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-    angles = freqs[positions_of(cu_seqlens, len(t), cp_group.size(), cp_group.rank())]
+    angles = getattr(cu_seqlens, "angles", None)
+    if angles is None:
+        angles = freqs[positions_of(cu_seqlens, len(t), cp_group.size(), cp_group.rank())]
     rotated: torch.Tensor = _apply_rotary_pos_emb_bshd(
         t.unsqueeze(1), angles, *settings, **named
     ).squeeze(1)

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from hybridflow.config.model_config import published_form
 from hybridflow.errors import ModelError
 from hybridflow.models.family import Family
+from hybridflow.models.vision import Tower, tower_of
 
 # transformers stores a layer's experts in two stacked tensors: gate above up, and down
 _EXPERTS = re.compile(r"(?P<layer>.*\.)mlp\.experts\.(?P<part>gate_up|down)_proj$")
@@ -18,12 +20,18 @@ _MIXTRALS = ("mixtral", "minimax_m2")
 
 
 def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
-    """Build the causal language model on the meta device, without allocating its weights.
+    """Build the causal language model, with its vision tower if it has one, on the meta device,
+    without allocating its weights.
 
     Raises:
         ModelError: transformers does not support this `model_type`.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = str(family.hf["model_type"])
@@ -32,24 +40,43 @@ def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
             f"transformers does not support model_type {model_type!r}; use another actor.backend "
             "or rollout.engine"
         )
-    config = CONFIG_MAPPING[model_type].from_dict(dict(family.hf))
+    config = CONFIG_MAPPING[model_type].from_dict(published_form(family.hf))
+    kinds = MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = AutoModelForCausalLM
+    if tower_of(family) is not None:
+        kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        auto = AutoModelForImageTextToText
     # SDPA does not support attention sinks
-    has_sdpa = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
-    kind = "sdpa" if has_sdpa else "eager"
+    kind = "sdpa" if kinds[type(config)]._supports_sdpa else "eager"
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=kind, dtype=dtype)
+        return auto.from_config(config, attn_implementation=kind, dtype=dtype)
+
+
+def vision_module(tower: Tower, dtype: torch.dtype) -> Any:
+    """Build a vision tower on the current device. Its weights are to be loaded; its rotary
+    frequencies, which are not part of a checkpoint, are final."""
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    # published configs have the whole model's type here
+    fields = {name: value for name, value in tower.config.items() if name != "model_type"}
+    config = Qwen3VLVisionConfig.from_dict(fields)
+    return Qwen3VLVisionModel._from_config(config, attn_implementation="sdpa", dtype=dtype)
 
 
 def allocate(causal: Any, device: torch.device) -> None:
     """Allocate the model on `device` with uninitialised weights."""
     causal.to_empty(device=device)
     # rotary frequencies are not part of a checkpoint and were not computed on the meta device
-    causal.model.rotary_emb = type(causal.model.rotary_emb)(causal.config).to(device)
-    embedding = causal.model.embed_tokens
+    text = getattr(causal.model, "language_model", causal.model)
+    text.rotary_emb = type(text.rotary_emb)(text.config).to(device)
+    if (vision := getattr(causal.model, "visual", None)) is not None:
+        vision.rotary_pos_emb = type(vision.rotary_pos_emb)(vision.config).to(device)
+    embedding = text.embed_tokens
     if hasattr(embedding, "scalar_embed_scale"):  # nor Gemma's embedding scale
         embedding.embed_scale.fill_(embedding.scalar_embed_scale)
     if causal.config.tie_word_embeddings:  # to_empty unties the weights
-        causal.lm_head.weight = causal.model.embed_tokens.weight
+        causal.lm_head.weight = text.embed_tokens.weight
 
 
 def expert_names(model_type: str) -> tuple[str, str, str]:

@@ -20,6 +20,7 @@ from hybridflow.models.layout import ParallelShape
 from hybridflow.models.model_folder import check_weights
 from hybridflow.models.recompute import check_recompute
 from hybridflow.models.served import check_served
+from hybridflow.models.vision import check_training, check_vision, tower_of
 
 
 def check(config: RunConfig, job: str = "train") -> None:
@@ -62,32 +63,59 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
     for role, model in _models(config, job):
         parallel = config.actor.parallel if role == "actor" else derived.role_layout(config, role)
         try:
+            hf = derived.hf_config(model)
             mtp = role == "actor" and config.actor.mtp.train
-            check_cut(derived.hf_config(model), parallel, mtp)
+            check_cut(hf, parallel, mtp)
+            family = family_of({"vocab_size": 1, **hf})
             if role == "actor":
-                family = family_of({"vocab_size": 1, **derived.hf_config(model)})
-                if config.actor.backend == "fsdp":
-                    check_fsdp(family)
-                if job == "train":
-                    check_served(family, config)
+                _check_policy(family, config, job)
+            else:
+                _check_role(family, role, config)
             trains = derived.trains(config, role) or job == "train-reward"
             if trains and config.actor.backend == "megatron":
-                family = family_of({"vocab_size": 1, **derived.hf_config(model)})
                 check_recompute(family, config.actor.recompute, config.actor.recompute_modules)
         except ModelError as error:
             section = "actor" if role == "actor" else derived.layout_section(config, role)
             yield str(error).replace("actor.parallel", f"{section}.parallel")
 
 
+def _check_policy(family: Family, config: RunConfig, job: str) -> None:
+    actor = config.actor
+    if actor.backend == "fsdp":
+        check_fsdp(family)
+    if job == "train":
+        check_served(family, config)
+    check_training(family, actor.recompute, frozen=actor.freeze_vision_tower)
+
+
+def _check_role(family: Family, role: str, config: RunConfig) -> None:
+    has_head = ROLES[role].head == "vocabulary"
+    key = config.data.image_key
+    kind = f"model_type {family.hf['model_type']!r} of the {role.replace('_', ' ')}"
+    if tower_of(family) is None and has_head and key is not None:
+        raise ModelError(
+            f"data.image_key={key}, but {kind} has no vision tower; set {role}.path to a "
+            "vision-language model (model_type qwen3_vl)"
+        )
+    if tower_of(family) is not None and not has_head:
+        raise ModelError(
+            f"{kind} has a vision tower, which is not supported in this role; set {role}.path to a "
+            "text model, or choose an algorithm without this role"
+        )
+
+
 def check_fsdp(family: Family) -> None:
     """Raise ModelError if the FSDP backend cannot train a model.
 
-    The backend replaces transformers' attention mask, which implements the windows, with a mask for
-    packed rows. transformers' delta net would carry its state from one row to the next. FSDP2
-    shards parameters, but expert biases are buffers.
+    The backend builds causal language models without a vision tower. It replaces transformers'
+    attention mask, which implements the windows, with a mask for packed rows. transformers' delta
+    net would carry its state from one row to the next. FSDP2 shards parameters, but expert biases
+    are buffers.
     """
     megatron = "by actor.backend=fsdp; set actor.backend=megatron"
     named = f"model_type {family.hf['model_type']!r}"
+    if tower_of(family) is not None:
+        raise ModelError(f"{named} has a vision tower, which is not supported {megatron}")
     if has_delta_net(family):
         raise ModelError(f"{named} has gated delta nets, which are not supported {megatron}")
     if any(getattr(family, "windows", ())):
@@ -114,6 +142,7 @@ def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig, mtp: bool 
         )
     family.check(ParallelShape.of(parallel, derived.model_parallel_size(parallel)).place())
     check_context(family, parallel)
+    check_vision(family, parallel)
 
 
 def _models(config: RunConfig, job: str) -> Iterator[tuple[str, ModelConfig]]:

@@ -52,6 +52,7 @@ class Decoder:
 
     Attributes:
         fields: how each field of config.json is handled; `values` contains the used ones.
+        stem: prefix of the names of a checkpoint's tensors, except the output head.
         positions, theta, partial: transformers' defaults for max_position_embeddings, rope_theta
         and partial_rotary_factor; None: the family always rotates whole heads.
         latent_norm_eps: eps of latent attention's norms, if it differs from rms_norm_eps.
@@ -67,6 +68,7 @@ class Decoder:
 
     fields: Fields
     architecture = ""
+    stem = "model."
     positions = 32768
     theta = 10000.0
     partial: float | None = None
@@ -138,7 +140,7 @@ class Decoder:
     def head_names(self, head: int) -> HeadNames:
         """Return the names of a head in a checkpoint: by default DeepSeek-V3's, for which heads are
         further layers."""
-        prefix = f"model.layers.{self.num_layers + head}."
+        prefix = f"{self.stem}layers.{self.num_layers + head}."
         names = (f"{prefix}{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
         return HeadNames(prefix, *names)
 
@@ -184,10 +186,10 @@ class Decoder:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return {HF tensor: shape} in checkpoint order, excluding `aliases`."""
-        shapes: Shapes = {"model.embed_tokens.weight": (self.vocab_size, self.hidden)}
+        shapes: Shapes = {f"{self.stem}embed_tokens.weight": (self.vocab_size, self.hidden)}
         for layer in range(self.num_layers):
-            shapes |= self._layer_tensors(f"model.layers.{layer}.", layer)
-        shapes["model.norm.weight"] = (self.hidden,)
+            shapes |= self._layer_tensors(f"{self.stem}layers.{layer}.", layer)
+        shapes[f"{self.stem}norm.weight"] = (self.hidden,)
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, self.hidden)
         for head in range(self.num_mtp):
@@ -205,7 +207,7 @@ class Decoder:
         aliases = {}
         for head in range(self.num_mtp):
             prefix = self.head_names(head).layer
-            aliases[f"{prefix}embed_tokens.weight"] = "model.embed_tokens.weight"
+            aliases[f"{prefix}embed_tokens.weight"] = f"{self.stem}embed_tokens.weight"
             aliases[f"{prefix}shared_head.head.weight"] = "lm_head.weight"
         return aliases
 
@@ -224,7 +226,9 @@ class Decoder:
         self.check(at)
         tensors = self.first_tensors(at)
         for local, layer in enumerate(at.layers(self.num_layers)):
-            tensors += self._layer(f"model.layers.{layer}.", f"decoder.layers.{local}.", layer, at)
+            tensors += self._layer(
+                f"{self.stem}layers.{layer}.", f"decoder.layers.{local}.", layer, at
+            )
         return tensors + self.last_tensors(at)
 
     def first_tensors(self, at: Coordinates) -> list[LocalTensor]:
@@ -232,17 +236,20 @@ class Decoder:
         if not (at.is_first_stage or (self.num_mtp and at.is_last_stage)):
             return []
         # an MTP head embeds tokens too, so Megatron keeps a copy of the embedding on its stage
-        return [self._vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight", at)]
+        embedding = f"{self.stem}embed_tokens.weight"
+        return [self._vocab("embedding.word_embeddings.weight", embedding, at)]
 
     def last_tensors(self, at: Coordinates) -> list[LocalTensor]:
         """Return the tensors of the (virtual) stage at `at` that come after its layers."""
         if not at.is_last_stage:
             return []
-        tensors = [whole("decoder.final_layernorm.weight", "model.norm.weight", (self.hidden,))]
+        norm = f"{self.stem}norm.weight"
+        tensors = [whole("decoder.final_layernorm.weight", norm, (self.hidden,))]
         if not self.tied:
             tensors.append(self._vocab("output_layer.weight", "lm_head.weight", at))
         elif not at.is_first_stage:
-            tensors.append(self._vocab("output_layer.weight", "model.embed_tokens.weight", at))
+            embedding = f"{self.stem}embed_tokens.weight"
+            tensors.append(self._vocab("output_layer.weight", embedding, at))
         for head in range(self.num_mtp):
             tensors += self._mtp_head(head, at)
         return tensors

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybridflow.config.model_config import flattened
 from hybridflow.config.registry import Registry
 from hybridflow.errors import ModelError
 from hybridflow.models.layout import Coordinates, LocalTensor
@@ -52,7 +53,7 @@ FAMILIES: Registry[Callable[[Mapping[str, Any], bool], Family]] = Registry(
 
 
 def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
-    """Return the family for an HF config (the contents of config.json).
+    """Return the family for an HF config (the contents of config.json, `flattened` or not).
 
     Args:
         mtp: True to include the multi-token-prediction heads that the config declares. If False,
@@ -70,7 +71,7 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
             f"own parameter map: model.family=path/to/file.py:{model_type} (for `hybridflow "
             "checkpoint`: --family)"
         )
-    return FAMILIES.get(model_type)(hf_config, mtp)
+    return FAMILIES.get(model_type)(flattened(hf_config), mtp)
 
 
 def num_prediction_heads(family: Family) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hybridflow.models.family import Family
 from hybridflow.models.layout import Coordinates, LocalTensor
+from hybridflow.models.vision import MODULE
 
 # Megatron's weights of linears: `linear_fc1.weight`, or `experts.linear_fc1.weight3` of an expert
 _WEIGHT = re.compile(r"(?P<module>(?:.+\.)?(?P<linear>linear_\w+))\.weight(?P<expert>\d*)")
@@ -32,6 +33,8 @@ def is_adapted(local: LocalTensor, targets: Sequence[str]) -> bool:
 def is_linear(local: LocalTensor) -> bool:
     """Return True for the weight of a linear that supports adapters."""
     matched = _WEIGHT.fullmatch(local.name)
+    if local.name.startswith(f"{MODULE}."):  # of a vision tower, which has linears of these names
+        return False
     # a number belongs to an expert of a grouped linear, and only to one
     return matched is not None and (".experts." in f".{local.name}") == bool(matched["expert"])
 

@@ -28,6 +28,15 @@ _WIDTHS: Mapping[str, int] = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 24,
 }
+_TOWER: Mapping[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+_SECTIONS = (4, 2, 2)  # in sum, half the elements of a head
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k")
 # these refer to other sizes, to code, or to parts that the copy does not have
@@ -46,6 +55,7 @@ def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
     small = {key: value for key, value in hf.items() if key not in _DROPPED}
     small |= {key: width for key, width in _WIDTHS.items() if small.get(key) is not None}
     small |= _layers(small) | _heads(small) | _experts(small)
+    small |= _vision(small)
     small |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return small | {"vocab_size": _VOCABULARY, "dtype": "float32", "torch_dtype": "float32"}
 
@@ -104,3 +114,19 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
         found |= {"n_group": 4, "topk_group": 2}
         chosen = 4
     return found | {key: chosen for key in _CHOSEN if key in hf}
+
+
+def _vision(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep two blocks of a vision tower, and DeepStack's features of the first for the first layer;
+    share the frequencies of a head among the axes of positions as before."""
+    tower = hf.get("vision_config")
+    if not isinstance(tower, Mapping):
+        return {}
+    found: dict[str, Any] = {
+        "vision_config": {**tower, **_TOWER, "out_hidden_size": hf["hidden_size"]}
+    }
+    for key in ("rope_scaling", "rope_parameters"):
+        settings = hf.get(key)
+        if isinstance(settings, Mapping) and settings.get("mrope_section"):
+            found[key] = {**settings, "mrope_section": list(_SECTIONS)}
+    return found

@@ -39,6 +39,8 @@ class Rotary:
         settings: the settings of `kind` in config.json.
         query_growth: queries are multiplied by 1 + query_growth * ln(1 + floor(position /
             original)); 0 disables this scaling.
+        sections: for positions on three axes (frame, row, column), the number of frequencies of
+            each, interleaved; empty if a position is one number.
     """
 
     dim: int
@@ -48,6 +50,7 @@ class Rotary:
     original: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     query_growth: float = 0.0
+    sections: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -116,6 +119,14 @@ class Rotary:
         if self.kind == "linear":
             return plain / self.settings["factor"]
         return self._llama3(plain) if self.kind == "llama3" else plain
+
+    def axes(self) -> list[int]:
+        """Return the axis (0 frame, 1 row, 2 column) of each of the dim / 2 frequencies."""
+        found = [0] * (self.dim // 2)
+        for axis in (1, 2):
+            for number in range(axis, min(3 * self.sections[axis], len(found)), 3):
+                found[number] = axis
+        return found
 
     @property
     def attention_factor(self) -> float:

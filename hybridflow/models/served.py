@@ -13,6 +13,7 @@ from typing import Any
 from hybridflow.config import derived
 from hybridflow.config.schema import RolloutConfig, RunConfig
 from hybridflow.errors import ModelError
+from hybridflow.models.vision import tower_of
 
 _ENGINE = RolloutConfig().engine
 # sglang/srt/models/llama.py and qwen2.py compute attention without windows
@@ -35,9 +36,15 @@ def check_served(family: Any, config: RunConfig) -> None:
             names the model_type, the field of config.json and a remedy.
     """
     engine = config.rollout.engine
+    kind = family.hf["model_type"]
+    is_apart = derived.generates(config) and not config.cluster.in_process
+    if tower_of(family) is not None and is_apart:
+        raise ModelError(
+            f"rollout.engine={engine} in its own process does not receive the vision tower of "
+            f"model_type={kind}; {_OTHER}"
+        )
     if engine != _ENGINE or not derived.generates(config):
         return
-    kind = family.hf["model_type"]
     found = (_windows, _embeddings, _heads, _rotary, _sparse_layers, _shapes)
     for problem in (line for check in found for line in check(family, config)):
         raise ModelError(f"rollout.engine={engine} does not compute model_type={kind} {problem}")

@@ -17,8 +17,8 @@ from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
 from hybridflow.models.model_folder import INDEX, SINGLE, read_weight_map
 from hybridflow.models.mxfp4 import BLOCKS, SCALES, packed_names, read_packed
 
-# files copied together with weights: tokenizers, templates, generation settings, remote code,
-# licences
+# files copied together with weights: tokenizers, templates, image processors, generation settings,
+# remote code, licences
 _COMPANIONS = (
     *(
         "tokenizer*.json",
@@ -36,6 +36,7 @@ _COMPANIONS = (
         "*.jinja",
         "additional_chat_templates/*.jinja",
     ),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
     *("generation_config.json", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 _MOST_COMPANION_BYTES = 256 << 20  # the largest published tokenizers are 40 MB
@@ -84,7 +85,8 @@ class RandomWeights:
         """Generate a region of the tensor in fp32."""
         full = self.tensors[name]
         if len(full) == 1:
-            return torch.ones(shape) if "norm" in name else torch.zeros(shape)
+            is_scale = "norm" in name and not name.endswith(".bias")
+            return torch.ones(shape) if is_scale else torch.zeros(shape)
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.empty(full).normal_(0.0, self.std, generator=generator)

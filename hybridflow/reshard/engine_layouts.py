@@ -276,7 +276,7 @@ class EngineRank:
 
     def first(self) -> list[LocalTensor]:
         """Return the buffers that precede the layers."""
-        embedding = "model.embed_tokens.weight"
+        embedding = f"{self.decoder.stem}embed_tokens.weight"
         if self.stage > 0:
             return []
         if self.decoder.architecture == _WHOLE_EMBEDDING:
@@ -285,16 +285,16 @@ class EngineRank:
 
     def layer(self, layer: int) -> list[LocalTensor]:
         """Return the buffers of a layer."""
-        prefix = f"model.layers.{layer}."
+        prefix = f"{self.decoder.stem}layers.{layer}."
         return self._attention(prefix, layer) + self._mlp(prefix, layer)
 
     def last(self) -> list[LocalTensor]:
         """Return the buffers that follow the layers."""
         decoder = self.decoder
-        embedding = "model.embed_tokens.weight"
+        embedding = f"{self.decoder.stem}embed_tokens.weight"
         head = "lm_head.weight"
         is_last = self.stage == self.shape.pipeline - 1
-        tensors = [_whole("model.norm.weight", (decoder.hidden,))] if is_last else []
+        tensors = [_whole(f"{decoder.stem}norm.weight", (decoder.hidden,))] if is_last else []
         is_tied_here = decoder.tied and self.stage == 0
         if (is_last and not is_tied_here) or decoder.architecture == _HEAD_IN_EVERY_STAGE:
             # with data-parallel attention, the output head is still split over all tensor ranks

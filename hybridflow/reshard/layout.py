@@ -2,15 +2,16 @@
 it.
 
 Ranks with the same contents share a `RankLayout` (a *class* of ranks). For example, 2,048 Megatron
-ranks have 512 distinct layouts, and 1,024 ranks of 32 equal engines have 32. Shapes are left-padded
-with ones to three dimensions, so that a rectangle of an HF matrix and its position in a stack of
-experts `[expert, row, column]` differ only by an offset.
+ranks have 512 distinct layouts, and 1,024 ranks of 32 equal engines have 32. Shapes have three
+dimensions, left-padded with ones (`padded`), so that a rectangle of an HF matrix and its position
+in a stack of experts `[expert, row, column]` differ only by an offset.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,24 @@ _ONES = [(1,) * (DIMS - n) for n in range(DIMS + 1)]
 
 
 def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
-    """Left-pad `values` with `fill` to three entries.
+    """Return `values` as three entries: left-padded with `fill`, or with the last dimensions of a
+    longer one (a convolution's kernel) merged into one.
+
+    Args:
+        fill: 1 for a shape or size, 0 for a start.
 
     Raises:
-        WeightSyncError: there are more than three values.
+        WeightSyncError: a start within the merged dimensions, which a plan cannot express.
     """
-    if len(values) > DIMS:
+    if len(values) <= DIMS:
+        return (*((fill,) * (DIMS - len(values))), *values)
+    merged = values[DIMS - 1 :]
+    if fill == 0 and any(merged):
         raise WeightSyncError(
-            f"tensors of more than {DIMS} dimensions are not supported in a slice plan, got shape "
-            f"{tuple(values)}"
+            f"a tensor of more than {DIMS} dimensions is split in one of its last dimensions, at "
+            f"{tuple(values)}; a slice plan does not support this"
         )
-    return (*((fill,) * (DIMS - len(values))), *values)
+    return (*values[: DIMS - 1], prod(merged) if fill else 0)
 
 
 def columns_of(table: Any) -> dict[str, Any]:
@@ -132,6 +140,10 @@ class RankLayout:
                     source = piece.source_start
                     size = piece.shape
                     place = piece.local_start
+                    if len(size) > DIMS:
+                        source = padded(source, 0)
+                        size = padded(size, 1)
+                        place = padded(place, 0)
                     rows.append((
                         catalog[piece.source],
                         *(*_ZEROS[len(source)], *source),
@@ -152,14 +164,9 @@ class RankLayout:
                             *rest,
                         )
                     )
-        except (KeyError, IndexError) as error:
-            reason = (
-                "not in the checkpoint"
-                if isinstance(error, KeyError)
-                else f"a tensor of more than {DIMS} dimensions"
-            )
+        except KeyError:
             raise WeightSyncError(
-                f"{local.name} is filled from {piece.source}, which is {reason}"
+                f"{local.name} is filled from {piece.source}, which is not in the checkpoint"
             ) from None
         names = tuple(local.name for local in tensors)
         if len(set(names)) != len(names):

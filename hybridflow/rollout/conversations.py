@@ -43,6 +43,7 @@ from hybridflow.config import derived
 from hybridflow.config.registry import describe_error
 from hybridflow.config.schema import RunConfig
 from hybridflow.config.val_sets import VAL_SET, val_sets
+from hybridflow.data.image_tokens import IMAGES
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError
 from hybridflow.rollout.continuation import free_routes
@@ -58,6 +59,7 @@ COLUMNS = ("answer_text", "messages", "turns", "tool_calls", "agent_failure")
 TURN_REWARDS = "turn_rewards"
 _SAMPLED = ("response_ids", "rollout_log_probs", "response_versions")
 _ROW = ("data_source", "ground_truth", "extra_info")
+_COLUMNS = ("uid", VAL_SET, ROOM, *_ROW)
 SINGLE_TURN = "single_turn"  # the loop that needs no conversations
 _POLL_S = 0.25
 # while no engine is busy: maximum wait for busy environments and programs, and polling interval
@@ -75,6 +77,7 @@ class _Sample:
         before: answers that an earlier process recorded and that have not been replayed yet.
             answers: (number of preceding tokens, batch, row) for each answer so far.
         request: the pending request.
+        images: a one-row batch with the images of the prompt, if the run has images.
     """
 
     number: int
@@ -84,6 +87,7 @@ class _Sample:
     before: deque[DataProto]
     answers: list[tuple[int, DataProto, int]] = field(default_factory=list)
     request: Request | None = None
+    images: DataProto | None = None
     conversation: Conversation = field(init=False)
     task: asyncio.Task[None] = field(init=False)
 
@@ -153,7 +157,7 @@ class Conversations:
                 tokens are the same.
         """
         rows = prompts.select(
-            [name for name in ("prompt_ids", "uid", VAL_SET, ROOM, *_ROW) if name in prompts]
+            [name for name in ("prompt_ids", *_COLUMNS, *IMAGES) if name in prompts]
         ).fetch()
         uids = rows["uid"].tolist() if "uid" in rows else [None] * len(rows)
         val_sets = rows[VAL_SET].tolist() if VAL_SET in rows else [""] * len(rows)
@@ -170,6 +174,8 @@ class Conversations:
             # samples of a prompt share a prefix, which an engine then computes once
             group = None if uids[row] is None else (first, uids[row])
             one = _Sample(first + row, training, val_sets[row], group, recorded.get(row, deque()))
+            if all(name in rows for name in IMAGES):
+                one.images = rows.select(IMAGES).rows(np.array([row]))
             one.conversation = Conversation(
                 prompt=ids.tolist(),
                 row={name: rows[name][row] for name in _ROW if name in rows},
@@ -344,6 +350,12 @@ class Conversations:
             else:
                 one.answers.append((len(tokens), again.drop(["row", "shown"]), 0))
                 return sampled_of(again, 0, len(tokens), most)
+        prompt = one.conversation.prompt
+        if one.images is not None and list(tokens[: len(prompt)]) != list(prompt):
+            raise HybridFlowError(
+                "a request does not begin with the conversation's prompt, which has the places of "
+                "its images; continue the prompt that the agent loop was given"
+            )
         one.request = self.engines.ask(
             tokens,
             most,
@@ -352,6 +364,7 @@ class Conversations:
             order=one.number,
             group=one.group,
             begun=begun,
+            images=one.images,
         )
         try:
             answer, row = await self.engines.answer(one.request)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.batch import ROUTES, SUPPORT, Column, DataProto, Jagged, objects, read_parquet
+from hybridflow.data.image_tokens import IMAGES
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError, SchemaError
@@ -32,6 +33,7 @@ _NOT_DUMPED = (
     "teacher_log_probs",
     "teacher_top_log_probs",
     "teacher_top_ids",
+    *IMAGES,
 )
 # required for training
 _NEEDED = (

@@ -18,6 +18,7 @@ from hybridflow.config.schema import RewardConfig, RunConfig
 from hybridflow.config.val_sets import VAL_SET, tag, val_sets
 from hybridflow.data.custom import Prompts, open_prompts
 from hybridflow.data.dataset import PreferenceDataset
+from hybridflow.data.images import with_pixels
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dispatch import DataflowStep
 from hybridflow.errors import ConfigError
@@ -306,7 +307,7 @@ class Validator:
         """Return a set's prompts, each repeated once per sample."""
         dataset = self.datasets[name]
         samples = self.sets[name].samples
-        batch = dataset.batch(np.arange(len(dataset)))
+        batch = with_pixels(dataset.batch(np.arange(len(dataset))), dataset)
         if (most := self.sets[name].sampling.max_new_tokens) is not None:
             batch = batch.with_columns(**{ROOM: np.full(len(batch), most)})
         if name:

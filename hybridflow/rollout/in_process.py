@@ -11,7 +11,7 @@ import numpy as np
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import RunConfig
 from hybridflow.engines.asking import generated
-from hybridflow.engines.base import LocalEngine
+from hybridflow.engines.base import LocalEngine, prompt_images
 from hybridflow.errors import EngineError
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.requests import Requests, extras_for, sampling_for
@@ -91,7 +91,9 @@ class InProcessRollouts(Requests):
         extras = extras_for(self.config, training)
         with computing():
             most = int(part["max_new_tokens"].max())
-            completions = generated(self.engine, rows, sampling, most, self.stop_ids, extras)
+            completions = generated(
+                self.engine, rows, sampling, most, self.stop_ids, extras, prompt_images(part)
+            )
         return [response_columns(completions, extras).with_columns(ticket=part["ticket"])]
 
     async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:

@@ -21,6 +21,7 @@ from hybridflow.batch import DataProto, Jagged, objects
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig, SamplingConfig
 from hybridflow.config.val_sets import VAL_SET, sampling_of
+from hybridflow.data.image_tokens import IMAGES
 from hybridflow.engines.base import Extras
 from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
 from hybridflow.process import spans
@@ -51,6 +52,7 @@ class Request:
         prompts, row: the batch (possibly in the object store) that contains the prompt, and the
             prompt's row.
         tokens: the prompt's tokens, if they are in this process instead.
+        images: a one-row batch with the images (`IMAGES`) of `tokens`, if the run has images.
         begun: tokens sampled by engines that have been lost; they become part of the prompt.
         answer: the batch that contains the answer, and its row; None until the answer is complete.
             is_over: resolved with the answer, if a task of this process awaits it.
@@ -66,6 +68,7 @@ class Request:
     prompts: DataProto | None = None
     row: int = 0
     tokens: np.ndarray | None = None
+    images: DataProto | None = None
     begun: DataProto | None = None
     engine: int = -1
     answer: tuple[DataProto, int] | None = None
@@ -109,7 +112,7 @@ class Requests(ABC):
         self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
     ) -> list[Request]:
         """Create a request for each row (`Rollouts.begin`)."""
-        rows = prompts.select(["prompt_ids"])
+        rows = prompts.select([name for name in ("prompt_ids", *IMAGES) if name in prompts])
         uids = prompts["uid"].tolist() if "uid" in prompts else range(len(prompts))
         most = (
             prompts[ROOM].tolist()
@@ -148,12 +151,13 @@ class Requests(ABC):
         group: Hashable = None,
         begun: DataProto | None = None,
         sampling: SamplingConfig | None = None,
+        images: DataProto | None = None,
     ) -> Request:
         """Request up to `most` tokens that continue `tokens`, on behalf of a task that then awaits
         `answer`.
 
         Args:
-            order, group, sampling: as in `Request`.
+            order, group, sampling, images: as in `Request`.
             begun: an interrupted answer to continue.
         """
         one = self._request(training, val_set, most, group)
@@ -161,6 +165,7 @@ class Requests(ABC):
         one.tokens = np.asarray(tokens, np.int64)
         one.order = order
         one.sampling = sampling
+        one.images = images
         if begun is None or self._goes_on(one, begun, begun):
             one.is_over = asyncio.get_running_loop().create_future()
             self._new.append(one)
@@ -350,6 +355,7 @@ class Requests(ABC):
         for group in groups:
             for one in group:
                 own = "" if one.sampling is None else repr(one.sampling)
+                own += " with images" * _has_images(one)
                 parts = alike.setdefault((not one.training, one.val_set, own), {})
                 parts.setdefault(one.engine, []).append(one)
         for (validating, _, _), parts in sorted(alike.items()):
@@ -461,8 +467,8 @@ class Requests(ABC):
 
     @abstractmethod
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
-        """Send each engine its rows, with the columns ticket, prompt_ids, max_new_tokens and, for a
-        named validation set, `VAL_SET`.
+        """Send each engine its rows, with the columns ticket, prompt_ids, max_new_tokens, for
+        prompts with images `IMAGES`, and for a named validation set `VAL_SET`.
         """
 
     @abstractmethod
@@ -528,10 +534,17 @@ def _ended_as(reason: str, answer: DataProto) -> DataProto:
     return answer.with_columns(finish_reason=np.array([reason], dtype=object))
 
 
+def _has_images(one: Request) -> bool:
+    """Return True if the request's prompt has the columns of images."""
+    return one.images is not None or (one.prompts is not None and IMAGES[0] in one.prompts)
+
+
 def _tokens_of(requests: Sequence[Request]) -> DataProto:
-    """Return the prompts of requests made by tasks of this process."""
+    """Return the prompts of requests made by tasks of this process. All or none have images."""
     ids = Jagged.from_rows([one.tokens for one in requests if one.tokens is not None], np.int64)
-    return DataProto.from_columns({"prompt_ids": ids})
+    prompts = DataProto.from_columns({"prompt_ids": ids})
+    images = [one.images for one in requests if one.images is not None]
+    return prompts.union(DataProto.concat(images)) if images else prompts
 
 
 def _rows(requests: Sequence[Request]) -> DataProto:

@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.config.model_config import published_form
 from hybridflow.errors import ModelError
 from hybridflow.models.family import Family, family_of
 from hybridflow.models.fp8 import FP8, SCALE_SUFFIX
@@ -143,7 +144,7 @@ def exported_config(
     for key, name in (config.pop("auto_map", None) or {}).items():
         if _is_there(name, folder):
             code[key] = name
-    return ({**config, "auto_map": code} if code else config), lines
+    return published_form({**config, "auto_map": code} if code else config), lines
 
 
 def _groups(names: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from textwrap import indent
 from typing import Any
 
 from hybridflow.config.build import to_plain
+from hybridflow.config.model_config import flattened
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.config.outside_text import printable
 from hybridflow.config.outside_yaml import read_outside_yaml
@@ -78,7 +79,7 @@ def card(export: Path, run: Path, step: int | None = None) -> str:
     config = _config(run)
     environment = _json(run / "environment.json", _MOST_RESULTS_BYTES)
     metrics = _metrics(run, math.inf if step is None else step)
-    model = _json(export / "config.json", _MOST_RESULTS_BYTES)
+    model = flattened(_json(export / "config.json", _MOST_RESULTS_BYTES))
     reached = max((one["step"] for one in metrics), default=None) if step is None else step
     sections = [
         _front_matter(config, model),

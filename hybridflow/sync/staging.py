@@ -17,7 +17,7 @@ import torch
 from hybridflow.errors import WeightSyncError
 from hybridflow.models.fp8 import FP8
 from hybridflow.reshard.fp8_blocks import SCALES
-from hybridflow.reshard.layout import DIMS, ITEM_BYTES
+from hybridflow.reshard.layout import DIMS, ITEM_BYTES, padded
 from hybridflow.sync.messages import Item, Message
 from hybridflow.sync.payload import DIGEST_BYTES, Digest, Payload, digest, message_key, seeds_of
 from hybridflow_kernels.fp8_cast import write_scales, write_weights
@@ -206,7 +206,7 @@ def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
             f"the plan's buffer {item.buffer} does not exist on this rank; make the plan from this "
             "rank's layout"
         )
-    shape = (*(1,) * (DIMS - whole.dim()), *whole.shape)
+    shape = padded(whole.shape, 1)
     if any(start + size > full for start, size, full in zip(starts, sizes, shape, strict=True)):
         raise WeightSyncError(
             f"{item.buffer} has shape {tuple(whole.shape)}, but the plan reads {sizes} starting at "
@@ -219,7 +219,8 @@ def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
 def rectangle(buffer: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
     """Return `buffer[start : start + size]`, with the buffer viewed in the number of dimensions
     used by layouts and plans."""
-    view = buffer[(None,) * (DIMS - buffer.dim())]
+    view = buffer.view(padded(buffer.shape, 1)) if buffer.dim() > DIMS else buffer
+    view = view[(None,) * (DIMS - view.dim())]
     for axis, (first, length) in enumerate(zip(start, size, strict=True)):
         view = view.narrow(axis, int(first), int(length))
     return view

@@ -11,11 +11,14 @@ from typing import Any
 from hybridflow.agents.environments.base import ENVIRONMENTS
 from hybridflow.agents.toolbox import toolbox
 from hybridflow.config import derived
+from hybridflow.config.model_config import published_form
 from hybridflow.config.schema import RunConfig
+from hybridflow.data.images import ImageReader
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models import family_of, use_family
 from hybridflow.models.fp8 import BlockQuantisation
+from hybridflow.models.vision import tower_of
 from hybridflow.models.weights import copy_companions
 
 _ENGINE_TYPES = {"kimi_k2": "deepseek_v3"}
@@ -76,6 +79,8 @@ def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]
     resolved.setdefault("eos_token_id", tokenizer.eos_id)
     resolved.setdefault("pad_token_id", tokenizer.pad_id)
     resolved.setdefault("bos_token_id", None)
+    if config.data.image_key is not None:
+        _check_processor(resolved, ImageReader(tokenizer))
     resolved.setdefault("architectures", [family_of(resolved).architecture])
     if resolved["vocab_size"] < tokenizer.vocab_size:
         raise ConfigError(
@@ -83,6 +88,22 @@ def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]
             f"{tokenizer.vocab_size} tokens of {tokenizer.path}"
         )
     return resolved
+
+
+def _check_processor(resolved: dict[str, Any], reader: ImageReader) -> None:
+    """Fill in a missing image token from the tokenizer, and check that the image processor makes
+    the patches that the vision tower reads. Raises ConfigError if it does not."""
+    resolved.setdefault("image_token_id", reader.tokens.token)
+    if (tower := tower_of(family_of(resolved))) is None:
+        return  # `check_images` has refused it
+    made = (reader.tokens.token, reader.tokens.merge, reader.patch_numbers)
+    read = (tower.image_token, tower.merge, tower.patch_numbers)
+    if made != read:
+        raise ConfigError(
+            f"(image token, merge size, numbers per patch) are {made} in the tokenizer and image "
+            f"processor of {reader.tokenizer.path}, but {read} in the model's config; set "
+            "model.tokenizer to the model's own folder"
+        )
 
 
 def write_engine_folder(
@@ -114,6 +135,6 @@ def write_engine_folder(
     if quantization == "fp8":
         written["quantization_config"] = BlockQuantisation.of(hf_config).config()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(written, indent=2))
+    (folder / "config.json").write_text(json.dumps(published_form(written), indent=2))
     copy_companions(tokenizer.path, folder)
     return folder

@@ -16,6 +16,7 @@ from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.custom import COLUMNS
+from hybridflow.data.image_tokens import IMAGES
 from hybridflow.data.packing import balanced_order, update_order
 from hybridflow.dispatch import DataflowStep, check_dataflow, method_spec
 from hybridflow.errors import HybridFlowError
@@ -304,11 +305,13 @@ class PolicyGroup(ModelGroup):
 
 def update_step(config: RunConfig) -> DataflowStep:
     """Return the columns that a policy update reads: those declared by the loss, the routes if they
-    are replayed, and the sampling support if sampling is truncated."""
+    are replayed, the sampling support if sampling is truncated, and the images if there are any."""
     routes = (ROUTES,) if derived.replays_routes(config) else ()
     support = SUPPORT if derived.needs_support(config) else ()
+    images = () if config.data.image_key is None else IMAGES
     columns = policy_loss_columns(config.actor, derived.old_log_probs_column(config))
-    return DataflowStep("update", ("prompt_ids", "response_ids", *columns, *routes, *support))
+    reads = ("prompt_ids", "response_ids", *columns, *routes, *support, *images)
+    return DataflowStep("update", reads)
 
 
 def check_steps(config: RunConfig) -> None:
@@ -341,7 +344,7 @@ def check_steps(config: RunConfig) -> None:
             *([] if scored else [PolicyWorker.take_update_log_probs]),
             update_step(config),
         ],
-        available=("uid", *COLUMNS),
+        available=("uid", *COLUMNS, *(() if config.data.image_key is None else IMAGES)),
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import COLUMNS, Prompts
+from hybridflow.data.image_tokens import IMAGES
 from hybridflow.observe.timeline import Timeline
 from hybridflow.rollout.answering import Prompt, samples
 from hybridflow.rollout.dumps import Dumps, dump_batch
@@ -142,7 +143,8 @@ class Sampled:
         """Add greedy_scores [B] f32: the weighted score of the greedy answer to each row's
         prompt."""
         _, first, group = np.unique(batch["uid"], return_index=True, return_inverse=True)
-        prompts = batch.rows(first).select(["uid", *COLUMNS])
+        names = ("uid", *COLUMNS, *IMAGES)
+        prompts = batch.rows(first).select([name for name in names if name in batch])
         with self.timeline.phase("gen_greedy"):
             answered = prompts.union(
                 await self.engines.answers(self.engines.begin(prompts, training=False))

@@ -213,6 +213,7 @@ def _megatron(
         on_nonfinite=actor.on_nonfinite,
         lora=_adapters(config, family, trains),
         heads=HeadSettings(actor.mtp.coef, actor.mtp.lr),
+        freeze_vision_tower=actor.freeze_vision_tower,
         trains=trains,
     )
 

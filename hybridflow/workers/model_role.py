@@ -11,6 +11,7 @@ from hybridflow.batch import SUPPORT, DataProto
 from hybridflow.config import derived
 from hybridflow.config.role_table import ROLES, Head
 from hybridflow.config.schema import DistillationConfig
+from hybridflow.data.image_tokens import IMAGES
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.models import Family, family_of, use_family
@@ -84,14 +85,19 @@ class ModelWorker(RoleWorker):
         Dispatch.DP,
         reads=("prompt_ids", "response_ids"),
         writes=("ref_log_probs",),
-        may_read=SUPPORT,
+        may_read=(*SUPPORT, *IMAGES),
     )
     @needs("weights")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
         """Reference: return the log-probs of the response tokens."""
         return self._log_probs(batch, "ref_log_probs")
 
-    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("teacher_log_probs",))
+    @register(
+        Dispatch.DP,
+        reads=("prompt_ids", "response_ids"),
+        writes=("teacher_log_probs",),
+        may_read=IMAGES,
+    )
     @needs("weights")
     def compute_teacher_log_probs(self, batch: DataProto) -> DataProto | None:
         """Teacher: return the log-probs of the response tokens at the policy's sampling
@@ -102,6 +108,7 @@ class ModelWorker(RoleWorker):
         Dispatch.DP,
         reads=("prompt_ids", "response_ids"),
         writes=("teacher_top_log_probs", "teacher_top_ids"),
+        may_read=IMAGES,
     )
     @needs("weights")
     def compute_teacher_top(self, batch: DataProto) -> DataProto | None:

@@ -16,6 +16,7 @@ import numpy as np
 from hybridflow.batch import ROUTES, SUPPORT, DataProto, Jagged
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig
+from hybridflow.data.image_tokens import IMAGES
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.device.platform import Kind, Platform
 from hybridflow.device.profiler import RankProfiler
@@ -82,7 +83,11 @@ class PolicyWorker(RoleWorker):
 
     # ---- training
 
-    @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids"), may_read=(RESPONSE_MASK,))
+    @register(
+        Dispatch.DP_METRIC,
+        reads=("prompt_ids", "response_ids"),
+        may_read=(RESPONSE_MASK, *IMAGES),
+    )
     @needs("weights", "gradients", "optimizer")
     def sft_step(self, batch: DataProto) -> list[Report]:
         """Run one supervised update on the response tokens, or only on those selected by
@@ -160,7 +165,7 @@ class PolicyWorker(RoleWorker):
         Dispatch.DP,
         reads=("prompt_ids", "response_ids"),
         writes=("old_log_probs", "entropys"),
-        may_read=SUPPORT,
+        may_read=(*SUPPORT, *IMAGES),
     )
     @needs("weights")
     def compute_log_probs(self, batch: DataProto) -> DataProto | None:
@@ -171,7 +176,7 @@ class PolicyWorker(RoleWorker):
         Dispatch.DP,
         reads=("prompt_ids", "response_ids"),
         writes=("old_log_probs", "entropys", ROUTES),
-        may_read=SUPPORT,
+        may_read=(*SUPPORT, *IMAGES),
     )
     @needs("weights")
     def compute_log_probs_and_routes(self, batch: DataProto) -> DataProto | None:
@@ -186,7 +191,7 @@ class PolicyWorker(RoleWorker):
         Dispatch.DP,
         reads=("prompt_ids", "response_ids", ROUTES),
         writes=("old_log_probs", "entropys"),
-        may_read=SUPPORT,
+        may_read=(*SUPPORT, *IMAGES),
     )
     @needs("weights")
     def compute_log_probs_along_routes(self, batch: DataProto) -> DataProto | None:
@@ -204,7 +209,7 @@ class PolicyWorker(RoleWorker):
         Dispatch.DP,
         reads=("prompt_ids", "response_ids", "old_log_probs"),
         writes=("sum_pi_squared",),
-        may_read=SUPPORT,
+        may_read=(*SUPPORT, *IMAGES),
     )
     @needs("weights")
     def compute_sum_pi_squared(self, batch: DataProto) -> DataProto | None:
@@ -227,7 +232,7 @@ class PolicyWorker(RoleWorker):
         Dispatch.DP,
         reads=("prompt_ids", "response_ids"),
         writes=("ref_log_probs",),
-        may_read=SUPPORT,
+        may_read=(*SUPPORT, *IMAGES),
     )
     @needs("weights", "reference")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from hybridflow.engines.asking import TokenRequests
 from hybridflow.engines.base import NO_EXTRAS, Completion, Engine, Extras
 from hybridflow.engines.load import Load, LoadWatch, ReportsLoad
 from hybridflow.engines.nodes import FirstNode
-from hybridflow.engines.spec import EngineSpec, has_weights
+from hybridflow.engines.spec import EngineSpec, has_weights, model_config
 from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor
 from hybridflow.errors import ConfigError, EngineError, EngineSilent, WeightSyncError
 from hybridflow.sync.schedule import EngineLayout
@@ -149,9 +148,7 @@ class RolloutWorker:
         if config.nodes_per_engine > 1:
             spec = replace(spec, dist_init_addr=f"{context.node}:0")
             nodes = FirstNode(spec, context.node)
-        self._hf_config = json.loads(
-            Path(spec.model_path, "config.json").read_text(encoding="utf-8")
-        )
+        self._hf_config = model_config(spec)
         # (engine start number, memory tags released since)
         self._asleep: tuple[int, tuple[str, ...]] = (-1, ())
         self.requests = EngineRequests()

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+IMAGES = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 
@@ -32,6 +33,7 @@ def write_prompts(
     rows: Sequence[Mapping[str, Any]],
     extra_info: Mapping[str, pa.DataType],
     ground_truth: pa.DataType | None = None,
+    images: bool = False,
 ) -> int:
     """Write prompt rows. Returns the number of rows.
 
@@ -41,6 +43,7 @@ def write_prompts(
         extra_info: field types of the extra_info struct; with them, an empty file has the same
             schema as a full one.
         ground_truth: Arrow type of the ground truth; None means text.
+        images: whether the rows have a column `images`.
     """
     schema = pa.schema(
         [
@@ -52,14 +55,19 @@ def write_prompts(
                 pa.struct([("style", pa.string()), ("ground_truth", ground_truth or pa.string())]),
             ),
             ("extra_info", pa.struct(list(extra_info.items()))),
+            *([("images", IMAGES)] if images else []),
         ]
     )
     return _write(path, rows, schema)
 
 
-def write_demonstrations(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Write rows {prompt: messages, response: str}. Returns the number of rows."""
-    return _write(path, rows, pa.schema([("prompt", MESSAGES), ("response", pa.string())]))
+def write_demonstrations(
+    path: Path, rows: Sequence[Mapping[str, Any]], images: bool = False
+) -> int:
+    """Write rows {prompt: messages, response: str}, with `images` also that column. Returns the
+    number of rows."""
+    fields = [("prompt", MESSAGES), ("response", pa.string())]
+    return _write(path, rows, pa.schema(fields + ([("images", IMAGES)] if images else [])))
 
 
 def write_pairs(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:

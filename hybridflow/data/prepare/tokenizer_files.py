@@ -31,7 +31,20 @@ ROLE_TEMPLATE = (
 )
 
 
-def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str] = ()) -> None:
+# The same, with the tokens of an image in the place of each part {"type": "image"}.
+IMAGE_WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}={% endif %}{% if "
+    "message['content'] is string %}{{ message['content'] }}{% else %}{% for part in "
+    "message['content'] %}{% if part['type'] == 'image' %}" + "".join(IMAGE_WORDS) + "{% else %}{{ "
+    "part['text'] }}{% endif %}{% endfor %}{% endif %}{% if message['role'] == 'assistant' "
+    "%}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def write_character_tokenizer(
+    folder: Path, characters: str, words: Sequence[str] = (), template: str = CHARACTER_TEMPLATE
+) -> None:
     """Write a tokenizer with one token per character; ids 0, 1, 2 are pad, eos, unknown, then
     `characters` and `words` in order. No BOS.
 
@@ -40,6 +53,7 @@ def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str
         characters: the alphabet, without duplicates; any other character becomes the unknown token.
         words: strings that are always encoded as one token; if several match at the same position,
             the first in the list wins.
+        template: the chat template.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -50,7 +64,7 @@ def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str
     pattern = "|".join([*map(re.escape, words), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    _save(tokenizer, folder, CHARACTER_TEMPLATE, eos=EOS, unk=UNK)
+    _save(tokenizer, folder, template, eos=EOS, unk=UNK)
 
 
 def write_byte_tokenizer(folder: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ import torch
 from hybridflow.batch import Supports
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.device.platform import Platform
-from hybridflow.engines.base import ENGINES, Completion, WeightSpan
+from hybridflow.engines.base import ENGINES, Completion, PromptImages, WeightSpan
+from hybridflow.engines.hf.images import read_images
 from hybridflow.engines.spec import EngineSpec, check_tokens
 from hybridflow.errors import EngineError, ModelError
 from hybridflow.models import family_of
@@ -101,11 +102,12 @@ class HfEngine:
         *,
         with_routes: bool = False,
         with_support: bool = False,
+        images: Sequence[PromptImages] = (),
     ) -> list[Completion]:
         """Generate one response per prompt, in order, as documented in `Engine.generate`.
 
-        Sampling depends only on seed, weight version and prompts, so a resumed run samples the same
-        tokens as an uninterrupted one.
+        Sampling depends only on seed, weight version, prompts and images, so a resumed run samples
+        the same tokens as an uninterrupted one.
         """
         self.check_alive()
         if self._version is None:
@@ -129,6 +131,7 @@ class HfEngine:
                 max_new_tokens,
                 stop_token_ids,
                 with_support,
+                images[start : start + size],
             )
         return found
 
@@ -153,6 +156,7 @@ class HfEngine:
         most: int,
         stops: Sequence[int],
         with_support: bool,
+        images: Sequence[PromptImages],
     ) -> list[Completion]:
         from transformers import GenerationConfig, LogitsProcessorList
 
@@ -179,9 +183,11 @@ class HfEngine:
             output_scores=with_support,
         )
         scores = _LogProbs(1.0 if greedy else sampling.temperature)
-        read = self._read_once(prompts, ids, mask)
+        images = images if any(len(one.grids) for one in images) else ()
+        keys = _keys(prompts, images)
+        read = self._read_once(keys, ids, mask, images)
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else None):
-            torch.manual_seed(self._seed(prompts))
+            torch.manual_seed(self._seed(keys))
             made = self._model.generate(
                 ids,
                 attention_mask=mask,
@@ -198,35 +204,52 @@ class HfEngine:
         return [self._completion(*answer, stops) for answer in answers]
 
     def _read_once(
-        self, prompts: Sequence[Sequence[int]], ids: torch.Tensor, mask: torch.Tensor
+        self,
+        keys: Sequence[Hashable],
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        images: Sequence[PromptImages],
     ) -> dict[str, DynamicCache]:
         """Share the prefill among repeated prompts (the samples of a group). Returns arguments for
         `generate` with the keys and values of all tokens except the last, computed once per
-        distinct prompt; an empty dict if no prompt is repeated.
+        distinct prompt; an empty dict if no prompt is repeated or has images.
+
+        Args:
+            keys: equal for equal prompts.
+            ids, mask: [b, s] tokens, padded on the left, and 1 for those that are not padding.
         """
         from transformers import DynamicCache
 
-        numbers: dict[tuple[int, ...], int] = {}
-        which = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
-        if len(numbers) == len(prompts) or ids.shape[1] == 1:
+        self._set_rope_deltas(None)
+        numbers: dict[Hashable, int] = {}
+        which = [numbers.setdefault(key, len(numbers)) for key in keys]
+        if (len(numbers) == len(keys) and not images) or ids.shape[1] == 1:
             return {}
-        first = torch.tensor(
-            [which.index(number) for number in range(len(numbers))], device=ids.device
-        )
+        rows = [which.index(number) for number in range(len(numbers))]
+        first = torch.tensor(rows, device=ids.device)
         ids = ids[first, :-1]
         mask = mask[first, :-1]
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        self._model(
-            ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        if images:
+            deltas = read_images(self._model, [images[row] for row in rows], ids, mask, cache)
+            self._set_rope_deltas(deltas[which])
+        else:
+            self._model(
+                ids,
+                attention_mask=mask,
+                position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         cache.reorder_cache(torch.tensor(which, device=ids.device))
         return {"past_key_values": cache}
+
+    def _set_rope_deltas(self, deltas: torch.Tensor | None) -> None:
+        """Set how far the positions after each prompt's images differ from the number of tokens.
+        transformers keeps this in the model from one call to the next."""
+        if hasattr(self._model.model, "rope_deltas"):
+            self._model.model.rope_deltas = deltas
 
     def _completion(
         self,
@@ -243,8 +266,11 @@ class HfEngine:
             tokens[:length], log_probs[:length], "stop" if ends else "length", span, support=support
         )
 
-    def _seed(self, prompts: Sequence[Sequence[int]]) -> int:
-        text = json.dumps([self.spec.seed, self._version, [list(prompt) for prompt in prompts]])
+    def _seed(self, keys: Sequence[tuple[tuple[int, ...], str]]) -> int:
+        given: list[Any] = [
+            list(tokens) if not digest else (tokens, digest) for tokens, digest in keys
+        ]
+        text = json.dumps([self.spec.seed, self._version, given])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
     # ---- weights and memory
@@ -298,6 +324,15 @@ class _LogProbs:
     def _take(self, input_ids: torch.Tensor) -> None:
         if self._last is not None:
             self._taken.append(self._last.gather(1, input_ids[:, -1:])[:, 0])
+
+
+def _keys(
+    prompts: Sequence[Sequence[int]], images: Sequence[PromptImages]
+) -> list[tuple[tuple[int, ...], str]]:
+    """Return keys that are equal for equal prompts. Prompts with the same tokens may have different
+    images."""
+    digests = [one.digest() for one in images] or [""] * len(prompts)
+    return [(tuple(prompt), digest) for prompt, digest in zip(prompts, digests, strict=True)]
 
 
 def _among(

@@ -6,7 +6,7 @@ from hybridflow.rewards.reading import read_response
 from hybridflow.rewards.verifiers.base import ScoreResult, text_truth, verifier
 
 
-@verifier("exact", data_sources=["arithmetic"], runs_in_driver=True, truth=text_truth)
+@verifier("exact", data_sources=["arithmetic", "geometry"], runs_in_driver=True, truth=text_truth)
 def exact(
     response: str,
     ground_truth: str,

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.batch import DataProto, Jagged
+from hybridflow.data.image_tokens import GRIDS, PIXELS
 from tests.dist.harness.policies import policy_of, share_of, weights_of
+from tests.models import IMAGE_TOKEN
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -38,9 +40,9 @@ def run_cases(cases: list[list[Any]], folder: str, lengths: list[int]) -> list[d
         ranks = list(range(1 if layout == "one process" else 2))
         if worlds.mine(ranks):
             with worlds.world(ranks):
-                result = _measure(
-                    hf, LAYOUTS[layout], Path(folder, str(number)), lengths, with_gradient
-                )
+                policy = policy_of({**LAYOUTS[layout], "distributed_optimizer": False}, hf)
+                batch = batch_of_lengths(lengths, hf["vocab_size"])
+                result = measure(policy, hf, Path(folder, str(number)), batch, with_gradient)
             found.append({"name": f"{name}, {layout}", **result})
     worlds.finish()
     return found
@@ -60,20 +62,19 @@ def batch_of_lengths(lengths: list[int], vocab: int) -> DataProto:
     )
 
 
-def _measure(
+def measure(
+    policy: Any,
     hf: dict[str, Any],
-    parallel: dict[str, Any],
     folder: Path,
-    lengths: list[int],
+    batch: DataProto,
     with_gradient: bool,
+    max_tokens: int = 4096,
 ) -> dict[str, Any]:
     """The largest differences of log-probs, and of the gradient in units of the largest one."""
     from hybridflow.mcore.parallel import data_parallel_position
 
-    policy = policy_of({**parallel, "distributed_optimizer": False}, hf)
-    batch = batch_of_lengths(lengths, hf["vocab_size"])
     found = policy.log_probs(
-        share_of(batch), max_tokens=4096, temperature=TEMPERATURE, with_entropy=False
+        share_of(batch), max_tokens=max_tokens, temperature=TEMPERATURE, with_entropy=False
     )
     rank, size, collects = data_parallel_position()
     ours = torch.zeros(len(batch["response_ids"].values), dtype=torch.float64)
@@ -91,7 +92,7 @@ def _measure(
     result["missing in a checkpoint"] = _missing(policy)
     if with_gradient:
         (-expected.mean()).backward()
-        result["gradient"] = _gradient_difference(policy, batch, model)
+        result["gradient"] = _gradient_difference(policy, batch, model, max_tokens)
     return result
 
 
@@ -124,9 +125,10 @@ def _write(family: Any, hf: dict[str, Any], folder: Path) -> None:
 
 def _oracle(folder: Path, batch: DataProto) -> tuple[torch.Tensor, Any]:
     """Response log-probs by transformers in float64, one sequence at a time, and its model."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model, loaded = AutoModelForCausalLM.from_pretrained(
+    auto = AutoModelForImageTextToText if GRIDS in batch else AutoModelForCausalLM
+    model, loaded = auto.from_pretrained(
         folder,
         dtype=torch.float64,
         attn_implementation="eager",
@@ -138,13 +140,29 @@ def _oracle(folder: Path, batch: DataProto) -> tuple[torch.Tensor, Any]:
     for i in range(len(batch)):
         prompt, response = batch["prompt_ids"].row(i), batch["response_ids"].row(i)
         ids = torch.from_numpy(np.concatenate([prompt, response]))
-        logits = model.eval()(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        seen = _images(batch, i, len(ids)) if GRIDS in batch else {}
+        logits = model.eval()(ids[None], use_cache=False, **seen).logits[0, len(prompt) - 1 : -1]
         distribution = (logits.double() / TEMPERATURE).log_softmax(-1)
         found.append(distribution.gather(-1, torch.tensor(response)[:, None])[:, 0])
     return torch.cat(found), model
 
 
-def _gradient_difference(policy: Any, batch: DataProto, model: Any) -> float:
+def _images(batch: DataProto, row: int, length: int) -> dict[str, torch.Tensor]:
+    """What transformers reads of a row's images, if it has any."""
+    grids = batch.jagged(GRIDS).row(row)
+    if not len(grids):
+        return {}
+    kinds = np.zeros(length, np.int64)
+    prompt = batch.jagged("prompt_ids").row(row)
+    kinds[: len(prompt)] = prompt == IMAGE_TOKEN
+    return {
+        "pixel_values": torch.from_numpy(batch.jagged(PIXELS).row(row).astype(np.float64)),
+        "image_grid_thw": torch.from_numpy(grids.copy()),
+        "mm_token_type_ids": torch.from_numpy(kinds)[None],
+    }
+
+
+def _gradient_difference(policy: Any, batch: DataProto, model: Any, max_tokens: int) -> float:
     from hybridflow.engines.hf.engine import checkpoint_tensors
     from tests.dist.cases.gradient import reduced_gradient
 
@@ -152,7 +170,7 @@ def _gradient_difference(policy: Any, batch: DataProto, model: Any) -> float:
         if parameter.grad is not None:
             parameter.data = parameter.grad
     expected = dict(checkpoint_tensors(model))
-    ours = reduced_gradient(policy, share_of(batch), None, 4096, TEMPERATURE)
+    ours = reduced_gradient(policy, share_of(batch), None, max_tokens, TEMPERATURE)
     frozen = {
         piece.source
         for local in policy.family.local_tensors(_alone())

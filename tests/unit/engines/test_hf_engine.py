@@ -3,7 +3,6 @@ what it refuses."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,40 +22,13 @@ from hybridflow.config.schema import (
     TrainerConfig,
     ValSamplingConfig,
 )
-from hybridflow.engines.base import ENGINES
-from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from hybridflow.rollout.in_process import InProcessRollouts
 from hybridflow.single_controller import block_on
-from tests.models import DENSE, FAMILIES, HfConfig
+from tests.models import DENSE, FAMILIES
+from tests.unit.engines.hf_engines import engine_of, fill
 
 PROMPTS = [[3, 4, 5, 6, 7], [8], [9, 10, 11]]
-
-
-def engine_of(hf: HfConfig, folder: Path, **spec: Any) -> Any:
-    (folder / "config.json").write_text(json.dumps(hf))
-    made = ENGINES.get("hf")(
-        EngineSpec("engine-0", str(folder), **spec), folder / "log", lambda: None
-    )
-    made.start()
-    made.wait_ready()
-    return made
-
-
-def fill(engine: Any, scale: float = 0.3, version: str = "7") -> None:
-    """Random weights, as if from a trainer."""
-    # the norms of these add 1 to their weights, but for the norm in a delta net
-    is_centered = engine._model.config.model_type.startswith(("qwen3_next", "qwen3_5"))
-
-    def values(places: Mapping[str, torch.Tensor]) -> int:
-        generator = torch.Generator().manual_seed(0)
-        for name, tensor in places.items():
-            is_one = "norm" in name and not (is_centered and "linear_attn." not in name)
-            mean = 1.0 if is_one else 0.0
-            tensor.copy_(torch.empty(tensor.shape).normal_(mean, scale, generator=generator))
-        return len(places)
-
-    assert engine.take(version, values) > 0
 
 
 def checked(

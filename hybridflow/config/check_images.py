@@ -1,0 +1,38 @@
+"""Checks for settings that `data.image_key` does not support. Pure, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+
+_WORKS = "rollout.engine=hf with cluster=in-process"
+
+
+def problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line per problem. `sizes` is the model's config; empty if it cannot be read."""
+    data = config.data
+    if data.image_key is None:
+        return
+    key = f"data.image_key={data.image_key}"
+    if sizes and not sizes.get("vision_config"):
+        yield (
+            f"{key}, but model_type={sizes.get('model_type')} has no vision tower (vision_config "
+            "in config.json); set model.path to a vision-language model (model_type qwen3_vl), or "
+            "data.image_key=null to train on the text alone"
+        )
+    if derived.generates(config) and not config.cluster.in_process:
+        yield f"{key}: only an engine in the trainer's process is given images; set {_WORKS}"
+    if data.answers == "pairs":
+        yield f"{key} is not supported with data.answers=pairs; set one of them to its default"
+    if config.trainer.rollouts_from is not None:
+        yield f"{key}: dumps do not contain images; set trainer.rollouts_from=null"
+    if data.truncation != "error" and not data.filter_overlong_prompts:
+        yield (
+            f"{key}: data.truncation={data.truncation} would cut images; set it to error, or "
+            "data.filter_overlong_prompts=true"
+        )
+    if config.sft.steps and config.sft.messages_key is not None:
+        yield f"{key} is not supported with sft.messages_key; set it to null"

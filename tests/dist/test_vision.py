@@ -1,0 +1,55 @@
+"""A vision-language model against transformers on the same weights: log-probs and gradients of packed
+rows with none, one and three images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.cases.vision import LAYOUTS
+from tests.dist.harness.ranks import run_ranks
+from tests.models import VISION
+
+pytestmark = pytest.mark.slow
+BOUND = 1e-5
+
+
+def check(cases: list[list[Any]], folder: Path) -> None:
+    found = run_ranks(
+        2, "tests.dist.cases.vision:run_cases", cases=cases, folder=str(folder), timeout_s=300
+    )[0]
+    assert len(found) == len(cases)
+    for one, (_, is_trained) in zip(found, cases, strict=True):
+        moved = {"language model": True, "tower": is_trained, "reference": False, "loaded": False}
+        assert one["moved"] == moved, one
+        assert one["log_probs"] < BOUND and one["missing in a checkpoint"] == 0, one
+        assert not is_trained or one["gradient"] < BOUND, one
+
+
+def test_rows_with_images_are_computed_as_by_transformers(tmp_path: Path) -> None:
+    check([["TP2 SP", True], ["PP2", False]], tmp_path)
+
+
+@pytest.mark.full
+def test_every_layout_with_the_tower_frozen_and_trained(tmp_path: Path) -> None:
+    check([[layout, trained] for layout in LAYOUTS for trained in (False, True)], tmp_path)
+
+
+def test_an_export_is_a_published_folder(tmp_path: Path) -> None:
+    run_ranks(
+        1,
+        "tests.dist.cases.mcore:log_probs_and_export",
+        parallel={},
+        hf=VISION,
+        folder=str(tmp_path / "export"),
+        max_tokens=64,
+    )
+    written = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert written["vision_config"] == VISION["vision_config"]
+    text = dict(written["text_config"])
+    assert {text.pop(name) for name in ("dtype", "torch_dtype")} == {"float32"}
+    assert text == {**VISION["text_config"], "tie_word_embeddings": False}
+    assert "num_hidden_layers" not in written

@@ -1,0 +1,57 @@
+"""Images that a run cannot use are refused before it starts, with the field and what works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridflow.config import check_images
+from hybridflow.config.model_config import flattened
+from hybridflow.config.schema import (
+    ClusterConfig,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SftConfig,
+    TrainerConfig,
+)
+from tests.models import DENSE, VISION
+
+
+def run_of(hf: dict[str, Any] = VISION, **sections: Any) -> RunConfig:
+    data = sections.pop("data", {})
+    in_process = sections.pop("in_process", True)
+    return RunConfig(
+        data=DataConfig(image_key="images", **data),
+        model=ModelConfig(hf_config=hf),
+        rollout=RolloutConfig(engine="hf"),
+        cluster=ClusterConfig(in_process=in_process),
+        **sections,
+    )
+
+
+def said(config: RunConfig) -> list[str]:
+    return list(check_images.problems(config, flattened(config.model.hf_config)))
+
+
+def test_a_run_with_images_is_accepted() -> None:
+    assert said(run_of()) == []
+    assert said(RunConfig(model=ModelConfig(hf_config=DENSE))) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (run_of(DENSE), "data.image_key=images, but model_type=qwen3 has no vision tower"),
+        (run_of(in_process=False), "only an engine in the trainer's process is given images; set"),
+        (run_of(data={"answers": "pairs"}), "data.answers=pairs"),
+        (run_of(data={"truncation": "left"}), "data.truncation=left would cut images"),
+        (run_of(trainer=TrainerConfig(rollouts_from="x")), "set trainer.rollouts_from=null"),
+        (run_of(sft=SftConfig(steps=1, messages_key="m")), "sft.messages_key"),
+    ],
+)
+def test_each_setting_that_is_not_supported_is_one_line(config: RunConfig, message: str) -> None:
+    [line] = said(config)
+    assert message in line
