@@ -65,6 +65,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _model_source),
         *(
             check_engines.shape_problems,
+            check_engines.drafting_problems,
             check_backend.problems,
             check_in_process.problems,
             check_lora.problems,

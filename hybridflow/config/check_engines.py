@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.engine_arguments import refusals
-from hybridflow.config.keys import ENGINE
+from hybridflow.config.keys import ENGINE, differing
 from hybridflow.config.schema import RolloutConfig, RunConfig
 
 
@@ -133,3 +133,43 @@ def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[
         yield (
             f"the model's num_key_value_heads={heads} and {text}{copies}: one must divide the other"
         )
+
+
+def drafting_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the settings that do not go together with `rollout.speculative`."""
+    rollout = config.rollout
+    if rollout.speculative.method is None:
+        return
+    key = f"rollout.speculative.method={rollout.speculative.method}"
+    if not config.actor.mtp.train:
+        yield (
+            f"{key} requires actor.mtp.train=true, because syncs send only heads that are trained; "
+            "set it, or rollout.speculative.method=null"
+        )
+    wanted = {
+        "rollout.engine": RolloutConfig.engine,  # the default: others do not draft
+        "rollout.pipeline": 1,
+        "rollout.data_parallel_attention": 1,
+        "rollout.quantization": None,
+    }
+    for name, value, needed in differing(config, wanted):
+        yield f"{key} requires {name}={'null' if needed is None else needed}, got {value}"
+    if derived.needs_engine_routes(config):
+        yield (
+            f"{key} does not record the experts of tokens, which actor.router_replay="
+            f"{config.actor.router_replay} needs; set one of them to another value"
+        )
+    for section, sampling in (
+        ("sampling", rollout.sampling),
+        ("val_sampling", rollout.val_sampling),
+    ):
+        plain = type(sampling)()
+        names = ["frequency_penalty", "presence_penalty", "repetition_penalty"]
+        names += ["top_p", "top_k", "min_p"] if section == "sampling" else []
+        changed = [n for n in names if getattr(sampling, n) != getattr(plain, n)]
+        if changed:
+            yield (
+                f"{key} does not support rollout.{section}.{changed[0]}="
+                f"{getattr(sampling, changed[0])}: drafts are verified against the whole "
+                f"distribution; set it to {getattr(plain, changed[0])}"
+            )

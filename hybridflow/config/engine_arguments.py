@@ -26,7 +26,10 @@ _REFUSED: dict[str, str] = {
         "trust-remote-code forward-hooks worker-cls worker-extension-cls scheduler-cls tool-server "
         "warmups custom-weight-loader io-processor-plugin"
     ),
-    "tokens would be drafted by other weights that no sync updates; remove it": (
+    (
+        "tokens would be drafted by other weights that no sync updates; remove it, or draft with "
+        "the model's own head (rollout.speculative.method=mtp)"
+    ): (
         "speculative-* spec-* decoupled-spec-* enable-multi-layer-eagle "
         "enable-draft-weights-cpu-backup decrypted-draft-config-file num-lookahead-slots dllm-* "
         "no-dllm-*"

@@ -327,6 +327,16 @@ class SyncConfig:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """Drafting of tokens by the model's own multi-token-prediction head, which is trained and
+    synced with the policy (docs/prediction-heads.md)."""
+
+    # mtp: draft with the head, which needs actor.mtp.train; null: no drafts
+    method: Literal["mtp"] | None = None
+    num_steps: PositiveInt = 1  # tokens drafted one after another, before a pass verifies them
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """Conversations (docs/agents.md)."""
 
@@ -400,6 +410,7 @@ class RolloutConfig:
     max_restarts: NonNegativeInt = 3
     sync: SyncConfig = field(default_factory=SyncConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     # stop if the mean |rollout - trainer| log-prob of a step exceeds this; null: never
     logprob_diff_bound: Positive | None = 0.01
     # minimum bound with model.dtype=bfloat16, since engine and trainer round differently

@@ -41,6 +41,11 @@ class ReportsLoad(Protocol):
         requests that have ended since the last call; None if there are none.
         """
 
+    def take_drafts(self) -> dict[str, float]:
+        """Return the accepted fraction of drafted tokens and the mean number of tokens per pass of
+        the model, over the same requests; empty if the engine does not draft.
+        """
+
 
 class BusyClock:
     """Accumulates the time during which an engine has requests, and the tokens that it generates.

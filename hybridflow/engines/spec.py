@@ -50,6 +50,8 @@ class EngineSpec:
             max_total_tokens x layers x experts per token x 4 bytes of host memory.
         max_support: maximum support size that `generate(with_support=True)` returns per token; 0
             uses the server's default.
+        draft_tokens: tokens that the model's multi-token-prediction head drafts for each pass of
+            the model; 0 for none.
         tokenizes: load the model's tokenizer, for `SamplingConfig.stop`.
         memory_saver: allow releasing device memory (`Engine.sleep`); only on cuda.
         threads: compute threads per rank; only on cpu.
@@ -82,6 +84,7 @@ class EngineSpec:
     device: str = "cpu"
     return_routed_experts: bool = False
     max_support: int = 0
+    draft_tokens: int = 0
     tokenizes: bool = False
     memory_saver: bool = False
     threads: int = 1

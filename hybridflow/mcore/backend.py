@@ -21,7 +21,13 @@ from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
 
 class MegatronPolicy(Policy):
     """Extends `Policy` with mesh position, memory parts, layout, checkpoints and export. Every
-    method is a collective."""
+    method is a collective.
+
+    Attributes:
+        serves_heads: whether engines draft with the policy's prediction heads.
+    """
+
+    serves_heads = False
 
     def mesh_position(self) -> tuple[int, int, bool]:
         """Return (data-parallel rank, data-parallel size, True if this rank reports its group's
@@ -55,8 +61,9 @@ class MegatronPolicy(Policy):
 
     @property
     def served(self) -> Family:
-        """The family whose tensors engines hold: without prediction heads."""
-        return self.trunk
+        """The family whose tensors engines hold: with prediction heads only if they draft with
+        them."""
+        return self.family if self.serves_heads else self.trunk
 
     def saver(self, timeout_s: float) -> checkpoint.Saver:
         """Return the object that writes this model's checkpoints."""

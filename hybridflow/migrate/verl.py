@@ -624,7 +624,16 @@ def _mtp(given: Settings) -> dict[str, Any]:
             needless=detached,
         )
     drafts = is_on and bool(given.get(f"{prefix}enable_rollout"))
-    given.drop("engines do not draft tokens", *_starting(given, prefix), needless=not drafts)
+    if drafts and trains:
+        given.take(f"{prefix}enable_rollout")
+        found["rollout.speculative.method"] = "mtp"
+        if steps := given.take(f"{prefix}speculative_num_steps"):
+            found["rollout.speculative.num_steps"] = int(steps)
+    given.drop(
+        "drafts are chains of the trained head (docs/prediction-heads.md)",
+        *_starting(given, prefix),
+        needless=not drafts,
+    )
     return found
 
 

@@ -24,6 +24,8 @@ _WITHOUT_STAGES = ("ernie4_5", "ernie4_5_moe", "gemma3_text", "olmo2", "olmo3")
 _UNTIED = ("glm4_moe_lite", "gpt_oss", "minimax_m2", "qwen2_moe")
 # number of positions after which queries grow (sglang/srt/models/ministral3.py:110)
 _GROWTH_AFTER = 16384
+# families whose head SGLang's class for drafts reads (glm4_moe.py:1080: exactly one)
+_DRAFTING = ("deepseek_v3", "glm4_moe", "kimi_k2")
 _FACTOR = "attention_factor"  # SGLang always computes it from the other settings
 _OTHER = "set rollout.engine=hf with cluster=in-process"
 
@@ -45,9 +47,20 @@ def check_served(family: Any, config: RunConfig) -> None:
         )
     if engine != _ENGINE or not derived.generates(config):
         return
-    found = (_windows, _embeddings, _heads, _rotary, _sparse_layers, _shapes)
+    found = (_windows, _embeddings, _heads, _rotary, _sparse_layers, _shapes, _drafts)
     for problem in (line for check in found for line in check(family, config)):
         raise ModelError(f"rollout.engine={engine} does not compute model_type={kind} {problem}")
+
+
+def _drafts(family: Any, config: RunConfig) -> Iterator[str]:
+    method = config.rollout.speculative.method
+    heads = family.hf.get("num_nextn_predict_layers") or 0
+    if method is not None and (family.hf["model_type"] not in _DRAFTING or heads != 1):
+        yield (
+            f"with rollout.speculative.method={method}: it drafts with one head in DeepSeek-V3's "
+            f"form, of {', '.join(_DRAFTING)} (num_nextn_predict_layers is {heads}); set the "
+            "method to null"
+        )
 
 
 def _windows(family: Any, config: RunConfig) -> Iterator[str]:

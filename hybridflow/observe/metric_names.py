@@ -208,6 +208,10 @@ engine/queue/max | requests | maximum number queued in an engine
 engine/kv_use/mean | share | share of an engine's KV cache in use
 engine/kv_use/max | share | maximum share in use
 engine/prefix_hits | share | prompt tokens found in the prefix cache, over the finished requests
+engine/accepted_drafts | share | drafted tokens that the model accepted, with rollout.speculative;
+  over the requests that ended
+engine/tokens_per_pass | tokens | from each pass that verifies a draft: the accepted ones and one
+  more
 """,
     "reward": """
 reward_extra/NAME/SPREAD | the reward's | a number that the reward returns in addition to

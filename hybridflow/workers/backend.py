@@ -199,7 +199,7 @@ def _megatron(
         parallel.initialize(
             actor.parallel, config.seed, platform.collective_backend, config.cluster.call_timeout_s
         )
-    return MegatronPolicy(
+    policy = MegatronPolicy(
         family,
         actor.parallel,
         config.model.dtype,
@@ -216,6 +216,8 @@ def _megatron(
         freeze_vision_tower=actor.freeze_vision_tower,
         trains=trains,
     )
+    policy.serves_heads = config.rollout.speculative.method is not None
+    return policy
 
 
 def _adapters(config: RunConfig, family: Family, trains: bool) -> AdapterMap | None:

@@ -94,6 +94,7 @@ def engine_spec(
         return_routed_experts=with_routes,
         # twice top_k, since several tokens may tie with the last one
         max_support=max(_MAX_SUPPORT, 2 * config.sampling.top_k),
+        draft_tokens=config.speculative.num_steps if config.speculative.method else 0,
         tokenizes=tokenizes,
         memory_saver=config.sleep_while_training,
         threads=threads,
@@ -418,8 +419,10 @@ class RolloutWorker:
         """Return the engine's load since the last call: `LoadWatch.take` and `BusyClock.take`."""
         found = self.watch.take() | self.requests.take_load()
         engine = self.supervisor.engine
-        hits = engine.take_prefix_hits() if isinstance(engine, ReportsLoad) else None
-        return found if hits is None else {**found, "prefix_hits": hits}
+        if not isinstance(engine, ReportsLoad):
+            return found
+        hits = engine.take_prefix_hits()
+        return found | engine.take_drafts() | ({} if hits is None else {"prefix_hits": hits})
 
     def _load(self) -> Load | None:
         engine = self.supervisor.engine

@@ -37,6 +37,8 @@ SHAPES = {
     "tp2-dpa2": (EngineShape(tensor=2, data_attention=2), ("qwen3_moe", "deepseek_v3")),
     "pp2": (EngineShape(pipeline=2), ("qwen2", "deepseek_v3", "gpt_oss")),
 }
+ONE_HEAD = {"num_nextn_predict_layers": 1}
+DRAFTING = ("glm4_moe", "deepseek_v3")
 FP8_BLOCK = (8, 8)
 FP8_CASES = [("qwen3_moe", "tp2-ep2"), ("deepseek_v3", "tp2"), ("glm4_moe", "tp2")]
 # what no other family has: nothing fused, norms and experts cut another way, transposed experts
@@ -94,6 +96,7 @@ def traces(
     everything += [
         (model, name, f"{name}-fp8", in_fp8) for model, name in [*FP8_CASES, ("llama", "tp2")]
     ]
+    everything += [(model, "tp2", "drafts", ONE_HEAD) for model in DRAFTING]
     for model, shape_name, name, more in everything:
         place = folder / f"{model}-{name}-model"
         place.mkdir()
@@ -102,7 +105,8 @@ def traces(
         sizes = {
             key: getattr(shape, key) for key in ("tensor", "expert", "pipeline", "data_attention")
         }
-        asked.append({"name": f"{model}-{name}", "model": str(place), **sizes})
+        drafts = name == "drafts"
+        asked.append({"name": f"{model}-{name}", "model": str(place), "draft": drafts, **sizes})
     (folder / "cases.json").write_text(json.dumps(asked))
     command = [sys.executable, "-m", "tests.dist.harness.engine_traces", str(folder)]
     run = subprocess.run(
@@ -219,6 +223,33 @@ def test_engines_in_fp8_get_their_slices_of_the_quantised_tensors(
         staged=True,
     )
     fp8.assert_equal(want, live)
+
+
+@pytest.mark.parametrize("model", DRAFTING)
+def test_plans_reach_a_model_and_the_head_that_drafts_for_it(
+    model: str, traces: dict[tuple[str, str], list[TracedLayout]]
+) -> None:
+    """Every tensor of the heads is used, every buffer that is not shared is filled, and each has
+    what SGLang's own loaders put there."""
+    decoder: Any = family_of({**SYNCED[model], **ONE_HEAD}, mtp=True)
+    catalog = Catalog.of(decoder.tensors())
+    weights = cases.random_weights(decoder)
+    ranks = tuple(traced.rank_layout(catalog) for traced in traces[model, "drafts"])
+    for rank in ranks:
+        assert any(name == "draft.model.eh_proj.weight" for name in rank.names)
+        assert not any("embed_tokens" in name or "lm_head" in name for name in rank.names
+                       if name.startswith("draft."))  # fmt: skip
+    target = Layout(ranks, np.arange(2), np.zeros(2, np.int64))
+    for shape in TRAINERS:
+        plan = make_plan(
+            catalog, megatron_layout(decoder, shape.coordinates(), "float32"), target, 1 << 20
+        )
+        assert prove(plan).unused == ()
+        trainers = cases.trainer_buffers(decoder, shape.coordinates(), weights)
+        engines = cases.engine_buffers(target, catalog, None)
+        cases.execute(plan, trainers, engines)
+        for want, got in zip(cases.engine_buffers(target, catalog, weights), engines, strict=True):
+            assert all(np.array_equal(want[buffer], got[buffer]) for buffer in want)
 
 
 def test_scales_that_an_engine_would_drop_are_found(

@@ -158,3 +158,20 @@ def test_the_heads_of_a_folder_are_trained_and_exported(family: str, tmp_path: P
         assert is_same == name.endswith("e_score_correction_bias"), name
     words = (f"model.path={run / 'export'}", "sft=none", "trainer.total_steps=1", words[0])
     assert "GRPO 1/1" in train(tmp_path, "second", *words)
+
+
+@pytest.mark.full
+def test_engines_draft_with_the_head_that_is_trained(tmp_path: Path) -> None:
+    """Every update reaches the engines' head, as a checksum of a sync from scratch shows, and the
+    log-probs of drafted tokens are the policy's."""
+    published_folder("glm-4.5", tmp_path / "hf", num_nextn_predict_layers=1)
+    words = (
+        *("cluster=one-process", "rollout.engine=sglang", "rollout.speculative.method=mtp"),
+        *("actor.mtp.train=true", "trainer.total_steps=2"),
+    )
+    assert "GRPO 2/2" in train(prepared(tmp_path), "first", *words)
+    lines = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
+    trained = [one for one in map(json.loads, lines) if one["phase"] == "train"]
+    assert all(one["rollout/logprob_diff/mean"] < 1e-4 for one in trained)
+    assert all(1 <= one["engine/tokens_per_pass"] <= 2 for one in trained)
+    assert all(0 <= one["engine/accepted_drafts"] <= 1 for one in trained)

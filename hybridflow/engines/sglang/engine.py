@@ -32,6 +32,10 @@ class SglangEngine(ServedEngine):
             return None
         return self.client.tokens.take_prefix_hits()
 
+    def take_drafts(self) -> dict[str, float]:
+        """Return how many drafted tokens were accepted, since the last call."""
+        return {} if "client" not in self.__dict__ else self.client.tokens.take_drafts()
+
     def sleep(self) -> None:
         """Release device memory. On CPU the server reports success but frees nothing."""
         self.client.flush_cache()

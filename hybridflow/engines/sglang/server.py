@@ -39,6 +39,12 @@ MODEL_FILES = {
     # no own file: transformers' modules around SGLang's attention and linear layers
     "SeedOssForCausalLM": "transformers",
 }
+# the same for the class that drafts with the model's head
+DRAFT_FILES = {
+    "DeepseekV3ForCausalLM": "deepseek_nextn",
+    "Glm4MoeForCausalLM": "glm4_moe_nextn",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite_nextn",
+}
 _CHANGES = "json-model-override-args"
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -76,6 +82,14 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         arguments["enable-return-routed-experts"] = True
     if spec.max_support:
         arguments["sampling-mask-max-tokens"] = spec.max_support
+    if spec.draft_tokens:
+        # by the head in the model's own folder, as a chain
+        arguments |= {
+            "speculative-algorithm": "EAGLE",
+            "speculative-num-steps": spec.draft_tokens,
+            "speculative-eagle-topk": 1,
+            "speculative-num-draft-tokens": spec.draft_tokens + 1,
+        }
     if spec.memory_saver and spec.device == "cuda":
         arguments["enable-memory-saver"] = True  # on CPU the server would crash at start-up
         # the default backend's graphs cannot release their memory, so the server would crash at
@@ -120,9 +134,9 @@ def core_binding(ranks: int, cores: list[int]) -> str:
     return "|".join(",".join(str(core) for core in part) for part in parts)
 
 
-def unused_model_files(model_path: str) -> list[str]:
-    """Return the names of all SGLang model files except the one for this model's architecture; an
-    empty list if the architecture is not in `MODEL_FILES`.
+def unused_model_files(model_path: str, drafts: bool = False) -> list[str]:
+    """Return the names of all SGLang model files except the one for this model's architecture, and
+    with `drafts` the one for its head; an empty list if the architecture is not in `MODEL_FILES`.
 
     SGLang imports every model file to find one class (sglang/srt/models/registry.py:118), which
     takes about a CPU second per start. It skips those listed in SGLANG_DISABLED_MODEL_ARCHS.
@@ -132,6 +146,8 @@ def unused_model_files(model_path: str) -> list[str]:
         return []
     architectures = _read_config(model_path).get("architectures") or []
     used = {MODEL_FILES.get(name) for name in architectures}
+    if drafts:
+        used |= {DRAFT_FILES.get(name) for name in architectures}
     files = {
         path.stem
         for path in (Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py")
@@ -215,7 +231,7 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
     if spec.memory_saver and spec.device == "cuda":
         # CUDA graphs take gigabytes; `Engine.sleep` releases them
         env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
-    if unused := unused_model_files(spec.model_path):
+    if unused := unused_model_files(spec.model_path, spec.draft_tokens > 0):
         env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused))
     if spec.device == "cpu" and spec.ranks > 1:
         ranks_here = spec.ranks // spec.nnodes

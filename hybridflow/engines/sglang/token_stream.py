@@ -19,6 +19,8 @@ _REFUSED = 400  # statuses from this one upward mean that SGLang ended the reque
 # that token is dropped, and the earlier ones are valid
 # (managers/scheduler_components/batch_result_processor.py:1333)
 _OVERFLOW = "Sampling support exceeds"
+# what a response says of its drafts: verifying passes, drafted tokens, accepted ones
+_DRAFTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
 
 
 class SglangStreams(TokenStreams):
@@ -28,6 +30,8 @@ class SglangStreams(TokenStreams):
     # with --enable-metrics, which needs prometheus_client
     _prompt_tokens = 0
     _cached_tokens = 0
+    # of the same requests: verifying passes, drafted tokens and accepted ones
+    _drafts: tuple[int, ...] = (0, 0, 0)
 
     def take_prefix_hits(self) -> float | None:
         """Return the fraction of prompt tokens that were cached, over all requests since the last
@@ -36,6 +40,23 @@ class SglangStreams(TokenStreams):
         read, self._prompt_tokens = self._prompt_tokens, 0
         cached, self._cached_tokens = self._cached_tokens, 0
         return cached / read if read else None
+
+    def take_drafts(self) -> dict[str, float]:
+        """Return {accepted_drafts: share of the drafted tokens, tokens_per_pass: mean number of
+        tokens that a verifying pass yields}, over all requests since the last call; empty without
+        drafts.
+        """
+        passes, drafted, accepted = self._drafts
+        self._drafts = (0, 0, 0)
+        if not passes:
+            return {}
+        return {"accepted_drafts": accepted / drafted, "tokens_per_pass": 1 + accepted / passes}
+
+    def _count_drafts(self, meta: dict[str, Any]) -> None:
+        self._drafts = tuple(
+            before + int(meta.get(name) or 0)
+            for before, name in zip(self._drafts, _DRAFTS, strict=True)
+        )
 
     def _body(self, asked: Asked, numbers: range) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -64,6 +85,7 @@ class SglangStreams(TokenStreams):
         if ended is not None:
             self._prompt_tokens += len(asked.prompts[names[name]])
             self._cached_tokens += int(meta.get("cached_tokens") or 0)
+            self._count_drafts(meta)
         answer = asked.answers[names[name]]
         tokens = np.array(event["output_ids"], dtype=np.int64)
         log_probs = _decoded(meta, LOG_PROBS, np.float32)

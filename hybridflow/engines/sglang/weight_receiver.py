@@ -15,7 +15,7 @@ accept requests, and earlier ones have finished.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,46 @@ from hybridflow.engines.weight_receiver import WeightReceiver
 
 _log = logging.getLogger(__name__)
 _receiver: WeightReceiver | None = None
+_target: torch.nn.Module | None = None  # the model of a message that the draft has not got yet
+
+
+class WithDraft(torch.nn.Module):
+    """A model and the one that drafts with its multi-token-prediction head, as one receiver of
+    weights. They share the embedding and the output layer."""
+
+    def __init__(self, served: torch.nn.Module, draft: torch.nn.Module) -> None:
+        super().__init__()
+        self.served = served
+        self.draft = draft
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Pass all weights to both loaders, of which each takes its own."""
+        given = list(weights)
+        for model in (self.served, self.draft):
+            model.load_weights(iter(given))  # type: ignore[operator]
+
+    def post_load_weights(self) -> None:
+        """Recompute what both derive from their weights."""
+        for model in (self.served, self.draft):
+            recompute_derived_weights(model)
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Handle a message. Called by SGLang; never raises."""
-    global _receiver
+    global _receiver, _target
     try:
+        if _drafts():
+            # SGLang passes the message to the model, then to the one that drafts with its head
+            # (sglang/srt/managers/scheduler_components/weight_updater.py:245)
+            if _target is None:
+                _target = model
+                return
+            served, _target = _target, None
+            both = _receiver.model if _receiver is not None else None
+            if isinstance(both, WithDraft) and (both.served, both.draft) == (served, model):
+                model = both
+            else:
+                model = WithDraft(served, model)
         if _receiver is None or _receiver.model is not model:
             _receiver = receiver_of(model)
         _receiver.take(Control.from_json(named_tensors[0][0]), in_background=_stages() > 1)
@@ -59,6 +93,13 @@ def recompute_derived_weights(model: Any) -> None:
     finish = getattr(model, "post_load_weights", None)
     if finish is not None:
         finish()
+
+
+def _drafts() -> bool:
+    """Return True if the engine drafts tokens with the model's head."""
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm is not None
 
 
 def _stages() -> int:

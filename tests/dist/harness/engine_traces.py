@@ -23,6 +23,7 @@ import torch
 from hybridflow.engines.layout_tracer import trace_layout
 from hybridflow.engines.server import command_line
 from hybridflow.engines.sglang.server import environment, server_arguments
+from hybridflow.engines.sglang.weight_receiver import WithDraft
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.models import family_of
 from hybridflow.models.fp8 import BlockQuantisation
@@ -49,6 +50,7 @@ def trace_rank(case: dict[str, Any], rank: int, folder: Path) -> None:
         model_path=case["model"],
         dtype=dtype,
         extra_args={"load-format": "dummy"},
+        draft_tokens=int(case.get("draft", False)),
         **shape,
     )
     (folder / case["name"]).mkdir(exist_ok=True)
@@ -63,7 +65,7 @@ def trace_rank(case: dict[str, Any], rank: int, folder: Path) -> None:
     model_config = ModelConfig.from_server_args(arguments)
     bootstrap.init_layer_runtime(model_config=model_config)
     initialize_moe_config()
-    tensors = family_of(config).tensors()
+    tensors = family_of(config, mtp=case.get("draft", False)).tensors()
     load = LoadConfig(load_format="dummy")
     if in_fp8:
         tensors, kinds = BlockQuantisation.of(config).checkpoint(tensors)
@@ -79,6 +81,13 @@ def trace_rank(case: dict[str, Any], rank: int, folder: Path) -> None:
         model = get_model(
             model_config=model_config, load_config=load, device_config=DeviceConfig("cpu")
         )
+    if case.get("draft"):
+        drafting = ModelConfig.from_server_args(arguments, is_draft_model=True)
+        draft = get_model(
+            model_config=drafting, load_config=load, device_config=DeviceConfig("cpu")
+        )
+        draft.set_embed_and_head(*model.get_embed_and_head())
+        model = WithDraft(model, draft)
     traced = trace_layout(model, model.load_weights, tensors, getattr(torch, dtype), dtypes)
     (folder / f"{case['name']}-{rank}.json").write_text(json.dumps(asdict(traced)))
 

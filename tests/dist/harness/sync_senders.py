@@ -37,7 +37,7 @@ STD = 0.2
 
 def tensors_of(model: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Whole HF tensors; norms differ from one, so that a dropped one shows."""
-    family = family_of(model)
+    family = family_of(model, mtp=True)
     source = RandomWeights(family.tensors(), seed, STD)
     whole = {}
     for name, shape in family.tensors().items():
@@ -89,7 +89,9 @@ class Rank:
         self.model = model
         self.host = host
         self.port = port
-        self.locals = rank_tensors(family_of(model), ParallelShape(**shape).coordinates()[rank])
+        self.locals = rank_tensors(
+            family_of(model, mtp=True), ParallelShape(**shape).coordinates()[rank]
+        )
         device = Platform.detect().device()
         self.held = {local.name: torch.zeros(local.shape, device=device) for local in self.locals}
         self.sender = WeightSender(rank, lambda: self.held, self.open)

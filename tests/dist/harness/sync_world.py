@@ -159,7 +159,7 @@ class Senders:
     def open_sync_store(self) -> tuple[str, int]:
         post_catalog(
             self.store,
-            family_of(self.model).tensors(),
+            family_of(self.model, mtp=True).tensors(),
             "bfloat16" if self.quantisation else "float32",
             self.quantisation,
             self.adapters.served() if self.adapters else None,
@@ -175,7 +175,7 @@ class Senders:
             ]  # the ranks are still starting
         else:
             ranks = ParallelShape(**self.shape).coordinates()
-        family = family_of(self.model)
+        family = family_of(self.model, mtp=True)
         served = self.adapters.served() if self.adapters else None
         catalog = sync_catalog(family, self.quantisation, served)
         source = megatron_layout(family, ranks, "float32", catalog, self._factors)
@@ -331,7 +331,7 @@ class SyncWorld:
         )
         return {
             **self.model,
-            "architectures": [family_of(self.model).architecture],
+            "architectures": [family_of(self.model, mtp=True).architecture],
             "torch_dtype": "float32",
             **form,
         }

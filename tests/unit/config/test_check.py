@@ -30,6 +30,9 @@ STALE = ("trainer.max_staleness=1", "actor.rollout_correction.weight=token")
 TP2 = ("cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.sequence=true")
 
 
+DRAFTS = ("actor.mtp.train=true", "rollout.speculative.method=mtp")
+
+
 @pytest.mark.parametrize("name", ["e2e", "tiny-moe-grpo"])
 def test_the_recipes_pass(name: str) -> None:
     assert found(name=name) == []
@@ -499,6 +502,26 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (
             ("model=tiny-dense", "actor.backend=fsdp", "actor.mtp.train=true"),
             ("actor.mtp.train=true is not supported with actor.backend=fsdp",),
+        ),
+        (
+            ("rollout.speculative.method=mtp",),
+            ("rollout.speculative.method=mtp requires actor.mtp.train=true",),
+        ),
+        (
+            (*DRAFTS, "rollout.pipeline=2", "rollout.sync.pause=abort"),
+            ("rollout.speculative.method=mtp requires rollout.pipeline=1, got 2",),
+        ),
+        (
+            (*DRAFTS, "actor.router_replay=r3"),
+            ("rollout.speculative.method=mtp does not record the experts",),
+        ),
+        (
+            (*DRAFTS, "rollout.val_sampling.presence_penalty=0.5"),
+            ("does not support rollout.val_sampling.presence_penalty=0.5",),
+        ),
+        (
+            (*DRAFTS, "rollout.sampling.top_k=20"),
+            ("does not support rollout.sampling.top_k=20", "set it to -1"),
         ),
         (
             ("actor.lora.rank=8", "actor.expert_bias_update_rate=0.001"),

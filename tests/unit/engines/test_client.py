@@ -96,6 +96,24 @@ def test_cached_prompt_tokens_are_counted_once_a_request(stub: Stub, client: Eng
     assert client.tokens.take_prefix_hits() is None
 
 
+def test_drafts_are_counted_once_a_request(stub: Stub, client: EngineClient) -> None:
+    counts = {
+        "spec_verify_ct": 4,
+        "spec_num_proposed_drafts": 12,
+        "spec_num_correct_drafts": 6,
+    }
+    events = [
+        answer_of([5], None, number=0, **counts),
+        answer_of([6], number=0, **counts),
+        answer_of([7], number=1),  # its only token came from the prompt's own pass
+    ]
+    assert client.tokens.take_drafts() == {}
+    stub.answers_with("/generate", events)
+    generate(client, 2)
+    assert client.tokens.take_drafts() == {"accepted_drafts": 0.5, "tokens_per_pass": 2.5}
+    assert client.tokens.take_drafts() == {}
+
+
 def test_what_tokens_were_sampled_among_comes_with_them(stub: Stub, client: EngineClient) -> None:
     """Over two events; an answer that was aborted before it ran has none."""
     first = answer_of(

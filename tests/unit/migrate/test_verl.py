@@ -157,6 +157,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"actor.mtp.train": True, "actor.mtp.coef": 0.2},
     ),
+    "prediction heads that draft": (
+        {
+            "actor_rollout_ref.model.mtp.enable": True,
+            "actor_rollout_ref.model.mtp.enable_train": True,
+            "actor_rollout_ref.model.mtp.enable_rollout": True,
+            "actor_rollout_ref.model.mtp.speculative_num_steps": 2,
+        },
+        {
+            "actor.mtp.train": True,
+            "rollout.speculative.method": "mtp",
+            "rollout.speculative.num_steps": 2,
+        },
+    ),
     "folder of a run": (
         {"trainer.default_local_dir": "/ckpt/me/one", "trainer.experiment_name": "one"},
         {"output_dir": "/ckpt/me", "name": "one"},

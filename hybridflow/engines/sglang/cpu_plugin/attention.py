@@ -18,6 +18,8 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from hybridflow.engines.sglang.cpu_plugin.padded import BLOCK_SCORES, Block, make_blocks
+from hybridflow.engines.sglang.cpu_plugin.speculation import install as install_drafting
+from hybridflow.engines.sglang.cpu_plugin.speculation import verifying
 
 
 class BatchedAttention(TorchNativeAttnBackend):
@@ -27,6 +29,8 @@ class BatchedAttention(TorchNativeAttnBackend):
     _blocks: dict[int | None, list[Block]] | None = None
     # sinks of the layer that is being computed, `[heads]`
     _sinks: torch.Tensor | None = None
+    # tokens of a draft that are in the cache, but not in the lengths of their requests
+    drafted = 0
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
         """Return the length of the dummy sequences with which data-parallel attention pads a batch
@@ -44,7 +48,8 @@ class BatchedAttention(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """Compute attention of new tokens. `sinks` has one logit per head."""
         self._sinks = sinks
-        return super().forward_extend(*batch, **options)
+        with verifying(batch[4]):
+            return super().forward_extend(*batch, **options)
 
     def forward_decode(
         self, *batch: Any, sinks: torch.Tensor | None = None, **options: Any
@@ -80,6 +85,8 @@ class BatchedAttention(TorchNativeAttnBackend):
         self, query: Any, output: Any, k_cache: Any, v_cache: Any, *batch: Any, **options: Any
     ) -> torch.Tensor:
         table, requests, lengths, encoder_lens = batch
+        lengths = lengths + self.drafted
+        batch = (table, requests, lengths, encoder_lens)
         if self._covered(query, k_cache, v_cache, encoder_lens, longest=1, **options):
             ones = torch.ones_like(lengths)
             return self._run_blocks(
@@ -143,6 +150,8 @@ def create_batched_attention(runner: Any) -> BatchedAttention:
     if runner.use_mla_backend:
         use_absorbed_latents()
     use_host_copies()
+    if not runner.spec_algorithm.is_none():
+        install_drafting(create_batched_attention)
     return BatchedAttention(runner)
 
 

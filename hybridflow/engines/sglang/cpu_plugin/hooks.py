@@ -44,6 +44,8 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", plain_rotary, HookType.AROUND
     )
+    pool = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+    HookRegistry.register(f"{pool}._init_kv_copy_and_warmup", no_slot_copies, HookType.REPLACE)
     group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
     HookRegistry.register(
         f"{group}.all_gather_into_tensor", all_gather_into_tensor, HookType.REPLACE
@@ -150,6 +152,12 @@ def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return get_rope(
         *args[:8], **{name: value for name, value in kwargs.items() if name != "device"}
     )
+
+
+def no_slot_copies(pool: Any) -> None:
+    """Leave out the triton kernel that moves cache slots, which drafts in chains never need
+    (mem_cache/memory_pool.py:2375)."""
+    pool._kv_copy_config = None
 
 
 def allocate_host_buffer(dims: Any, dtype: Any, device: str, *_: Any, **__: Any) -> Any:

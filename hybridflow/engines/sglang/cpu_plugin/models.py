@@ -22,6 +22,9 @@ def hooks() -> Iterator[tuple[str, Callable[..., Any], str]]:
         ("qwen2_moe", "fused_gate_sigmoid_mul", gate_shared, "REPLACE"),
         ("qwen2_moe", "fused_gate_sigmoid_mul_add", add_gated_shared, "REPLACE"),
         ("ernie4", "Ernie4Moe.__init__", flatten_expert_bias, "AFTER"),
+        ("glm4_moe", "Glm4MoeForCausalLM.set_embed_and_head", share_ends, "REPLACE"),
+        ("glm4_moe_lite", "Glm4MoeLiteForCausalLM.set_embed_and_head", share_ends, "REPLACE"),
+        ("deepseek_v2", "DeepseekV2ForCausalLM.set_embed_and_head", share_ends, "REPLACE"),
     ):
         if file not in skipped:
             yield f"{_MODELS}.{file}.{member}", hook, kind
@@ -76,3 +79,12 @@ def add_gated_shared(hidden: Any, gate: Any, shared: Any, total: Any) -> None:
     """Add Qwen2-MoE's shared expert's output, scaled by its gate, to the routed experts'. Replaces
     a Triton kernel."""
     total += gate_shared(hidden, gate, shared)
+
+
+def share_ends(draft: Any, embedding: Any, head: Any) -> None:
+    """Let a draft use the embedding and the output layer of its model. Leaves out CUDA's
+    synchronisation (sglang/srt/models/glm4_moe.py:1253)."""
+    del draft.model.embed_tokens.weight
+    del draft.lm_head.weight
+    draft.model.embed_tokens.weight = embedding
+    draft.lm_head.weight = head

@@ -28,6 +28,10 @@ class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
         """Return the key with which custom operators dispatch to `forward_native`."""
         return "native"
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Return True for drafts of a model's own head (`speculation`)."""
+        return algorithm == "EAGLE"
+
     def is_pin_memory_available(self, device: Any = None) -> bool:
         """Return False, because there is no device to pin host memory for."""
         return False
