@@ -67,6 +67,8 @@ class Policy(HoldsReference):
     in the same order.
     """
 
+    optimizer: Optimizer | None  # None until `set_optimizer`
+
     def __init__(
         self,
         family: Family,
@@ -113,11 +115,7 @@ class Policy(HoldsReference):
         )
         self.heads = build_heads(family, self.stages)
         load_weights(self.stages, family, source, self.heads)
-        tower = tower_of(family)
-        self.images = None if tower is None else ImageTokens(tower.image_token, tower.merge)
-        self._frozen = tower.tensors() if tower is not None and freeze_vision_tower else {}
-        if self._frozen:
-            vision.freeze(self.stages)
+        self._add_tower(freeze_vision_tower)
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
         self.replay = RouterReplay(self.stages)
         self.adapters = Adapters(lora, self.stages, family) if lora is not None else None
@@ -129,7 +127,15 @@ class Policy(HoldsReference):
         )
         learning = self.heads if trains else None
         self.head_training = train_heads(learning, self.stages, parallel_config, heads)
-        self.optimizer: Optimizer | None = None
+        self.optimizer = None
+
+    def _add_tower(self, is_frozen: bool) -> None:
+        """Note how the model reads images, if it does, and freeze its vision tower."""
+        tower = tower_of(self.family)
+        self.images = None if tower is None else ImageTokens(tower.image_token, tower.merge)
+        self._frozen = tower.tensors() if tower is not None and is_frozen else {}
+        if self._frozen:
+            vision.freeze(self.stages)
 
     # ---- passes
 

@@ -101,6 +101,7 @@ class WholeTensors(WeightReceiver):
             ]
             self._layout = RankLayout.of(buffers, Catalog.of(shapes).index(), catalog["dtype"])
             self._digest = layout_digest(self._layout)
+            self._parts = frozenset((self._digest,))
         return self._layout
 
     def _describe(self, store: Any, layout: RankLayout) -> None:
