@@ -80,7 +80,7 @@ class _Job:
         (at / "out").mkdir(parents=True)
         _, *words = words_of(SLURM, at / "work", at / "out")
         said = jobs.run("submit", "--max-restarts", "20", *words, *PATIENT)
-        self.job = said.split("submitted job ")[1].split()[0]
+        self.job = said.split("submitted job ")[1].split(":")[0]
 
     def play(self) -> list[Trial]:
         """The trials, the last with what is wrong with the job."""
