@@ -35,7 +35,6 @@ class Picture:
 PICTURES = {
     "watch-run.png": Picture("", (1280, 900)),
     "watch-samples.png": Picture("rollouts?order=best+score", (1280, 800), is_dark=True),
-    "watch-narrow.png": Picture("", (480, 900)),
 }
 
 
