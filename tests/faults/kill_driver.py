@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import resource
+import re
 import select
 import socket
 import subprocess
@@ -284,7 +284,9 @@ async def main() -> None:
         _say("save", step)
         await store.save("rl", step, groups.state(), _Policy(), rollouts=await groups.begun())
     assert await groups.begun() is None and not groups.state()["handed_out"]
-    (folder / PEAK_MB).write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+    # getrusage also counts the process that this one was forked from
+    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    (folder / PEAK_MB).write_text(str(int(peak) / 1024))
     _say("end", step)
 
 
