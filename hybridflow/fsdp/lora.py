@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybridflow.models.causal import checkpoint_views, expert_names
-from hybridflow.models.lora import AdapterMap, merge, names_of
+from hybridflow.models.lora import AdapterMap, MergedCopies, names_of, start_gradient
 
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<linear>\w+)\.weight")
 _STACKED = re.compile(r"(?P<experts>.*\.experts)\.lora_(?P<part>gate_up|down)_(?P<factor>[AB])")
@@ -34,7 +34,7 @@ class Adapters:
         self.map = described
         self._model_type = str(causal.config.model_type)
         self._pairs = described.served().factors
-        self._merged: dict[str, torch.Tensor] = {}
+        self._merged = MergedCopies()
         _, _, down = expert_names(self._model_type)
         causal.requires_grad_(False)
         stacked = set()
@@ -46,7 +46,7 @@ class Adapters:
                 self._adapt_linear(causal, weight)
         for name, part in sorted(stacked):
             self._adapt_experts(causal.get_submodule(name), part)
-        causal.model.embed_tokens.register_forward_hook(_start_gradient)
+        causal.model.embed_tokens.register_forward_hook(start_gradient)
 
     def _adapt_linear(self, causal: Any, weight: str) -> None:
         a, b = self._pairs[weight]
@@ -140,13 +140,9 @@ class Adapters:
         for weight, (a, b) in self._pairs.items():
             if weight not in base:
                 continue
-            if weight not in self._merged:
-                self._merged[weight] = torch.empty_like(base[weight])
-            out = self._merged[weight]
-            out.untyped_storage().resize_(base[weight].nbytes)
             factor = whole[a] if a in whole else held[a]
-            merge(base[weight], factor, held[b], self.map.scale, out)
-        return dict(self._merged)
+            self._merged.add(weight, base[weight], factor, held[b], self.map.scale)
+        return self._merged.tensors()
 
     def merged_bytes(self, base: Mapping[str, torch.Tensor]) -> int:
         """Return the size in bytes of the merged copies on this rank."""
@@ -154,8 +150,7 @@ class Adapters:
 
     def release(self) -> None:
         """Free the memory of the merged copies."""
-        for tensor in self._merged.values():
-            tensor.untyped_storage().resize_(0)
+        self._merged.release()
 
 
 def _module(name: str) -> str:
@@ -183,8 +178,3 @@ def _with_adapter(
         vars(experts).pop(name, None)
 
     return before, after
-
-
-def _start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Make the embedding output require a gradient, so that its finiteness is checked."""
-    return output.requires_grad_() if torch.is_grad_enabled() else output

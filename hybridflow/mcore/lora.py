@@ -42,7 +42,7 @@ from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.torch_functions import grouped_linear
 from hybridflow.models import Family
 from hybridflow.models.layout import LocalTensor
-from hybridflow.models.lora import AdaptedWeight, AdapterMap, merge
+from hybridflow.models.lora import AdaptedWeight, AdapterMap, MergedCopies, start_gradient
 from hybridflow.reshard.layout import rank_tensors
 
 _OWN = {"A": "columns", "B": "rows"}  # the cut of the weight that also cuts this factor
@@ -177,7 +177,7 @@ class Adapters:
             (modules[one.module], one)
             for one in described.local(rank_tensors(family, coordinates()))
         ]
-        self._merged: dict[str, torch.Tensor] = {}
+        self._merged = MergedCopies()
         for prefix, model in by_chunk(models):
             model.requires_grad_(False)
             if not any(one.module.startswith(prefix) for _, one in self._linears):
@@ -188,7 +188,7 @@ class Adapters:
                     f"{targets}; add another target"
                 )
             if model.pre_process:
-                model.embedding.register_forward_hook(_start_gradient)
+                model.embedding.register_forward_hook(start_gradient)
         self._attach(models[0].config)
         self._fill()
 
@@ -241,18 +241,10 @@ class Adapters:
         """
         for linear, one in self._linears:
             weight = _held(linear, one.weight).detach()
-            name = one.weight.name
-            if name not in self._merged:
-                self._merged[name] = torch.empty_like(weight)
-            self._merged[name].untyped_storage().resize_(weight.nbytes)
-            merge(
-                weight,
-                _held(linear.lora, one.a).detach(),
-                _held(linear.lora, one.b).detach(),
-                self.map.scale,
-                self._merged[name],
-            )
-        return dict(self._merged)
+            a = _held(linear.lora, one.a).detach()
+            b = _held(linear.lora, one.b).detach()
+            self._merged.add(one.weight.name, weight, a, b, self.map.scale)
+        return self._merged.tensors()
 
     @property
     def merged_bytes(self) -> int:
@@ -262,11 +254,8 @@ class Adapters:
         return sum(_held(linear, one.weight).nbytes for linear, one in self._linears)
 
     def release(self) -> None:
-        """Free the memory of the merged copies. Senders keep the tensors themselves, which stay
-        empty until the next call of `merged`.
-        """
-        for tensor in self._merged.values():
-            tensor.untyped_storage().resize_(0)
+        """Free the memory of the merged copies."""
+        self._merged.release()
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -294,12 +283,3 @@ def _mark_sequence_parallel(whole: Sequence[torch.nn.Parameter]) -> None:
 
 def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
     return (output[0] + linear.lora(*inputs), *output[1:])
-
-
-def _start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Make the embedding output require a gradient.
-
-    Nothing before the first adapter requires one, but a recomputed layer propagates a gradient only
-    if its input requires one (random.py:564).
-    """
-    return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -222,6 +222,43 @@ def merge(
     return out
 
 
+class MergedCopies:
+    """Copies of adapted weights with their adapters added. The buffers are reused from one merge to
+    the next."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def add(
+        self, name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
+    ) -> None:
+        """Merge one weight, as `merge` does."""
+        if name not in self._held:
+            self._held[name] = torch.empty_like(weight)
+        self._held[name].untyped_storage().resize_(weight.nbytes)
+        merge(weight, a, b, scale, self._held[name])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the copies by name. They are valid until the next `add` or `release`."""
+        return dict(self._held)
+
+    def release(self) -> None:
+        """Free the memory of the copies. The tensors themselves, which a sender may keep, stay
+        empty until their next `add`."""
+        for tensor in self._held.values():
+            tensor.untyped_storage().resize_(0)
+
+
+def start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Forward hook that makes the embedding output require a gradient.
+
+    With a frozen embedding, nothing before the first adapter requires one. But a recomputed layer
+    passes a gradient on only if its input requires one (megatron/core/tensor_parallel/random.py:564
+    in 0.16), and the FSDP backend checks this gradient for finiteness.
+    """
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
 def peft_config(
     facts: Mapping[str, Any], modules: Iterable[str], tensors: Iterable[str]
 ) -> dict[str, Any]:

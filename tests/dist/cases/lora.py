@@ -315,7 +315,7 @@ def export_save_and_go_on(
     }
     result["moved"] = float((log_probs - reference).abs().max())
     result["copies_left"] = any(
-        copy.untyped_storage().nbytes() for copy in policy.adapters._merged.values()
+        copy.untyped_storage().nbytes() for copy in policy.adapters._merged.tensors().values()
     )
     result["reference_elements"] = sum(
         tensor.numel() for tensor in policy.reference_state().values()
