@@ -18,7 +18,7 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ResourceError
 from hybridflow.inference.source import Source
-from hybridflow.models import FAMILIES, family_of, use_family
+from hybridflow.models import FAMILIES, Family, family_of, use_family
 from hybridflow.models.model_folder import INDEX, SINGLE, check_weights, read_weight_map
 from hybridflow.models.served import check_served
 from hybridflow.models.weights import SafetensorsFolder
@@ -75,8 +75,9 @@ def opened(source: Source, config: RunConfig, progress: Progress) -> Iterator[Mo
         ResourceError: TMPDIR has too little space for the weights.
     """
     use_family(config.model.family)
-    if source.hf_config.get("model_type") in FAMILIES.names():
-        check_served(family_of(source.hf_config), config)
+    family = _family_of(source)
+    if family is not None:
+        check_served(family, config)
     tokenizer = assets.open_tokenizer(_with_tokenizer(config, source))
     with temporary_private_folder("hf-model-") as temporary:
         weights = source.folder
@@ -86,7 +87,7 @@ def opened(source: Source, config: RunConfig, progress: Progress) -> Iterator[Mo
             with progress.stage(f"export the weights of {source.folder.parent.name}"):
                 tools.export(source.folder, weights, None, _SHARD_BYTES, tokenizer.path)
         else:
-            check_weights(weights, _tensors_of(source))
+            check_weights(weights, family.tensors() if family else ())
         given = replace(config.model, path=str(weights), hf_config={})
         config = replace(config, model=replace(given, tokenizer=str(tokenizer.path)))
         target = temporary / "engine"
@@ -100,13 +101,12 @@ def _with_tokenizer(config: RunConfig, source: Source) -> RunConfig:
     return replace(config, model=replace(config.model, tokenizer=str(source.folder)))
 
 
-def _tensors_of(source: Source) -> list[str]:
-    """Return the names of the tensors that the model must have; empty if its family is unknown, in
-    which case only the engine can check.
+def _family_of(source: Source) -> Family | None:
+    """Return the model's family; None if it is unknown, in which case only the engine can check the
+    model.
     """
-    if source.hf_config.get("model_type") not in FAMILIES.names():
-        return []
-    return list(family_of(source.hf_config).tensors())
+    known = source.hf_config.get("model_type") in FAMILIES.names()
+    return family_of(source.hf_config) if known else None
 
 
 def _check_room(source: Source, temporary: Path) -> None:

@@ -164,14 +164,10 @@ def test_engines_hold_what_the_hand_written_layout_says(
         )
 
 
-@pytest.mark.parametrize(("model", "name"), CASES)
-def test_plans_to_the_real_layouts_are_proven_and_execute(
-    model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
-) -> None:
-    decoder = cases.decoder_of(model)
-    catalog = Catalog.of(decoder.tensors())
+def check_plans(decoder: Any, catalog: Catalog, ranks: tuple[RankLayout, ...]) -> None:
+    """Plans from every trainer to an engine with these ranks are proven, and fill its buffers with
+    what belongs there."""
     weights = cases.random_weights(decoder)
-    ranks = tuple(traced.rank_layout(catalog) for traced in traces[model, name])
     target = Layout(ranks, np.arange(2), np.zeros(2, np.int64))
     for shape in TRAINERS:
         plan = make_plan(
@@ -183,6 +179,16 @@ def test_plans_to_the_real_layouts_are_proven_and_execute(
         cases.execute(plan, trainers, engines)
         for want, got in zip(cases.engine_buffers(target, catalog, weights), engines, strict=True):
             assert all(np.array_equal(want[buffer], got[buffer]) for buffer in want)
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_plans_to_the_real_layouts_are_proven_and_execute(
+    model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
+) -> None:
+    decoder = cases.decoder_of(model)
+    catalog = Catalog.of(decoder.tensors())
+    ranks = tuple(traced.rank_layout(catalog) for traced in traces[model, name])
+    check_plans(decoder, catalog, ranks)
 
 
 @pytest.mark.parametrize(("model", "name"), FP8_CASES)
@@ -233,23 +239,12 @@ def test_plans_reach_a_model_and_the_head_that_drafts_for_it(
     what SGLang's own loaders put there."""
     decoder: Any = family_of({**SYNCED[model], **ONE_HEAD}, mtp=True)
     catalog = Catalog.of(decoder.tensors())
-    weights = cases.random_weights(decoder)
     ranks = tuple(traced.rank_layout(catalog) for traced in traces[model, "drafts"])
     for rank in ranks:
         assert any(name == "draft.model.eh_proj.weight" for name in rank.names)
         assert not any("embed_tokens" in name or "lm_head" in name for name in rank.names
                        if name.startswith("draft."))  # fmt: skip
-    target = Layout(ranks, np.arange(2), np.zeros(2, np.int64))
-    for shape in TRAINERS:
-        plan = make_plan(
-            catalog, megatron_layout(decoder, shape.coordinates(), "float32"), target, 1 << 20
-        )
-        assert prove(plan).unused == ()
-        trainers = cases.trainer_buffers(decoder, shape.coordinates(), weights)
-        engines = cases.engine_buffers(target, catalog, None)
-        cases.execute(plan, trainers, engines)
-        for want, got in zip(cases.engine_buffers(target, catalog, weights), engines, strict=True):
-            assert all(np.array_equal(want[buffer], got[buffer]) for buffer in want)
+    check_plans(decoder, catalog, ranks)
 
 
 def test_scales_that_an_engine_would_drop_are_found(

@@ -101,6 +101,10 @@ def thaw(folder: Path) -> None:
 def set_immutable(folder: Path, on: bool) -> None:
     """Let nobody, root included, add or remove entries of a folder and those in it; or let them
     again."""
-    folders = [str(path) for path in (folder, *folder.rglob("*")) if path.is_dir()]
-    if folders:
-        subprocess.run(["chattr", "+i" if on else "-i", *folders], check=False)
+    if not folder.is_dir():
+        return
+    flag = "+i" if on else "-i"
+    subprocess.run(["chattr", flag, str(folder)], check=True)
+    # the run may remove one of these meanwhile
+    inside = [str(path) for path in folder.rglob("*") if path.is_dir()]
+    subprocess.run(["chattr", flag, str(folder), *inside], check=False)

@@ -35,12 +35,18 @@ def test_the_product_has_every_process_at_every_moment_with_every_staleness() ->
     assert sum(len(kills) for _, kills in campaigns) >= 50 and product(1) == campaigns != product(2)
 
 
-@pytest.mark.slow
-def test_a_run_that_loses_each_process_once_trains_every_prompt_once(tmp_path: Path) -> None:
+@pytest.fixture
+def needs_sandbox() -> None:
+    """Skips where the sandbox of the conversations' programs cannot run."""
     try:
         Sandbox().close()
     except ResourceError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_sandbox")
+def test_a_run_that_loses_each_process_once_trains_every_prompt_once(tmp_path: Path) -> None:
     outcomes = play(1, 1, covering(1), tmp_path)
     assert [fault for one in outcomes for fault in one.faults] == []
     assert {one.victim for one in outcomes} == set(VICTIMS)
@@ -48,14 +54,11 @@ def test_a_run_that_loses_each_process_once_trains_every_prompt_once(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("needs_sandbox")
 @pytest.mark.parametrize("programs", [LYING_SERVER, LARGE_ENVIRONMENT], ids=lambda one: one.title)
 def test_programs_that_lie_cost_no_prompt_and_little_memory(
     programs: Programs, tmp_path: Path
 ) -> None:
-    try:
-        Sandbox().close()
-    except ResourceError as error:
-        pytest.skip(str(error))
     outcomes = play(1, 1, [], tmp_path, programs)
     assert [fault for one in outcomes for fault in one.faults] == []
 

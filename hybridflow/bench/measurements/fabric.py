@@ -11,12 +11,13 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from hybridflow.bench.measurements.base import Place, measurement
 from hybridflow.bench.result import Metric, NotRun
 from hybridflow.bench.rounds import rotated
+from hybridflow.device.platform import Platform
 from hybridflow.launch import records
 from hybridflow.launch.preflight import node_address
 from hybridflow.placement.place import PORTS
@@ -38,8 +39,6 @@ def fabric(place: Place, backend: str = "") -> Iterator[Metric | NotRun]:
     Args:
         backend: of torch.distributed; by default nccl, and nothing is measured without a GPU.
     """
-    from hybridflow.device.platform import Platform
-
     platform = Platform.detect()
     devices = platform.device_count()
     backend = backend or ("nccl" if devices else "")
@@ -52,7 +51,7 @@ def fabric(place: Place, backend: str = "") -> Iterator[Metric | NotRun]:
         for device in range(max(devices, 1)):
             platform.set_device(device)
             name = f"fabric/GPU {device}" if devices else "fabric/CPU"
-            yield _best_pair(place, backend, name, platform.synchronize)
+            yield _best_pair(place, backend, name, platform)
     finally:
         leave_world()
 
@@ -108,16 +107,12 @@ def _join(place: Place, backend: str) -> None:
         first.unlink()
 
 
-def _best_pair(
-    place: Place, backend: str, name: str, synchronize: Callable[[], None]
-) -> Metric:
+def _best_pair(place: Place, backend: str, name: str, platform: Platform) -> Metric:
     """Measure this node's pairs. Returns the bandwidth of the best of them in each round."""
     import torch
     import torch.distributed as dist
 
-    from hybridflow.device.platform import Platform
-
-    device = Platform.detect().current_device()
+    device = platform.current_device()
     ours = torch.zeros(BYTES[backend], dtype=torch.uint8, device=device)
     theirs = torch.zeros_like(ours)
     rank = place.nodes.index(place.node)
@@ -128,10 +123,10 @@ def _best_pair(
     for other in rotated(list(others), _WARM_UP + ROUNDS):
         # otherwise a pair would also wait for its members' previous partners
         dist.barrier()
-        synchronize()
+        platform.synchronize()
         start = time.perf_counter()
         _exchange(ours, theirs, others[other], rank)
-        synchronize()
+        platform.synchronize()
         seconds[other].append(time.perf_counter() - start)
     seconds.pop(str(rank), None)  # this node paused
     rounds = [min(of_round) for of_round in zip(*seconds.values(), strict=True)]
