@@ -128,5 +128,5 @@ def loop() -> int:
 
 
 def loops(count: int) -> Side:
-    """Return a yardstick that consists of `count` Python loops."""
+    """Return a reference that runs `count` plain Python loops."""
     return Side("a plain Python loop", lambda: [loop() for _ in range(count)])

@@ -1,5 +1,5 @@
-"""Validating readers of data files. Every error names the file, row and column, and the expected
-value."""
+"""Readers of data files that validate their input. Every error names the file, row and column, and
+the expected value."""
 
 from __future__ import annotations
 

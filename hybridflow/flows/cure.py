@@ -65,7 +65,7 @@ async def cure(run: Run) -> None:
 
 
 def requests(programs: DataProto, prompt: str) -> list[str]:
-    """Return the request to the tester for each task, in batch order."""
+    """Build the tester's prompt for each task, in batch order."""
     _, first = np.unique(programs["uid"], return_index=True)
     tasks = [messages[-1]["content"] for messages in programs["prompt"][first]]
     return [prompt.replace("{task}", task) for task in tasks]

@@ -100,9 +100,7 @@ class AppendOnly:
         raise NotImplementedError
 
     def publish(self, number: int, step: int, wall_time: float, metrics: dict[str, float]) -> None:
-        """Publish a record. `number` is its number among the records of all sessions, starting from
-        0.
-        """
+        """Publish a record. `number` is its zero-based index across all sessions."""
         raise NotImplementedError
 
     def publish_dump(self, number: int, dump: Dump) -> None:

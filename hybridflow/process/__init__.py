@@ -1,3 +1,3 @@
-"""Process management: startup and shutdown, rendezvous, and text exchange outside the training
-collectives.
+"""Process management: startup and shutdown, rendezvous, and the exchange of short texts between
+ranks without the training collectives.
 """

@@ -45,7 +45,7 @@ class ShowsRollouts(Protocol):
 
 @runtime_checkable
 class CatchesUp(Protocol):
-    """A sink that can read records that it lacks from the run folder."""
+    """A sink that can catch up by reading the records it missed from the run folder."""
 
     def catch_up(self) -> Iterator[tuple[Phase, int]]:
         """Record everything that is missing. Yields the phase and step of each record of
