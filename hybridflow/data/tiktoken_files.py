@@ -125,7 +125,7 @@ def _ranks_of(file: Path) -> dict[bytes, int]:
     a token."""
     data = file.open("rb").read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
-        raise DataError(f"{file} is larger than {_MOST_BYTES} bytes")
+        raise DataError(f"{file} is larger than the limit of {_MOST_BYTES} bytes")
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
         if not line:

@@ -50,7 +50,7 @@ def test_the_gradient_of_every_loss_does_not_depend_on_the_cut(results: Results)
         ("loss", "the loss is not finite: rank 3 micro-batch 1 "),
         ("gradient", "a gradient is not finite: rank 1 micro-batch 1, rank 3 micro-batch 1 "),
         ("layer", "a gradient is not finite: rank 1 micro-batch 1 "),
-        ("weight", "the reduced gradients of rank 2 are not finite"),
+        ("weight", "the reduced gradients on rank 2 are not finite"),
     ],
 )
 def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(

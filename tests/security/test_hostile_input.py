@@ -180,7 +180,7 @@ def test_settings_of_a_tokenizer_without_an_end_are_not_read(tmp_path: Path, nam
     folder = tokenizer_folder(tmp_path)
     with (folder / name).open("ab") as sparse:
         sparse.truncate(1 << 40)
-    with pytest.raises(DataError, match=rf"{name} is larger than 8388608 bytes"):
+    with pytest.raises(DataError, match=rf"{name} is larger than the limit of 8388608 bytes"):
         load_tokenizer(folder)
 
 

@@ -43,17 +43,18 @@ def test_a_fusion_that_would_change_results_is_left_out() -> None:
     assert device_settings(family_of(DEEPSEEK), True, True)["apply_rope_fusion"] is False
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.2])
+@pytest.mark.parametrize(
+    ("factor", "sections", "is_fused"), [(1.0, (), True), (1.2, (), False), (1.0, (8, 4, 4), False)]
+)
 def test_rope_is_fused_where_its_kernel_computes_the_same(
-    factor: float, monkeypatch: pytest.MonkeyPatch
+    factor: float, sections: tuple[int, ...], is_fused: bool
 ) -> None:
     from types import SimpleNamespace
 
     from hybridflow.mcore.model import device_settings
 
-    family: object = SimpleNamespace(
-        megatron_config=dict, rotary=SimpleNamespace(attention_factor=factor)
-    )
+    rotary = SimpleNamespace(attention_factor=factor, sections=sections)
+    family: object = SimpleNamespace(megatron_config=dict, rotary=rotary)
     for transformer_engine in (True, False):
         settings = device_settings(family, True, transformer_engine)  # type: ignore[arg-type]
-        assert settings["apply_rope_fusion"] is (factor == 1.0)
+        assert settings["apply_rope_fusion"] is is_fused
