@@ -429,7 +429,8 @@ def _fill(filler: Path) -> None:
 
 
 def _fill_with_files(folder: Path) -> None:
-    """Take all inodes that are left."""
+    """Take all inodes that are left. Those taken before may still be taken."""
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for number in itertools.count():
         try:
