@@ -23,7 +23,8 @@ whole step.
 
 Seeds below 10 are not drawn (`tests/faults/free_hand.py`): two processes at once, processes that go on after 4 s,
 shared memory and inodes used up, folders removed or made read-only, the driver killed again and again, and commands on
-a finished run (`tests/faults/commands.py`). "Slurm, two nodes" is a job that Slurm starts again (`--slurm`).
+a finished run (`tests/faults/commands.py`). "Slurm, two nodes" is a job that Slurm starts again (`--slurm`). Seeds 0 to
+5 and 214 were played twice, the second time after the two faults had been fixed, and then without a fault.
 
 "Out of memory": the process gets eight more MiB, and the kernel kills it when it asks for more. "Disk stands still":
 the file system of the run folder takes no write for eight seconds. A network that loses 1% of all frames, repeats 1%
