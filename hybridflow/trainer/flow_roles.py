@@ -4,7 +4,8 @@ it returns its columns."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from hybridflow.batch import DataProto
@@ -87,14 +88,15 @@ class _Role:
         checked_batch(batch, call)
         tasks = []
         if self.role is not None:
-            computing = self.role.compute(role_pass(self.name, self.run.config), batch)
-            results = self._results(computing)
+            # a coroutine that exists before its turn would be left behind by a run that stops
+            compute = partial(self.role.compute, role_pass(self.name, self.run.config), batch)
+            results = self._results(compute)
             tasks.append(self.run.begin(self.name, ROLES[self.name].phase, results))
         return Call(self.run, f"{call}(batch)", batch, tasks)
 
-    async def _results(self, computing: Awaitable[DataProto]) -> DataProto:
-        """Return the columns of a forward pass, under the names used in flows."""
-        return await computing
+    async def _results(self, compute: Callable[[], Awaitable[DataProto]]) -> DataProto:
+        """Run a forward pass, and return its columns under the names used in flows."""
+        return await compute()
 
 
 class RecordingStep(OpenStep, Protocol):
@@ -176,8 +178,8 @@ class Critic(_Role):
         """Add values."""
         return self._compute("values", batch)
 
-    async def _results(self, computing: Awaitable[DataProto]) -> DataProto:
-        found = await computing
+    async def _results(self, compute: Callable[[], Awaitable[DataProto]]) -> DataProto:
+        found = await compute()
         return found.rename({"values": f"{ROLES[self.name].prefix}values"})
 
     def update(self, batch: DataProto) -> Updating:

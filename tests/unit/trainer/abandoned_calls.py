@@ -76,8 +76,8 @@ async def _left_alone(devices: Devices, role: str, fails: Callable[[str], Any]) 
 
 
 class Interrupted(World):
-    """A policy whose call is interrupted: while the driver waits for it, or while it computes at
-    one of four places."""
+    """A policy whose call is interrupted: while the driver waits for it, also while a reference on
+    the same devices awaits its turn, or while it computes at one of three places."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -94,6 +94,12 @@ class Interrupted(World):
             reply.set_result(None)
             await call_of({0: reply}, collect=lambda _: signal.raise_signal(signal.SIGINT))
         return await super().update_and_score(*given)
+
+    async def log_probs(self, batch: DataProto) -> DataProto:
+        if self.place == "reference":
+            threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+            await call_of({0: Reply()})
+        return await super().log_probs(batch)
 
     def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
         if self.place == "loop" and training:
@@ -116,8 +122,8 @@ class Waiting(Immediate):
 
 def interrupts(folder: Path) -> None:
     """SIGINT in the middle of a step, in which a critic's update is under way as well."""
-    for place in ("waits", "call", "collects", "loop"):
-        config = config_of(folder / place, total_steps=2)
+    for place in ("waits", "reference", "call", "collects", "loop"):
+        config = config_of(folder / place, kl=0.1, total_steps=2)
         config = replace(
             config,
             algorithm=replace(config.algorithm, adv_estimator="gae"),
