@@ -48,14 +48,12 @@ def run_watch(args: argparse.Namespace) -> int:
     require_run_folder(args.run_dir)
     if args.other is not None:
         require_run_folder(args.other)
-    from hybridflow.observe.watch.index import SampleIndex
-    from hybridflow.observe.watch.live_run import LiveRun
-    from hybridflow.observe.watch.pages import Pages
+    from hybridflow.observe.watch.pages import Pages, Watched
     from hybridflow.observe.watch.server import WatchServer
 
     with memory_limit():
-        other = LiveRun(args.other) if args.other is not None else None
-        pages = Pages(LiveRun(args.run_dir), SampleIndex(args.run_dir), other)
+        other = Watched.of(args.other) if args.other is not None else None
+        pages = Pages(Watched.of(args.run_dir), other)
         server = WatchServer(pages, args.port)
         say(server.address)
         try:

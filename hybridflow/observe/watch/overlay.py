@@ -21,9 +21,7 @@ _PLACES = ("name", "output_dir")
 
 def compared(one: RunFolder, two: RunFolder) -> dict[str, Any]:
     """Return the template values for the page `watch_compare`."""
-    names = (_name(one), _name(two))
-    if names[0] == names[1]:
-        names = (f"{names[0]} (first)", f"{names[1]} (second)")
+    names = both_names(one, two)
     settings = list(different_settings(one.config, two.config))
     remarks = [
         f"{name}: {line}"
@@ -102,5 +100,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterat
             yield f"{prefix}{key}", plain(value)
 
 
-def _name(run: RunFolder) -> str:
-    return str(run.setting("name") or run.path.resolve().name)
+def both_names(one: RunFolder, two: RunFolder) -> tuple[str, str]:
+    """Return the names of two runs, which differ."""
+    names = [str(run.setting("name") or run.path.resolve().name) for run in (one, two)]
+    if names[0] == names[1]:
+        return f"{names[0]} (first)", f"{names[1]} (second)"
+    return names[0], names[1]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -18,9 +19,10 @@ from hybridflow.observe.report import Group, drawn_groups, overview, process_gro
 from hybridflow.observe.run_folder import RunFolder
 from hybridflow.observe.templates import fill
 from hybridflow.observe.watch.alarms import alarms
+from hybridflow.observe.watch.answer_pages import AnswerPages
 from hybridflow.observe.watch.index import SampleIndex
 from hybridflow.observe.watch.live_run import LiveRun
-from hybridflow.observe.watch.overlay import compared
+from hybridflow.observe.watch.overlay import both_names, compared
 from hybridflow.observe.watch.sample_pages import NotFound, SamplePages
 
 _PICTURES_S = 30.0  # pictures of processes read many files, so they are drawn again this seldom
@@ -36,6 +38,19 @@ class Page:
     nonce: str = ""
 
 
+@dataclass(frozen=True)
+class Watched:
+    """A run folder, and the index of its samples."""
+
+    live: LiveRun
+    index: SampleIndex
+
+    @classmethod
+    def of(cls, path: Path) -> Watched:
+        """Start watching a run folder. Its samples are indexed by `index.refresh`."""
+        return cls(LiveRun(path), SampleIndex(path))
+
+
 class Pages:
     """Builds the pages about one run.
 
@@ -43,16 +58,20 @@ class Pages:
         other: a run to compare with.
     """
 
-    def __init__(self, live: LiveRun, index: SampleIndex, other: LiveRun | None = None) -> None:
-        self.live = live
-        self.index = index
+    def __init__(self, watched: Watched, other: Watched | None = None) -> None:
+        self.watched = watched
         self.other = other
         self.failure = ""  # why the folder could not be read lately
-        self._samples = SamplePages(live, index)
+        self._samples = SamplePages(watched.live, watched.index)
         self._sections: dict[str, tuple[int, str]] = {}  # version of the last change, HTML
         self._drawn = 0  # version of the run in `_sections`
         self._pictures: tuple[float, list[Group]] | None = None
         self._lock = threading.Lock()
+
+    @property
+    def live(self) -> LiveRun:
+        """The run's current contents."""
+        return self.watched.live
 
     def page(self, name: str, fields: Mapping[str, str]) -> Page:
         """Return the page with this name (empty for the front page) for the query fields of its
@@ -63,9 +82,14 @@ class Pages:
             if name == "":
                 return self._framed(200, "", "Run", "watch_run", sections=self._all_sections())
             if name == "compare" and self.other is not None:
-                parts = compared(self.live.run, self.other.run)
+                parts = compared(self.live.run, self.other.live.run)
                 return self._framed(200, name, "Compare", "watch_compare", **parts)
-            body, title, parts = self._samples.parts(name, fields)
+            if name == "answers" and self.other is not None:
+                names = both_names(self.live.run, self.other.live.run)
+                answers = AnswerPages(self.watched.index, self.other.index)
+                body, title, parts = answers.parts(names, fields)
+            else:
+                body, title, parts = self._samples.parts(name, fields)
             return self._framed(200, name, title, body, **parts)
         except NotFound as error:
             message = str(error)
@@ -77,7 +101,7 @@ class Pages:
         nonce = secrets.token_urlsafe(16)
         links = [("./", "Run"), ("rollouts", "Samples")]
         if self.other is not None:
-            links.append(("compare", "Compare"))
+            links += [("compare", "Compare"), ("answers", "Answers of both")]
         run = self.live.run
         about = {
             "name": str(run.setting("name") or run.path.resolve().name),

@@ -84,7 +84,7 @@ class SamplePages:
         pages = max(1, -(-len(found) // PER_PAGE))
         page = min(query.page, pages)
         shown = found[(page - 1) * PER_PAGE : page * PER_PAGE]
-        texts = self._texts(samples, shown)
+        texts = texts_of(samples, shown)
         rows = [_result(samples, sample, texts[sample], query.text) for sample in shown.tolist()]
         given = {name: value for name, value in fields.items() if value and name != "page"}
         return (
@@ -104,8 +104,8 @@ class SamplePages:
                 "page": page,
                 "pages": pages,
                 "rows": rows,
-                "before": _address("rollouts", **given, page=page - 1) if page > 1 else "",
-                "after": _address("rollouts", **given, page=page + 1) if page < pages else "",
+                "before": address("rollouts", **given, page=page - 1) if page > 1 else "",
+                "after": address("rollouts", **given, page=page + 1) if page < pages else "",
                 "remarks": index.remarks(),
             },
         )
@@ -134,7 +134,7 @@ class SamplePages:
                 "rows": rows,
                 "has_tokens": any(row["tokens"] for row in rows),
                 "left": len(members) - len(shown),
-                "all": _address("rollouts", kind=name, uid=uid, from_step=step, to_step=step),
+                "all": address("rollouts", kind=name, uid=uid, from_step=step, to_step=step),
                 "before": before,
                 "after": after,
                 "over_steps": _prompt_address(samples, int(members[0])),
@@ -166,17 +166,17 @@ class SamplePages:
                 "prompt_text": prompt,
                 "groups": _score_charts(curves),
                 "rows": shown,
-                "after": _address("prompt", kind=name, prompt=key, to_step=earlier) if left else "",
+                "after": address("prompt", kind=name, prompt=key, to_step=earlier) if left else "",
             },
         )
 
     def _add_answers(self, samples: Samples, rows: list[dict[str, Any]]) -> None:
         """In each row, replace the indices of the best and worst sample with their text."""
         picked = sorted({row[which] for row in rows for which in ("best", "worst")})
-        texts = self._texts(samples, np.array(picked, np.int64))
+        texts = texts_of(samples, np.array(picked, np.int64))
         for row in rows:
             for which in ("best", "worst"):
-                row[which] = excerpt(_text(texts[row[which]], "response_text"), "")[0]
+                row[which] = excerpt(text_of(texts[row[which]], "response_text"), "")[0]
 
     def _sample(self, fields: Mapping[str, str]) -> Parts:
         samples = self._index.samples
@@ -195,8 +195,8 @@ class SamplePages:
                 "heading": f"Sample {row} of step {step} of {name}",
                 "row": shown,
                 "messages": read_messages(shown["messages"]),
-                "before": _address("sample", kind=name, step=step, row=row - 1) if row else "",
-                "after": _address("sample", kind=name, step=step, row=row + 1)
+                "before": address("sample", kind=name, step=step, row=row - 1) if row else "",
+                "after": address("sample", kind=name, step=step, row=row + 1)
                 if row + 1 < len(of_step)
                 else "",
                 "group": _group_address(samples, int(found[0])),
@@ -213,19 +213,20 @@ class SamplePages:
         rows = read_rows(dump.path, numbers, self._decode)
         for row, number in zip(rows, numbers, strict=True):
             row["row"] = number
-            row["address"] = _address("sample", kind=dump.kind, step=dump.step, row=number)
+            row["address"] = address("sample", kind=dump.kind, step=dump.step, row=number)
         return rows
 
-    def _texts(self, samples: Samples, chosen: np.ndarray) -> dict[int, Mapping[str, Any]]:
-        """Read samples of any dumps, without tokens. Samples that cannot be read are empty, because
-        the run may have deleted their dump."""
-        found: dict[int, Mapping[str, Any]] = {int(sample): {} for sample in chosen}
-        for number in np.unique(samples.dump[chosen]).tolist():
-            inside = chosen[samples.dump[chosen] == number].tolist()
-            with suppress(DataError):
-                rows = read_rows(samples.dumps[number].path, samples.row[inside].tolist(), None)
-                found |= dict(zip(inside, rows, strict=True))
-        return found
+
+def texts_of(samples: Samples, chosen: np.ndarray) -> dict[int, Mapping[str, Any]]:
+    """Read samples of any dumps, without tokens. Samples that cannot be read are empty, because the
+    run may have deleted their dump."""
+    found: dict[int, Mapping[str, Any]] = {int(sample): {} for sample in chosen}
+    for number in np.unique(samples.dump[chosen]).tolist():
+        inside = chosen[samples.dump[chosen] == number].tolist()
+        with suppress(DataError):
+            rows = read_rows(samples.dumps[number].path, samples.row[inside].tolist(), None)
+            found |= dict(zip(inside, rows, strict=True))
+    return found
 
 
 def read_messages(text: Any) -> list[dict[str, str]]:
@@ -243,8 +244,8 @@ def read_messages(text: Any) -> list[dict[str, str]]:
     for one in messages[:_MOST_MESSAGES]:
         role = str(one.get("role", ""))[:40]
         content = one.get("content")
-        text_of = content if isinstance(content, str) else json.dumps(one, ensure_ascii=False)
-        found.append({"role": role, "content": text_of, "kind": _PERSONS.get(role, "other")})
+        text = content if isinstance(content, str) else json.dumps(one, ensure_ascii=False)
+        found.append({"role": role, "content": text, "kind": _PERSONS.get(role, "other")})
     return found
 
 
@@ -259,11 +260,11 @@ def _result(samples: Samples, sample: int, row: Mapping[str, Any], wanted: str) 
         "place": f"{dump.kind} {dump.step}",
         "score": "–" if np.isnan(score) else f"{score:.3g}",
         "length": "–" if np.isnan(length) else f"{length:.0f}",
-        "sample": _address("sample", **at, row=int(samples.row[sample])),
+        "sample": address("sample", **at, row=int(samples.row[sample])),
         "group": _group_address(samples, sample),
         "over_steps": _prompt_address(samples, sample),
-        "prompt_text": excerpt(_text(row, "prompt_text"), wanted),
-        "text": excerpt(_text(row, "response_text"), wanted),
+        "prompt_text": excerpt(text_of(row, "prompt_text"), wanted),
+        "text": excerpt(text_of(row, "response_text"), wanted),
         "other": other,
     }
 
@@ -274,8 +275,8 @@ def _neighbours(uids: np.ndarray, uid: int, place: Mapping[str, Any]) -> tuple[s
     lower = there[there < uid]
     higher = there[there > uid]
     return (
-        _address("group", **place, uid=int(lower.max())) if len(lower) else "",
-        _address("group", **place, uid=int(higher.min())) if len(higher) else "",
+        address("group", **place, uid=int(lower.max())) if len(lower) else "",
+        address("group", **place, uid=int(higher.min())) if len(higher) else "",
     )
 
 
@@ -315,7 +316,7 @@ def _group_address(samples: Samples, sample: int) -> str:
     """Return the address of a sample's group; empty if it has none."""
     dump = samples.dumps[samples.dump[sample]]
     uid = samples.columns["uid"][sample]
-    return "" if np.isnan(uid) else _address("group", kind=dump.kind, step=dump.step, uid=int(uid))
+    return "" if np.isnan(uid) else address("group", kind=dump.kind, step=dump.step, uid=int(uid))
 
 
 def _prompt_address(samples: Samples, sample: int) -> str:
@@ -323,15 +324,17 @@ def _prompt_address(samples: Samples, sample: int) -> str:
     none."""
     dump = samples.dumps[samples.dump[sample]]
     prompt = int(samples.columns["prompt"][sample])
-    return _address("prompt", kind=dump.kind, prompt=f"{prompt:x}") if prompt else ""
+    return address("prompt", kind=dump.kind, prompt=f"{prompt:x}") if prompt else ""
 
 
-def _text(row: Mapping[str, Any], name: str) -> str:
+def text_of(row: Mapping[str, Any], name: str) -> str:
+    """Return a text column of a row; empty if it is missing."""
     value = row.get(name)
     return value if isinstance(value, str) else ""
 
 
-def _address(path: str, **fields: Any) -> str:
+def address(path: str, **fields: Any) -> str:
+    """Return the relative address of a page with these query fields."""
     return f"{path}?{urlencode(fields)}"
 
 

@@ -67,13 +67,12 @@ class WatchServer:
         pages = self.pages
         while not self._ended.wait(_EVERY_S):
             try:
-                pages.live.poll()
-                if pages.other is not None:
-                    pages.other.poll()
-                for _ in pages.index.refresh():
-                    pages.live.poll()  # a first reading of all dumps may take long
-                    if self._ended.is_set():
-                        return
+                for one in filter(None, (pages.watched, pages.other)):
+                    one.live.poll()
+                    for _ in one.index.refresh():
+                        pages.live.poll()  # a first reading of all dumps may take long
+                        if self._ended.is_set():
+                            return
             except (OSError, HybridFlowError, MemoryError) as error:
                 pages.failure = f"the folder cannot be read: {type(error).__name__}: {error}"
             except Exception as error:  # a page that stands still must say so

@@ -22,9 +22,7 @@ import pytest
 from hybridflow.errors import ConfigError
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.observe.tracker import Tracker
-from hybridflow.observe.watch.index import SampleIndex
-from hybridflow.observe.watch.live_run import LiveRun
-from hybridflow.observe.watch.pages import Pages
+from hybridflow.observe.watch.pages import Pages, Watched
 from hybridflow.observe.watch.server import WatchServer
 from tests.security.foreign import HOSTILE, SECRET, run_folder
 
@@ -38,6 +36,8 @@ PAGES = (
     "group?kind=rollouts&step=1&uid=0",
     "sample?kind=rollouts&step=1&row=0",
     "compare",
+    "answers",
+    "answers?kind=rollouts&step=1&other_step=2&show=all",
 )
 
 
@@ -100,9 +100,9 @@ def whole_run(run: Path, text: str = "12+34=") -> Path:
 @contextmanager
 def served(run: Path) -> Iterator[str]:
     """The address of a server of the run, compared with itself."""
-    index = SampleIndex(run)
-    list(index.refresh())
-    server = WatchServer(Pages(LiveRun(run), index, LiveRun(run)), 0)
+    watched = Watched.of(run)
+    list(watched.index.refresh())
+    server = WatchServer(Pages(watched, watched), 0)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
@@ -183,7 +183,7 @@ def test_only_who_has_the_token_and_asks_this_machine_gets_an_answer(tmp_path: P
         for page in ("nothing", "sample?kind=rollouts&step=1&row=9", "group?kind=..&step=1&uid=0"):
             assert asked(address, page)[0] == 404
         with pytest.raises(ConfigError, match="cannot be used"):
-            WatchServer(Pages(LiveRun(tmp_path), SampleIndex(tmp_path)), parts.port or 0)
+            WatchServer(Pages(Watched.of(tmp_path)), parts.port or 0)
         assert socket.create_connection(("127.0.0.1", parts.port or 0), 5).close() is None
 
 

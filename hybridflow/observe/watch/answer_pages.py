@@ -1,0 +1,165 @@
+"""The page on which two runs answer the same prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hybridflow.observe.watch.index import SampleIndex, Samples
+from hybridflow.observe.watch.query import PER_PAGE
+from hybridflow.observe.watch.sample_pages import NotFound, Parts, address, text_of, texts_of
+
+_PREFERRED = "validation"  # both runs answer the same held-out prompts
+SHOWN = ("different", "better in the second", "better in the first", "all")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The prompts of one dump.
+
+    Attributes:
+        prompts: their hashes, ascending and distinct.
+        scores: the mean score of each prompt's samples; NaN if none has a score.
+        first: the first sample of each prompt, as an index into the snapshot.
+        counts: the number of samples of each prompt.
+    """
+
+    samples: Samples
+    step: int
+    prompts: np.ndarray
+    scores: np.ndarray
+    first: np.ndarray
+    counts: np.ndarray
+
+
+class AnswerPages:
+    """Builds the page from the indices of both runs."""
+
+    def __init__(self, one: SampleIndex, two: SampleIndex) -> None:
+        self._indices = (one, two)
+
+    def parts(self, names: tuple[str, str], fields: Mapping[str, str]) -> Parts:
+        """Return the content of the page. `names` are the names of the runs.
+
+        Raises:
+            NotFound: the runs have no dumps of the same kind.
+        """
+        one, two = (index.samples for index in self._indices)
+        kinds = [kind for kind in one.kinds if kind in two.kinds]
+        if not kinds:
+            raise NotFound("The two runs have no dumps of the same kind yet.")
+        kind = fields.get("kind", _PREFERRED)
+        kind = kind if kind in kinds else (_PREFERRED if _PREFERRED in kinds else kinds[0])
+        wrong: list[str] = []
+        sides = (
+            _of_step(one, kind, fields.get("step", ""), wrong),
+            _of_step(two, kind, fields.get("other_step", ""), wrong),
+        )
+        _, *places = np.intersect1d(sides[0].prompts, sides[1].prompts, return_indices=True)
+        gain = sides[1].scores[places[1]] - sides[0].scores[places[0]]
+        wanted = fields.get("show", SHOWN[0])
+        wanted = wanted if wanted in SHOWN else SHOWN[0]
+        found = _sorted(gain, wanted)
+        pages = max(1, -(-len(found) // PER_PAGE))
+        page = min(_page_of(fields), pages)
+        shown = found[(page - 1) * PER_PAGE : page * PER_PAGE]
+        given = {
+            "kind": kind,
+            "step": sides[0].step,
+            "other_step": sides[1].step,
+            "show": wanted,
+        }
+        return (
+            "watch_answers",
+            "Answers of both runs",
+            {
+                "names": names,
+                "kinds": kinds,
+                "choices": SHOWN,
+                "given": given,
+                "wrong": wrong,
+                "summary": _summary(gain),
+                "means": [_mean(one.scores[at]) for one, at in zip(sides, places, strict=True)],
+                "rows": _rows(sides, places, shown),
+                "page": page,
+                "pages": pages,
+                "before": address("answers", **given, page=page - 1) if page > 1 else "",
+                "after": address("answers", **given, page=page + 1) if page < pages else "",
+            },
+        )
+
+
+def _of_step(samples: Samples, kind: str, given: str, wrong: list[str]) -> _Step:
+    """Return the prompts of the step given in the address, or of the latest dump. If the run has no
+    dump of that step, a sentence is added to `wrong`."""
+    of_kind = samples.kind == samples.kinds.index(kind)
+    steps = np.unique(samples.step[of_kind])
+    step = int(steps[-1]) if len(steps) else 0
+    if given.strip() and given.strip() not in map(str, steps.tolist()):
+        wrong.append(f"there is no dump of step {given.strip()[:40]}; step {step} is shown")
+    elif given.strip():
+        step = int(given)
+    members = np.flatnonzero(of_kind & (samples.step == step) & (samples.columns["prompt"] > 0))
+    prompts, first, of_row = np.unique(
+        samples.columns["prompt"][members], return_index=True, return_inverse=True
+    )
+    scores = samples.columns["score"][members]
+    is_scored = ~np.isnan(scores)
+    counts = np.bincount(of_row[is_scored], minlength=len(prompts))
+    sums = np.bincount(of_row[is_scored], scores[is_scored], len(prompts))
+    means = np.full(len(prompts), np.nan)
+    np.divide(sums, counts, out=means, where=counts > 0)
+    return _Step(
+        samples, step, prompts, means, members[first], np.bincount(of_row, minlength=len(prompts))
+    )
+
+
+def _sorted(gain: np.ndarray, wanted: str) -> np.ndarray:
+    """Return the indices of the prompts to show, largest difference first."""
+    kept = {
+        "different": (gain != 0) & ~np.isnan(gain),
+        "better in the second": gain > 0,
+        "better in the first": gain < 0,
+        "all": np.ones(len(gain), bool),
+    }[wanted]
+    found = np.flatnonzero(kept)
+    return found[np.argsort(-np.abs(np.nan_to_num(gain[found])), kind="stable")]
+
+
+def _summary(gain: np.ndarray) -> str:
+    return (
+        f"{len(gain):,} prompts in both dumps: {int((gain > 0).sum()):,} better in the second, "
+        f"{int((gain < 0).sum()):,} better in the first, {int((gain == 0).sum()):,} equal"
+    )
+
+
+def _rows(sides: tuple[_Step, _Step], places: list[np.ndarray], shown: np.ndarray) -> list[Any]:
+    rows: list[dict[str, Any]] = [{"answers": []} for _ in shown]
+    for side, at in zip(sides, places, strict=True):
+        chosen = side.first[at[shown]]
+        texts = texts_of(side.samples, chosen)
+        for row, sample, number in zip(rows, chosen.tolist(), at[shown].tolist(), strict=True):
+            text = texts[sample]
+            row.setdefault("prompt_text", text_of(text, "prompt_text"))
+            row.setdefault("ground_truth", text_of(text, "ground_truth"))
+            row["answers"].append(
+                {
+                    "score": _mean(side.scores[number : number + 1]),
+                    "count": int(side.counts[number]),
+                    "text": text_of(text, "response_text"),
+                }
+            )
+    return rows
+
+
+def _mean(scores: np.ndarray) -> str:
+    known = scores[~np.isnan(scores)]
+    return f"{known.mean():.3g}" if len(known) else "–"
+
+
+def _page_of(fields: Mapping[str, str]) -> int:
+    text = fields.get("page", "")
+    return max(1, int(text)) if text.isascii() and text.isdecimal() and len(text) < 10 else 1
