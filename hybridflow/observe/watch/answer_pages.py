@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,45 +51,42 @@ class AnswerPages:
         kinds = [kind for kind in one.kinds if kind in two.kinds]
         if not kinds:
             raise NotFound("The two runs have no dumps of the same kind yet.")
-        kind = fields.get("kind", _PREFERRED)
-        kind = kind if kind in kinds else (_PREFERRED if _PREFERRED in kinds else kinds[0])
+        default = _PREFERRED if _PREFERRED in kinds else kinds[0]
+        kind = _choice(fields.get("kind", ""), kinds, default)
+        show = _choice(fields.get("show", ""), SHOWN, SHOWN[0])
         wrong: list[str] = []
-        sides = (
-            _of_step(one, kind, fields.get("step", ""), wrong),
-            _of_step(two, kind, fields.get("other_step", ""), wrong),
-        )
-        _, *places = np.intersect1d(sides[0].prompts, sides[1].prompts, return_indices=True)
-        gain = sides[1].scores[places[1]] - sides[0].scores[places[0]]
-        wanted = fields.get("show", SHOWN[0])
-        wanted = wanted if wanted in SHOWN else SHOWN[0]
-        found = _sorted(gain, wanted)
-        pages = max(1, -(-len(found) // PER_PAGE))
-        page = min(_page_of(fields), pages)
-        shown = found[(page - 1) * PER_PAGE : page * PER_PAGE]
-        given = {
-            "kind": kind,
-            "step": sides[0].step,
-            "other_step": sides[1].step,
-            "show": wanted,
-        }
-        return (
-            "watch_answers",
-            "Answers of both runs",
-            {
-                "names": names,
-                "kinds": kinds,
-                "choices": SHOWN,
-                "given": given,
-                "wrong": wrong,
-                "summary": _summary(gain),
-                "means": [_mean(one.scores[at]) for one, at in zip(sides, places, strict=True)],
-                "rows": _rows(sides, places, shown),
-                "page": page,
-                "pages": pages,
-                "before": address("answers", **given, page=page - 1) if page > 1 else "",
-                "after": address("answers", **given, page=page + 1) if page < pages else "",
-            },
-        )
+        first = _of_step(one, kind, fields.get("step", ""), wrong)
+        second = _of_step(two, kind, fields.get("other_step", ""), wrong)
+        given = {"kind": kind, "step": first.step, "other_step": second.step, "show": show}
+        parts = _answers((first, second), given, _page_of(fields))
+        parts |= {"names": names, "kinds": kinds, "choices": SHOWN, "given": given, "wrong": wrong}
+        return "watch_answers", "Answers of both runs", parts
+
+
+def _choice(given: str, choices: Sequence[str], default: str) -> str:
+    return given if given in choices else default
+
+
+def _answers(
+    sides: tuple[_Step, _Step], given: Mapping[str, Any], wanted_page: int
+) -> dict[str, Any]:
+    """Return the values for one page of the prompts that both dumps contain."""
+    _, *places = np.intersect1d(sides[0].prompts, sides[1].prompts, return_indices=True)
+    scores = [side.scores[at] for side, at in zip(sides, places, strict=True)]
+    gain = scores[1] - scores[0]
+    found = _sorted(gain, given["show"])
+    pages = max(1, -(-len(found) // PER_PAGE))
+    page = min(wanted_page, pages)
+    shown = found[(page - 1) * PER_PAGE : page * PER_PAGE]
+    return {
+        "summary": _summary(gain),
+        "means": [_mean(one) for one in scores],
+        "rows": _rows(sides, places, shown),
+        "page": page,
+        "pages": pages,
+        "before": address("answers", **given, page=page - 1) if page > 1 else "",
+        "after": address("answers", **given, page=page + 1) if page < pages else "",
+    }
 
 
 def _of_step(samples: Samples, kind: str, given: str, wrong: list[str]) -> _Step:
