@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from hybridflow.data.added_tokens import AddedTokens, Found
@@ -27,6 +27,7 @@ Render = Callable[[Sequence[Message], bool], str]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _OPENING: Message = {"role": "user", "content": "?"}
 _SAMPLE = ' say "hi"\n\\ '
+_MOST_FRAMES = 128  # texts of placeholder conversations that are kept
 _MARK = re.compile(r"kQzV([A-Z])([0-9]{4})")
 
 
@@ -177,6 +178,8 @@ class ChatTemplate:
         self._render = render
         self._added = added
         self._stops = tuple(stops)
+        # placeholder conversations repeat: only the contents of real ones differ
+        self._rendered = lru_cache(_MOST_FRAMES)(self._render_frame)
 
     def following(self, exchanges: Sequence[Exchange], last: str | None = None) -> list[Piece]:
         """Return the text between the last answer and the next one.
@@ -343,8 +346,7 @@ class ChatTemplate:
                 messages += _marked(exchange, form, names, earlier=len(exchanges) - 1 - number)
             contents = [str(one["content"]) for one in exchanges[-1].messages]
             try:
-                text = self._render(messages, True)
-                answer, begin = self._end_of_answer(text, len(contents))
+                text, answer, begin = self._rendered(json.dumps(messages), len(contents))
                 return _Frame(text, answer, begin, messages, contents, names)
             except _NoEndError:
                 raise
@@ -352,6 +354,12 @@ class ChatTemplate:
                 problem = problem or error
         assert problem is not None
         raise problem
+
+    def _render_frame(self, messages: str, count: int) -> tuple[str, int, int]:
+        """Render messages with placeholders, given as JSON, of which the last `count` follow the
+        last answer. Returns the text and the positions of `_end_of_answer`."""
+        text = self._render(json.loads(messages), True)
+        return text, *self._end_of_answer(text, count)
 
     def _end_of_answer(self, text: str, count: int) -> tuple[int, int]:
         """Return two positions in the last answer: after its first placeholder, and at its end
