@@ -20,10 +20,10 @@ _LINGER_S = 5.0  # time to read the last answer after a key is revoked
 
 
 class Callers:
-    """The open connections of a server, limited because each uses a file descriptor. All
-    unauthenticated connections together have 256 slots, and each key has `most_of_a_key`. If a
-    group's slots are full, a new connection closes the group's longest-idle one. A client whose
-    idle connection is closed can reconnect.
+    """The open connections of a server, limited because each uses a file descriptor. At most 256
+    unauthenticated connections and, for each API key, `most_of_a_key` connections may be open. When
+    a limit is reached, a new connection closes the one that has been idle longest under the same
+    limit. A client whose idle connection is closed can reconnect.
     """
 
     def __init__(self, most_of_a_key: int = _MOST_OF_A_KEY) -> None:

@@ -45,7 +45,7 @@ class Door(ABC):
     """An HTTP server that runs in the event loop that opens it.
 
     Attributes:
-        model: the only model, by its name in `/v1/models`.
+        model: name of the only model listed in `/v1/models`.
         callers: the connections.
         base_url: the address for clients, once it is open.
     """

@@ -229,8 +229,9 @@ class Run:
     def chat(
         self, messages: Sequence[Mapping[str, Any]] | str, max_new_tokens: int | None = None
     ) -> dict[str, str]:
-        """Return the policy's answer to a text or to chat messages, in the form of the next
-        message. Samples in the same way as `generate`."""
+        """Return the policy's answer to a text or to chat messages, as the next chat message.
+        Samples in the same way as `generate`.
+        """
         (text,) = self.generate([messages], max_new_tokens)
         return {"role": "assistant", "content": text}
 
@@ -300,8 +301,9 @@ class Run:
     # ---- the job behind it
 
     def _begin(self, by_hand: bool | None = None) -> None:
-        """Run to the first stop, unless the run has already started. `by_hand` determines whether
-        the caller executes the steps; it cannot be changed later."""
+        """Start the run and execute it up to its first stop, unless it has already started.
+        `by_hand` determines whether the caller executes the steps; it cannot be changed later.
+        """
         if self._job is None:
             self._start()
         if by_hand is None:
@@ -497,7 +499,9 @@ class Role:
         return found
 
     def take(self, other: Role) -> None:
-        """Copy the weights of another policy with the same model to this additional policy."""
+        """Copy the weights of another policy, which must use the same model, to this additional
+        policy.
+        """
         self._run._in_step(lambda flow: getattr(flow, self._name).take(getattr(flow, other._name)))
 
 
@@ -535,7 +539,7 @@ def _load(
     data: Any,
     tokenizer: str | Path | None,
 ) -> RunConfig:
-    """Load the configuration from a recipe, these objects and these settings."""
+    """Load the configuration from the recipe, the objects and the settings."""
     from hybridflow.config.load import load_config
 
     path = Path(recipe)

@@ -1,5 +1,5 @@
-"""Checks of the sampling settings against the engines and the trainer's log-probs. Does not import
-torch.
+"""Checks that the sampling settings are supported by the engines and by the trainer's log-probs.
+Does not import torch.
 """
 
 from __future__ import annotations

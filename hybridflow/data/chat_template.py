@@ -136,7 +136,7 @@ class _Frame:
         begin: position at which the last answer ends.
         messages: all messages of the conversation.
         contents: the real contents of the messages after the last answer.
-        names: the real names and ids by placeholder.
+        names: the real names and ids, keyed by placeholder.
     """
 
     text: str

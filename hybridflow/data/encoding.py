@@ -26,7 +26,7 @@ _LIMITS = ("max_prompt_length", "max_response_length", "filter_overlong_prompts"
 
 @dataclass(frozen=True)
 class Encoded:
-    """The zero or more token rows encoded from one row of a file.
+    """The token rows (zero or more) encoded from one row of a file.
 
     Attributes:
         rows: token ids by column; empty if the row is dropped as too long.
@@ -38,7 +38,7 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """The protocol of an encoder."""
+    """The Encoder protocol: converts rows of data files to token ids."""
 
     @property
     def tokenizer(self) -> Tokenizer:

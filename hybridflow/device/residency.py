@@ -66,7 +66,7 @@ class Residency:
         return frozenset(self._asleep)
 
     def resident_bytes(self) -> dict[Part, int]:
-        """Return the number of bytes of each part on the device."""
+        """Return the number of bytes that each part occupies on the device."""
         sizes: dict[Part, int] = {}
         for part, storages in self._storages().items():
             sizes[part] = sum(storage.nbytes() for storage in storages)

@@ -133,7 +133,7 @@ class Scorer:
         order.
 
         Raises:
-            DataError: as for `RewardManager.check`.
+            DataError: raised by `RewardManager.check`.
         """
         texts = [text for part in parts for text in part.texts]
         submitted = [part.rows for part in parts if isinstance(part.rows, Submitted)]

@@ -13,7 +13,7 @@ ROOM = "room"
 
 
 class Sample(Protocol):
-    """A prompt's answer in progress."""
+    """A handle for the answer to one prompt, which may still be in progress."""
 
     def done(self) -> bool:
         """Return True if the answer is complete."""

@@ -73,7 +73,7 @@ def _config(estimator: str) -> RunConfig:
 
 
 async def _followed(workers: _Workers, timeline: str) -> None:
-    """Run all steps with the flow selected by the settings."""
+    """Run all steps using the flow selected in the configuration."""
     from hybridflow.observe.progress import Progress
     from hybridflow.trainer.run import FlowRun, Trainer
 

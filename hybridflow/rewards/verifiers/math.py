@@ -178,7 +178,7 @@ def _letters(text: str, with_name: bool) -> set[str]:
 
 
 def _verified(truth: str, found: str) -> bool:
-    """Return True if math-verify considers the two equal."""
+    """Return True if math-verify considers the two expressions equal."""
     parse, verify = _functions()
     with cheap_prediction():
         expected = parse(boxed(truth))
