@@ -49,17 +49,17 @@ class Callers:
         return server
 
     def came(self, transport: asyncio.Transport) -> None:
-        """Add a new connection."""
+        """Register a connection that has just been opened."""
         self._places[transport] = ExitStack()
         self._move(transport, self._strangers)
 
     def know(self, transport: asyncio.BaseTransport | None, key: str) -> None:
-        """Record that a request with a valid key has arrived on the connection."""
+        """Record that a request with a valid API key was received on the connection."""
         if isinstance(transport, asyncio.Transport) and transport in self._places:
             self._move(transport, self._clients.setdefault(key, Lobby(self._most_of_a_key)))
 
     def left(self, transport: asyncio.Transport) -> None:
-        """Remove a closed connection."""
+        """Unregister a connection that has been closed."""
         self._places.pop(transport).close()
 
     def forget(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Construction of a run's toolbox."""
+"""Builds the toolbox of a run from its configuration."""
 
 from __future__ import annotations
 

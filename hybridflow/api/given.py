@@ -39,7 +39,9 @@ raise ImportError("this {what} was passed as an object by a Python program; run 
 
 @runtime_checkable
 class _Table(Protocol):
-    """A `datasets.Dataset` or a `pandas.DataFrame`."""
+    """A table that can write itself to parquet, such as a `datasets.Dataset` or a
+    `pandas.DataFrame`.
+    """
 
     def to_parquet(self, path: str, /) -> Any:
         """Write the rows."""
@@ -150,7 +152,7 @@ class Given:
 
 
 def _place(folder: Path, name: str, write: Callable[[str], Any]) -> None:
-    """Write a file atomically, unless it already exists."""
+    """Write the file `name` to `folder` atomically, unless it already exists."""
     if (folder / name).exists():
         return
     try:

@@ -43,7 +43,7 @@ class Reference:
 
     @property
     def value(self) -> float:
-        """Median of the rounds."""
+        """The median over all rounds."""
         return statistics.median(self.rounds)
 
 
@@ -82,7 +82,7 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """Median of the rounds."""
+        """The median over all rounds."""
         return statistics.median(self.rounds)
 
     @property

@@ -38,7 +38,7 @@ def number(value: float | None) -> str:
 
 
 def row(metric: Metric) -> tuple[str, ...]:
-    """Return the table row for a metric."""
+    """Return the cells of a metric's row in the table."""
     share = metric.share
     ratio = metric.ratio
     return (

@@ -16,7 +16,7 @@ _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_pen
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems, one line each."""
+    """Yield one line for each problem with the sampling settings."""
     yield from _training(config)
     for key, one in sampled(config).items():
         yield from _values(config, key, one)

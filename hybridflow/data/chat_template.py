@@ -467,7 +467,7 @@ class ChatTemplate:
 
 
 def common_beginning(one: str, other: str) -> str:
-    """Return the longest common prefix."""
+    """Return the longest common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[
         : next(

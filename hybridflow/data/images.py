@@ -109,7 +109,7 @@ class ImageReader:
 
     @property
     def patch_numbers(self) -> int:
-        """Number of values in a patch."""
+        """The number of values in one patch, c."""
         return 3 * int(self._processor.temporal_patch_size) * self.side**2
 
     def expanded(self, ids: Sequence[int], images: Sequence[bytes]) -> list[int]:

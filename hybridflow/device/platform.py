@@ -20,7 +20,9 @@ Kind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Platform:
-    """One device type. `Platform.detect()` selects it; `Platform("cpu")` forces it."""
+    """The operations of one device type. `Platform.detect()` selects the type; `Platform("cpu")`
+    forces cpu.
+    """
 
     kind: Kind
 

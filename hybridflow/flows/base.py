@@ -143,7 +143,7 @@ class Run(Protocol):
         """The model whose token distribution the policy learns to match."""
 
     def __getattr__(self, name: str) -> FurtherPolicy:
-        """Return the additional policy with this name."""
+        """Return the additional policy with this name (`run.NAME`)."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -287,6 +287,6 @@ def _name_of(body: object) -> str:
 
 
 def _line_of(body: Body) -> int | None:
-    """Return the line number of the decorator."""
+    """Return the line number of the decorator in the user's file."""
     code = getattr(inspect.unwrap(body), "__code__", None)
     return None if code is None else int(code.co_firstlineno)

@@ -172,7 +172,7 @@ def _same_value(found: Any, expected: Any) -> bool:
 
 
 def _of_assert(text: str, setup: str) -> ProgramTest:
-    """Build a test from one or more statements."""
+    """Build a test from Python source with one or more statements."""
     try:
         tree = ast.parse(text.strip())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -250,7 +250,7 @@ class Conversations:
         )
 
     def shown(self, samples: Sequence[_Sample]) -> DataProto:
-        """Return the same batch as `batch`, without the tokens' experts."""
+        """Return the same batch as `batch`, without the experts that each token was routed to."""
         return as_batch(
             [one.conversation for one in samples], with_rewards=self._agent_loop.gives_rewards
         )
@@ -294,19 +294,19 @@ class Conversations:
         await self.engines.forget()
 
     async def sync(self, version: int) -> SyncReport:
-        """Send the weights to the engines."""
+        """Send the policy's weights to the engines."""
         return await self.engines.sync(version)
 
     async def load_metrics(self) -> dict[str, float]:
-        """Return the engines' load."""
+        """Return the engines' load since the last call, as metrics."""
         return await self.engines.load_metrics()
 
     async def sleep(self) -> None:
-        """Release the engines' memory."""
+        """Make the engines release their device memory."""
         await self.engines.sleep()
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate the engines' memory for these parts."""
+        """Make the engines reallocate device memory for the given parts."""
         await self.engines.wake(tags)
 
     async def close(self) -> None:
@@ -397,7 +397,7 @@ class Conversations:
         )
 
     async def _wait(self, seconds: float) -> None:
-        """Wait until a conversation sends a request or finishes, but at most `seconds`."""
+        """Wait until a conversation sends a request or finishes, or until `seconds` have passed."""
         self.engines.asked.clear()
         if not self._going_on:
             return

@@ -252,7 +252,7 @@ class Requests(ABC):
         return self._answers(samples)
 
     def shown(self, samples: Sequence[Request]) -> DataProto:
-        """Return only the tokens (`Rollouts.shown`)."""
+        """Return only the response tokens of the answers (`Rollouts.shown`)."""
         return self._answers(samples, ["response_ids"])
 
     async def begun(self, samples: Sequence[Request]) -> DataProto | None:
@@ -311,7 +311,7 @@ class Requests(ABC):
             await self._abort(dict(sorted(at_engines.items())))
 
     async def drop_unwanted(self) -> None:
-        """Abort the requests of cancelled tasks."""
+        """Abort the requests whose tasks have been cancelled."""
         if self._unwanted:
             unwanted = self._unwanted
             self._unwanted = []
@@ -495,7 +495,7 @@ class Requests(ABC):
 
     @abstractmethod
     async def _forget(self, engines: Sequence[int]) -> None:
-        """Have these engines abort all requests."""
+        """Make these engines abort all of their requests."""
 
 
 async def _give_up(error: HybridFlowError) -> None:

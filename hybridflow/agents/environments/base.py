@@ -37,7 +37,7 @@ class Environment(Protocol):
         the prompt itself describes the initial state."""
 
     def step(self, answer: str) -> Step:
-        """Apply the policy's answer."""
+        """Apply the policy's answer to the environment and return its response."""
 
 
 Maker = Callable[[], Environment]

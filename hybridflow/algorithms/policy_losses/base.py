@@ -55,7 +55,7 @@ class Tokens:
     columns: Mapping[str, torch.Tensor]
 
     def mean_of_sequences(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Return [T] for each token, the mean over its sequence."""
+        """Return [T] the mean of the token's sequence, repeated for each of its tokens."""
         means = sums_of_rows(values_T, self.lengths) / self.lengths.clamp(min=1)
         return means[rows_of_tokens(self.lengths)]
 

@@ -73,7 +73,7 @@ class Verifier:
 
     @property
     def facts(self) -> set[str]:
-        """The `FACTS` that the function accepts."""
+        """Names of the facts about the row (`FACTS`) that the function accepts."""
         return self._keywords() & FACTS
 
     @property

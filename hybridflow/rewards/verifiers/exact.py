@@ -1,4 +1,4 @@
-"""Exact match: compares the response with the ground truth."""
+"""Verifier for exact matches: compares the response with the ground truth."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def _verified(truth: str, found: str) -> bool:
 
 
 def _expected(truth: str) -> None:
-    """Raise ValueError if a ground truth is empty."""
+    """Raise ValueError if nothing is left of a ground truth without its decoration."""
     if not expressions.plain(truth):
         raise ValueError(f"the ground truth {truth!r} is not a valid expression")
 
