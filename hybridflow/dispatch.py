@@ -27,12 +27,15 @@ PADDING_META = "dp_padding_rows"
 
 
 class MeshError(HybridFlowError):
-    """The ranks of a group do not form complete data-parallel groups with one collecting rank
-    each."""
+    """Raised if the ranks do not form complete data-parallel groups with one collecting rank
+    each.
+    """
 
 
 class Dispatch(enum.Enum):
-    """How the arguments of a call are distributed to the ranks and how its results are returned."""
+    """The built-in dispatch modes: how the arguments of a call are distributed to the ranks and how
+    its results are collected.
+    """
 
     ONE_TO_ALL = "one_to_all"  # every rank gets the same arguments; returns a list of results
     # every argument is a list with one value per rank; returns a list of results

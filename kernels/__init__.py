@@ -43,8 +43,8 @@ def check(tensors: dict[str, torch.Tensor], dtypes: dict[str, tuple[torch.dtype,
             )
         if tensor.device != device:
             raise ValueError(
-                f"{name} is on {tensor.device}, the first tensor on {device}; all tensors must be "
-                "on one device"
+                f"{name} is on {tensor.device}, but the first tensor is on {device}; all tensors "
+                "must be on the same device"
             )
         if not tensor.is_contiguous():
             raise ValueError(

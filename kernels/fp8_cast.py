@@ -145,8 +145,9 @@ class Words:
 def programs(
     weights: torch.Tensor, block: tuple[int, int], size: Sequence[int], at: tuple[int, int]
 ) -> int:
-    """Return the number of programs that compute values of this size from `at` on: one per block
-    involved."""
+    """Return the number of programs that compute values of this size starting at `at`: one per
+    block.
+    """
     return prod((len(weights), *_counts(block, size, at)))
 
 
@@ -165,9 +166,8 @@ def launch(
     at: tuple[int, int] = (0, 0),
     words: Words | None = None,
 ) -> int:
-    """Write the scales, the fp8 values from row and column `at` on, or both.
-
-    Both are written with a single read, which requires that both cover all blocks.
+    """Write the scales, the fp8 values starting at row and column `at`, or both. Writing both takes
+    a single read and requires that both cover all blocks.
 
     Returns:
         The number of programs that wrote the sums over their words to `words.sums`; 0 without

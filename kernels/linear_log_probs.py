@@ -242,7 +242,7 @@ def _check_best(
     k = logits.shape[-1]
     if logits.shape != (len(hidden), k) or rows.shape != logits.shape or not 1 <= k <= len(weight):
         raise ValueError(
-            "best must have two outputs [n, k] with 1 <= k <= v: for the highest logits of "
+            "best must be two outputs [n, k] with 1 <= k <= v for the highest logits of "
             f"{len(hidden)} rows over {len(weight)} columns, got {tuple(logits.shape)} and "
             f"{tuple(rows.shape)}"
         )

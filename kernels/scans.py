@@ -235,7 +235,7 @@ def _scan(
 
 
 def _groups(sizes: Sequence[int]) -> list[list[int]]:
-    """Group rows that are padded to the longest row of their group. Longer rows come first.
+    """Divide the rows into groups, each padded to its longest row. Longer rows come first.
 
     A group has at most as much padding as tokens. Empty rows are in no group.
     """

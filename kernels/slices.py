@@ -64,7 +64,7 @@ class Slice:
         return self.block is not None and self.dtype == torch.float32
 
     def view(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the slice's view in a message."""
+        """Return a view of the part of `payload` that the slice fills."""
         return payload[self.begin : self.end].view(self.dtype).view(self.size)
 
 
@@ -161,8 +161,9 @@ class Slices:
             )
 
     def _prepare(self) -> None:
-        """Sort the slices by the kernel that moves them, and find the words that no kernel
-        checksums."""
+        """Group the slices by the kernel that moves them, and find the words that no kernel
+        checksums.
+        """
         device = self._slices[0].tensor.device
         groups: dict[tuple[int, bool, bool], list[Slice]] = {}
         values = [

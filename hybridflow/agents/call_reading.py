@@ -47,8 +47,9 @@ def read_calls(
 
 
 async def while_others_go_on(read: Callable[[str], T], answer: str) -> T:
-    """Return `read(answer)`. Long answers are parsed in a thread, so that other conversations are
-    not blocked."""
+    """Return `read(answer)`. Long answers are parsed in a thread so that they do not block other
+    conversations.
+    """
     return (
         read(answer) if len(answer) <= DRIVER_CHARACTERS else await asyncio.to_thread(read, answer)
     )
@@ -92,7 +93,7 @@ def _typed(call: Call, schema: Schema) -> Call:
 
 
 def _fitted(value: Any, schema: Any) -> Any:
-    """Convert a value's strings to the types that the schema declares."""
+    """Convert the strings in a value to the types declared by the schema."""
     inner = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, list):
         return [_fitted(one, inner.get("items")) for one in value]
@@ -125,7 +126,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _value(text: str, kinds: frozenset[str]) -> Any:
-    """Parse the text as one of these types. Returns the text unchanged if that fails."""
+    """Parse the text as one of the given types, or return it unchanged if that fails."""
     plain = text.strip()
     if not plain and len(kinds) == 1 and (empty := _EMPTY.get(*kinds)) is not None:
         return empty()

@@ -20,10 +20,10 @@ _LINGER_S = 5.0  # time to read the last answer after a key is revoked
 
 
 class Callers:
-    """The open connections of a server, limited because each uses a file descriptor. All
-    unauthenticated connections together have 256 slots, and each key has `most_of_a_key`. If a
-    group's slots are full, a new connection closes the group's longest-idle one. A client whose
-    idle connection is closed can reconnect.
+    """The open connections of a server, limited because each uses a file descriptor. At most 256
+    unauthenticated connections and, for each API key, `most_of_a_key` connections may be open. When
+    a limit is reached, a new connection closes the one that has been idle longest under the same
+    limit. A client whose idle connection is closed can reconnect.
     """
 
     def __init__(self, most_of_a_key: int = _MOST_OF_A_KEY) -> None:
@@ -49,17 +49,17 @@ class Callers:
         return server
 
     def came(self, transport: asyncio.Transport) -> None:
-        """Add a new connection."""
+        """Register a connection that has just been opened."""
         self._places[transport] = ExitStack()
         self._move(transport, self._strangers)
 
     def know(self, transport: asyncio.BaseTransport | None, key: str) -> None:
-        """Record that a request with a valid key has arrived on the connection."""
+        """Record that a request with a valid API key was received on the connection."""
         if isinstance(transport, asyncio.Transport) and transport in self._places:
             self._move(transport, self._clients.setdefault(key, Lobby(self._most_of_a_key)))
 
     def left(self, transport: asyncio.Transport) -> None:
-        """Remove a closed connection."""
+        """Unregister a connection that has been closed."""
         self._places.pop(transport).close()
 
     def forget(self, key: str) -> None:

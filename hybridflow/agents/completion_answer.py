@@ -69,7 +69,9 @@ def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]
 def _tool_calls(
     conversation: Conversation, text: str, asked: ChatRequest, call_id: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-    """Return the text's tool calls in OpenAI's format; none if any of them cannot be parsed."""
+    """Return the tool calls in the text in OpenAI's format, or none if any of them cannot be
+    parsed.
+    """
     tools = {
         str(one["function"]["name"]): one["function"].get("parameters", {}) for one in asked.tools
     }

@@ -1,5 +1,6 @@
 """Validation of requests to OpenAI's chat completions API: every field is either honoured or
-rejected by name."""
+rejected with an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -110,8 +111,8 @@ def read_request(body: Any, *, own_sampling: bool = False) -> ChatRequest:
     """Parse a JSON body.
 
     Args:
-        own_sampling: True to honour the request's sampling fields; False if a run determines the
-            sampling.
+        own_sampling: True to honour the request's sampling fields; False if the run's configuration
+            determines the sampling.
 
     Raises:
         RequestError: a field cannot be honoured.

@@ -215,7 +215,7 @@ def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
 
 
 async def _next_answer(served: _Served, asked: ChatRequest) -> dict[str, Any]:
-    """Sample the policy's next answer and return it in the format of a completion."""
+    """Sample the policy's next answer and return it as a chat completion."""
     conversation = served.conversation
     completion = await next_answer(conversation, asked, MODEL, conversation.call_id)
     [choice] = completion["choices"]

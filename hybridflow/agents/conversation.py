@@ -1,5 +1,5 @@
-"""A conversation, stored as the tokens that the engine processed: sampled tokens, with observations
-between them.
+"""A conversation, stored as the tokens that the engine processed: sampled tokens interleaved with
+observations.
 
 Tokens are only appended, never re-tokenized from text: the chat template renders only the text
 between one answer and the next (`Tokenizer.continuation`).
@@ -49,7 +49,8 @@ Sample = Callable[[Sequence[int], int], Awaitable[Sampled]]
 
 class ConversationOver(Exception):
     """Raised when the conversation has no room for another token or has reached its maximum number
-    of answers. It ends an agent loop that does not catch it."""
+    of answers. An agent loop that does not catch it ends.
+    """
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,8 @@ class Conversation:
         """Show messages of any role to the policy, like `observe`.
 
         Args:
-            messages: messages with role and content; results also have `tool_call_id` and `name`.
+            messages: messages with role and content; tool results also require `tool_call_id` and
+                `name`.
             calls: the calls in the last answer.
         """
         if self.finish_reason != "stop":
@@ -200,7 +202,7 @@ class Conversation:
     def call_id(self, number: int) -> str:
         """Return an id for a call in the last answer.
 
-        It consists of nine letters and digits, as some templates require, and is the same when the
+        It has nine alphanumeric characters, as some templates require, and is the same when the
         conversation is replayed.
         """
         return f"c{self.answered:04d}{number:04d}"

@@ -1,5 +1,5 @@
-"""Environments in separate processes. Each process hosts many episodes, whose requests are sent to
-it in batches.
+"""Environments that run in separate processes. Each process hosts many episodes and receives their
+requests in batches.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class _Process:
     Attributes:
         episodes: number of episodes that it is hosting.
         ended: why the process no longer accepts requests; empty until then.
-        waiting: futures of the pending answers, by request number.
+        waiting: futures of the pending answers, keyed by request number.
     """
 
     def __init__(self, config: AgentConfig, log_path: Path | None) -> None:
@@ -202,7 +202,7 @@ class _Process:
             self.end(f"sent nothing for {self._limit_s:g} s{key} and was killed")
 
     def _left_s(self) -> float:
-        """Return the number of seconds until the process counts as hung."""
+        """Return the number of seconds until the process is considered hung."""
         return self._moved + self._limit_s - time.monotonic()
 
     def _flush(self) -> None:

@@ -34,7 +34,7 @@ _SERVER_ERROR = 500
 
 
 class Holder(Protocol):
-    """The state associated with an API key."""
+    """The server's state for one API key."""
 
     @property
     def reading(self) -> asyncio.Lock | asyncio.Semaphore:
@@ -45,7 +45,7 @@ class Door(ABC):
     """An HTTP server that runs in the event loop that opens it.
 
     Attributes:
-        model: the only model, by its name in `/v1/models`.
+        model: name of the only model listed in `/v1/models`.
         callers: the connections.
         base_url: the address for clients, once it is open.
     """
@@ -76,12 +76,12 @@ class Door(ABC):
         """
 
     def _read(self, body: Any) -> ChatRequest:
-        """Parse the body of a request."""
+        """Parse the JSON body of a chat completion request."""
         return read_request(body)
 
     @property
     def is_active(self) -> bool:
-        """True if a request arrived or an answer was sent very recently."""
+        """True if a request was received or an answer was sent very recently."""
         return time.monotonic() - self._moved < _QUIET_S
 
     def moved(self) -> None:

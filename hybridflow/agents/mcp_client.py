@@ -251,8 +251,8 @@ async def _listed(client: Client) -> list[Declared]:
 
 
 def _text(result: CallToolResult) -> str:
-    """Format a result as text for the policy. Blocks other than text are represented by their
-    kind.
+    """Format a result as text for the policy. Each non-text block is replaced with the name of its
+    type.
     """
     parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
     if not parts and result.structured_content is not None:

@@ -39,7 +39,7 @@ class ModelServer(Door):
         sample: samples an answer.
         model: the model's name for clients.
         key: the API key.
-        context: maximum tokens of a prompt with its answer.
+        context: maximum number of tokens in a prompt and its answer together.
         defaults: sampling settings that a request may override.
         call_format: format of tool calls in answers (`rollout.agent.call_format`).
     """

@@ -1,4 +1,4 @@
-"""Construction of a run's toolbox."""
+"""Builds the toolbox of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from hybridflow.config.schema import RunConfig
 
 
 def toolbox(config: RunConfig, *, thinking_open: bool = False) -> Toolbox:
-    """Return the tools in `rollout.agent.tools` and of the servers in `rollout.agent.mcp_servers`.
+    """Return the tools listed in `rollout.agent.tools` and those offered by the servers in
+    `rollout.agent.mcp_servers`.
 
     Args:
         thinking_open: True if answers start inside a thinking block.
 
     Raises:
-        ConfigError: as for `Toolbox`, or an MCP server cannot be used.
+        ConfigError: an MCP server cannot be used, or a configured tool or format is invalid.
     """
     if not config.rollout.agent.mcp_servers:
         return Toolbox(config.rollout.agent, thinking_open=thinking_open)

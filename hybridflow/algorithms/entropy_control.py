@@ -1,4 +1,6 @@
-"""Control of the entropy bonus coefficient, which keeps the policy's entropy above a target."""
+"""Adaptive entropy bonus, whose coefficient is adjusted to keep the policy's entropy above a
+target.
+"""
 
 from __future__ import annotations
 

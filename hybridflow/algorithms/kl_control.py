@@ -14,7 +14,7 @@ class KlControl:
     def __init__(
         self, coefficient: float, target: float | None = None, horizon: int = 10_000
     ) -> None:
-        """Without a target, the coefficient is constant."""
+        """Start from the given coefficient, which stays constant without a target."""
         self.value = coefficient
         self.target = target
         self.horizon = horizon

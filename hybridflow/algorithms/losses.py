@@ -25,15 +25,15 @@ OF_TEACHER = "policy_of_teacher_top"
 
 
 class ResponseTokens(Protocol):
-    """The inputs that a loss reads from a micro-batch in addition to the model's outputs."""
+    """The part of a micro-batch that a loss reads in addition to the model's outputs."""
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[S] number of response tokens in each sequence."""
+        """Number of response tokens in each sequence, [S]."""
 
     @property
     def columns(self) -> Mapping[str, torch.Tensor]:
-        """Columns [T, ...], one entry per response token."""
+        """The batch columns [T, ...], keyed by name, with one entry per response token."""
 
 
 # (log-probs [T], entropies [T] or None, micro-batch) -> (loss sum, count, metric sums with counts)

@@ -21,7 +21,7 @@ _PLACES = ("the loss", "a gradient", "the reduced gradients")  # each can cause 
 
 
 class Watch:
-    """Checks one mini-batch on this rank."""
+    """Checks one mini-batch on this rank for NaN and infinity."""
 
     def __init__(self, num_micro_batches: int, device: torch.device) -> None:
         # one row per place; the last place has no micro-batches

@@ -169,7 +169,7 @@ def _over_support(
     group: Any,
     support: Support,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `log_probs_and_entropy` over the tokens in the support."""
+    """Implement `log_probs_and_entropy` for targets with a support."""
     logits = _Logits.apply(hidden, weight, support.rows, support.tokens, scoring, group)
     table = logits.new_full((len(hidden), support.width), -torch.inf)
     if support.whole is not None:

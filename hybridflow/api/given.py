@@ -1,5 +1,6 @@
-"""Support for Python objects in place of paths: rows, a reward function and a flow. Each is written
-to a content-addressed file next to the run folder."""
+"""Support for passing Python objects instead of paths: training rows, a reward function or a flow.
+Each object is written to a content-addressed file next to the run folder.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ raise ImportError("this {what} was passed as an object by a Python program; run 
 
 @runtime_checkable
 class _Table(Protocol):
-    """A `datasets.Dataset` or a `pandas.DataFrame`."""
+    """A table that can write itself to parquet, such as a `datasets.Dataset` or a
+    `pandas.DataFrame`.
+    """
 
     def to_parquet(self, path: str, /) -> Any:
         """Write the rows."""
@@ -46,10 +49,10 @@ class _Table(Protocol):
 
 @dataclass
 class Given:
-    """The files for the objects passed to a run.
+    """Collects the Python objects passed to a run, and writes them to files.
 
     Attributes:
-        words: settings that refer to the files.
+        words: command-line settings that point to these files.
     """
 
     words: list[str] = field(default_factory=list)
@@ -132,7 +135,7 @@ class Given:
         return name, file
 
     def write(self, folder: Path) -> None:
-        """Write the files to `folder`, the value to which `FOLDER` was resolved."""
+        """Write the files to `folder`, which is `FOLDER` after interpolation."""
         for name, rows in self._rows.items():
             _place(folder, name, partial(shutil.copyfile, rows))
         for name, stub in self._texts.items():
@@ -149,7 +152,7 @@ class Given:
 
 
 def _place(folder: Path, name: str, write: Callable[[str], Any]) -> None:
-    """Write a file atomically, unless it already exists."""
+    """Write the file `name` to `folder` atomically, unless it already exists."""
     if (folder / name).exists():
         return
     try:

@@ -21,10 +21,10 @@ def job_address() -> str | None:
 
 
 def options_of(given: Mapping[str, Any]) -> Options:
-    """Return the submission options, given as a mapping.
+    """Convert a mapping to submission options.
 
     Raises:
-        ConfigError: there is no such option, or it is not supported for programs.
+        ConfigError: an option is unknown, or is not supported for programs.
     """
     names = [field.name for field in fields(Options) if field.name != "array"]
     for name in given:

@@ -129,7 +129,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the last recorded step."""
+        """The training metrics of the last recorded step."""
         if self._stops is not None and self._stops.job is not None:
             self._last_metrics = self._stops.job.session.latest.get("train", {})
         return dict(self._last_metrics)
@@ -229,8 +229,9 @@ class Run:
     def chat(
         self, messages: Sequence[Mapping[str, Any]] | str, max_new_tokens: int | None = None
     ) -> dict[str, str]:
-        """Return the policy's answer to a text or to chat messages, in the form of the next
-        message. Samples in the same way as `generate`."""
+        """Return the policy's answer to a text or to chat messages, as the next chat message.
+        Samples in the same way as `generate`.
+        """
         (text,) = self.generate([messages], max_new_tokens)
         return {"role": "assistant", "content": text}
 
@@ -300,8 +301,9 @@ class Run:
     # ---- the job behind it
 
     def _begin(self, by_hand: bool | None = None) -> None:
-        """Run to the first stop, unless the run has already started. `by_hand` determines whether
-        the caller executes the steps; it cannot be changed later."""
+        """Start the run and execute it up to its first stop, unless it has already started.
+        `by_hand` determines whether the caller executes the steps; it cannot be changed later.
+        """
         if self._job is None:
             self._start()
         if by_hand is None:
@@ -348,7 +350,7 @@ class Run:
         self._place.check()
 
     def _next(self) -> None:
-        """Run to the next stop, or to the end."""
+        """Execute the run up to its next stop, or to the end."""
         job = self._job
         assert job is not None and self._place is not None and self._stops is not None
         try:
@@ -360,7 +362,7 @@ class Run:
         self._summary = self._stops.summary
 
     def _advance(self) -> bool:
-        """Run to the next stop. Returns True if a step has ended."""
+        """Execute the run up to its next stop. Returns True if a step has ended."""
         self._next()
         self._may_answer = True
         step = self.step
@@ -431,7 +433,7 @@ class Run:
             self._forget()
 
     def _forget(self) -> None:
-        """Drop all references to the job."""
+        """Drop all references to the run's job, so that its memory can be freed."""
         global _open
         self._last_step, self._last_metrics = self.step, self.metrics
         if self._place is not None:
@@ -458,17 +460,17 @@ class Role:
         return self._run._in_step(call)
 
     def log_probs(self, batch: DataProto) -> DataProto:
-        """Return the batch with the log-probs of its responses."""
+        """Return the batch with the log-probs of its responses added."""
         found: DataProto = self._call("log_probs", batch)
         return found
 
     def values(self, batch: DataProto) -> DataProto:
-        """Return the batch with the critic's values."""
+        """Return the batch with the critic's values added."""
         found: DataProto = self._call("values", batch)
         return found
 
     def scores(self, batch: DataProto) -> DataProto:
-        """Return the batch with the reward model's scores."""
+        """Return the batch with the reward model's scores added."""
         found: DataProto = self._call("scores", batch)
         return found
 
@@ -497,7 +499,9 @@ class Role:
         return found
 
     def take(self, other: Role) -> None:
-        """Copy the weights of another policy with the same model to this additional policy."""
+        """Copy the weights of another policy, which must use the same model, to this additional
+        policy.
+        """
         self._run._in_step(lambda flow: getattr(flow, self._name).take(getattr(flow, other._name)))
 
 
@@ -535,7 +539,7 @@ def _load(
     data: Any,
     tokenizer: str | Path | None,
 ) -> RunConfig:
-    """Load the configuration from a recipe, these objects and these settings."""
+    """Load the configuration from the recipe, the objects and the settings."""
     from hybridflow.config.load import load_config
 
     path = Path(recipe)
@@ -589,7 +593,7 @@ def _libraries(config: RunConfig) -> tuple[str, ...]:
 
 
 def _job(config: RunConfig, stops: Stops) -> Steps[None]:
-    """Run the whole job as a generator that yields at each stop."""
+    """Execute the whole job as a generator that yields control to the caller at each stop."""
     from hybridflow.config.derived import generates
     from hybridflow.process.obstacles import require_none
     from hybridflow.trainer.preload import Preload

@@ -103,7 +103,7 @@ class Jagged:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property

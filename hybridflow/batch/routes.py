@@ -14,7 +14,7 @@ FREE = -1  # unknown route: the router decides. Either all k entries of a (token
 
 
 def with_free_end(routes: np.ndarray, tokens: int, layers: int, what: str) -> np.ndarray:
-    """Convert an engine's routes to rows of the column.
+    """Convert the routes returned by an engine to the layout of the batch column.
 
     Args:
         routes: [tokens - 1, layers x k]. An engine routes a token when it computes the next one, so

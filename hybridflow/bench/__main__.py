@@ -16,7 +16,9 @@ from hybridflow.errors import HybridFlowError, StorageError
 
 
 def measure(job: dict[str, Any]) -> Result:
-    """Run the entry of a job. Returns its metrics, its findings and the parts that were not run."""
+    """Run a job's benchmark entry. Returns its metrics, its findings and the parts that were not
+    run.
+    """
     nodes = tuple(job["nodes"])
     place = Place(job["node"], nodes, Path(job["folder"]), Path(job["local"]))
     entry = find(job["name"])

@@ -1,4 +1,6 @@
-"""Access to run folders: reading of results, baselines for each type of hardware, and archives."""
+"""Access to run folders: reads results, finds baselines for each type of hardware, and creates
+archives.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,8 @@ def load_all(paths: Sequence[Path]) -> list[Result]:
 
 
 def pooled(runs: Sequence[Result]) -> Result:
-    """Return the last of several runs, but with the rounds of all runs in each metric.
-
-    Differences between runs on the same system thus widen the spread.
+    """Return the last of several runs, with each metric containing the rounds of all runs, so that
+    differences between runs on the same system widen the spread.
     """
     by_key: dict[tuple[str, str], list[Metric]] = {}
     for run in runs:
@@ -73,7 +74,7 @@ def pooled(runs: Sequence[Result]) -> Result:
 
 
 def _pooled(same: Sequence[Metric]) -> Metric:
-    """Return the last metric, but with the rounds of all metrics."""
+    """Return the last metric with the rounds of all of them."""
     joined: dict[str, Any] = dict.fromkeys(results.REFERENCES)
     for name in results.REFERENCES:
         parts: list[Reference | None] = [getattr(one, name) for one in same]
@@ -137,7 +138,7 @@ def archive(folder: Path, out: Path) -> Path:
 
 
 def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Return the archive entry without the name of its owner."""
+    """Return the archive entry with the names of its owner and group removed."""
     info.uid = 0
     info.gid = 0
     info.uname = ""

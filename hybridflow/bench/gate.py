@@ -40,8 +40,9 @@ Verdict = Literal[
 
 @dataclass(frozen=True)
 class Change:
-    """A metric in two runs. `change` is the relative change in cost (0.2 means 20% slower), with
-    the confidence interval `low` to `high`."""
+    """The change of a metric between two runs. `change` is the relative change in cost (0.2 means
+    20% slower), with the confidence interval `low` to `high`.
+    """
 
     name: str
     node: str
@@ -58,7 +59,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A node that is worse than the others in a metric, by `excess` (0.2 means 20%)."""
+    """A node whose value of a metric is worse than that of the other nodes, by `excess` (0.2 means
+    20%).
+    """
 
     node: str
     name: str

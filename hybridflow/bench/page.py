@@ -19,8 +19,9 @@ from hybridflow.observe.charts import Chart, Drawn, Point, Series, draw
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the page for several runs, which are sorted oldest first. The tables show the last
-    run."""
+    """Return the page for `results`, which must be sorted oldest first. The tables show the last
+    run.
+    """
     last = results[-1]
     loader = jinja2.PackageLoader("hybridflow.bench", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True)

@@ -34,15 +34,16 @@ Better = Literal["lower", "higher", "none"]
 
 @dataclass(frozen=True)
 class Reference:
-    """The limit, peer or yardstick of a metric, in the same unit and measured in the same
-    rounds."""
+    """The limit, peer or yardstick with which a metric is compared. It has the same unit and is
+    measured in the same rounds.
+    """
 
     name: str
     rounds: tuple[float, ...]
 
     @property
     def value(self) -> float:
-        """Median of the rounds."""
+        """The median over all rounds."""
         return statistics.median(self.rounds)
 
 
@@ -81,7 +82,7 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """Median of the rounds."""
+        """The median over all rounds."""
         return statistics.median(self.rounds)
 
     @property
@@ -93,7 +94,7 @@ class Metric:
 
     @property
     def share(self) -> float | None:
-        """Fraction of the limit that was achieved; 1 means the limit itself."""
+        """Fraction of the limit that was achieved; 1 means that the limit was reached."""
         return self._against(self.limit)
 
     @property
@@ -168,7 +169,7 @@ class Result:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes that measured something, sorted."""
+        """The sorted names of the nodes that measured something."""
         return tuple(sorted({metric.node for metric in self.metrics if metric.node}))
 
     def joined(self, parts: Iterable[Result], **changes: Any) -> Result:

@@ -1,4 +1,4 @@
-"""Runs a suite: the entries run in sequence, each in a separate process with its own log."""
+"""Runs the entries of a suite in sequence, each in a separate process with its own log."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def number(value: float | None) -> str:
 
 
 def row(metric: Metric) -> tuple[str, ...]:
-    """Return the table row for a metric."""
+    """Return the cells of a metric's row in the table."""
     share = metric.share
     ratio = metric.ratio
     return (
@@ -67,7 +67,7 @@ def table(result: Result) -> str:
 
 
 def sentence(outlier: Outlier) -> str:
-    """Describe in a sentence how an outlier node is worse than the others."""
+    """Return a sentence that describes how an outlier node differs from the others."""
     return (
         f"node {outlier.node} stands out: {outlier.name} is {outlier.excess:.0%} worse than the "
         f"other nodes' ({number(outlier.value)} against {number(outlier.others)} {outlier.unit}; "

@@ -83,8 +83,9 @@ def _of_machine(args: argparse.Namespace) -> list[Finding]:
 
 
 def _of_model(args: argparse.Namespace) -> list[Finding]:
-    """Check only the model folder, not the recipe's data or machine, because this machine may
-    merely be the one that downloaded the model."""
+    """Check only the model folder, not the recipe's data or this machine, which may have been used
+    only to download the model.
+    """
     from hybridflow.config import hub
     from hybridflow.doctor import machine, model
 

@@ -109,7 +109,7 @@ def _folder(source: Source) -> Path:
 
 
 def _count(text: str) -> int:
-    """Parse a number of answers."""
+    """Parse the number of answers per prompt."""
     if not text.isascii() or not text.isdigit() or not int(text[:9]) > 0:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text[:9])

@@ -142,7 +142,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _option_hint(parser: argparse.ArgumentParser, word: str, argv: list[str]) -> str:
-    """Return a hint for an unknown option: the setting if it names one, else the nearest option."""
+    """Return a hint for an unknown option: the setting of that name if there is one, else the
+    nearest option.
+    """
     from hybridflow.config.keys import exists
     from hybridflow.config.schema import RunConfig
 
@@ -316,7 +318,9 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 
 
 def _epochs(run: RunConfig) -> str:
-    """Describe the steps per epoch, counting also rows that will be dropped as too long."""
+    """Describe the number of steps per epoch. Rows that will be dropped for being too long are
+    still counted.
+    """
     files = run.data.train_files
     batch = run.data.train_batch_size
     epochs = run.trainer.total_epochs

@@ -89,7 +89,8 @@ def _replay(run: RunConfig, run_dir: Path, folder: Path, step: int) -> int:
 
 
 def _link_checkpoint(run: RunConfig, run_dir: Path, folder: Path, step: int) -> None:
-    """Let the replay start from the run's checkpoint after `step`, or from scratch if `step` is 0.
+    """Link the run's checkpoint after `step` so that the replay starts from it, or from scratch if
+    `step` is 0.
 
     Raises:
         CheckpointError: there is no such checkpoint.

@@ -90,7 +90,7 @@ def _interval(timeline: JoinedTimeline, steps: str | None) -> tuple[float, float
 
 
 def _row(process: Process, start: float, end: float) -> str:
-    """Describe how busy a process was, and in which calls it spent the time."""
+    """Describe how busy a process was, and how its time was divided between calls."""
     from hybridflow.observe.joined_timeline import DRIVER, WHOLE_STEP, busy_seconds
 
     spans = [span for span in process.threads.get("main", []) if span.name != WHOLE_STEP]

@@ -35,8 +35,8 @@ from hybridflow.errors import ConfigError
 
 
 def check(config: RunConfig, job: str = "train") -> None:
-    """Raise a single ConfigError that lists every problem that `config` has for `hybridflow train`,
-    `sft` or `train-reward`.
+    """Raise a single ConfigError that lists every problem that would prevent `hybridflow train`,
+    `sft` or `train-reward` from running this configuration.
     """
     found = problems(config, job)
     if len(found) == 1:

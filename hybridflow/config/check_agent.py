@@ -50,7 +50,7 @@ def mcp_servers(agent: AgentConfig) -> dict[str, McpServer]:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems, one line each."""
+    """Yield one line for each problem with `rollout.agent`."""
     agent = config.rollout.agent
     if agent.loop == "environment" and agent.environment is None:
         yield (

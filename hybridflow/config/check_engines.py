@@ -136,7 +136,7 @@ def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[
 
 
 def drafting_problems(config: RunConfig) -> Iterator[str]:
-    """Yield the settings that do not go together with `rollout.speculative`."""
+    """Yield the settings that are incompatible with `rollout.speculative`."""
     rollout = config.rollout
     if rollout.speculative.method is None:
         return
@@ -156,8 +156,8 @@ def drafting_problems(config: RunConfig) -> Iterator[str]:
         yield f"{key} requires {name}={'null' if needed is None else needed}, got {value}"
     if derived.needs_engine_routes(config):
         yield (
-            f"{key} does not record the experts of tokens, which actor.router_replay="
-            f"{config.actor.router_replay} needs; set one of them to another value"
+            f"{key} does not record the experts that tokens are routed to, as required by "
+            f"actor.router_replay={config.actor.router_replay}; change one of the two"
         )
     for section, sampling in (
         ("sampling", rollout.sampling),

@@ -24,7 +24,7 @@ def problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
             "data.image_key=null to train on the text alone"
         )
     if derived.generates(config) and not config.cluster.in_process:
-        yield f"{key}: only an engine in the trainer's process is given images; set {_WORKS}"
+        yield f"{key}: only an engine in the trainer's process can receive images; set {_WORKS}"
     if data.answers == "pairs":
         yield f"{key} is not supported with data.answers=pairs; set one of them to its default"
     if config.trainer.rollouts_from is not None:

@@ -33,7 +33,7 @@ _WITHOUT_USE: Mapping[str, Any] = {
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems, one line each."""
+    """Yield one line for each setting that a single-process job does not support."""
     if not config.cluster.in_process:
         if config.rollout.engine == _ENGINE:
             yield (

@@ -12,7 +12,7 @@ from hybridflow.config.schema import RunConfig
 
 
 def staleness_problems(config: RunConfig) -> Iterator[str]:
-    """Check the requirements of `trainer.max_staleness`."""
+    """Check that the other settings are compatible with `trainer.max_staleness`."""
     if (ahead := config.trainer.steps_ahead) is not None and ahead > config.trainer.max_staleness:
         yield (
             f"trainer.steps_ahead={ahead} must be at most "

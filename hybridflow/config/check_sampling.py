@@ -1,5 +1,5 @@
-"""Checks of the sampling settings against the engines and the trainer's log-probs. Does not import
-torch.
+"""Checks that the sampling settings are supported by the engines and by the trainer's log-probs.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_pen
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems, one line each."""
+    """Yield one line for each problem with the sampling settings."""
     yield from _training(config)
     for key, one in sampled(config).items():
         yield from _values(config, key, one)

@@ -42,7 +42,7 @@ class Estimator:
 
     Attributes:
         reads: per-token columns that it needs in addition to the scores, e.g. "values".
-            needs_critic: True if it needs a critic, which computes `values` and is trained on the
+        needs_critic: True if it needs a critic, which computes `values` and is trained on the
             returns.
         compares_samples: True if it needs at least two samples per prompt.
         options: a frozen dataclass; every field has a default.
@@ -74,8 +74,8 @@ class Flow:
         policy_losses: values of actor.policy_loss that match the definition in its paper; empty
             allows any.
         rewards: the numbers that the reward must return besides the score.
-        name: the name under which it is registered. line: line number of the registration in its
-            file.
+        name: the name under which it is registered.
+        line: line number of the registration in its file.
     """
 
     body: Callable[[Any], Coroutine[Any, Any, None]]
@@ -142,8 +142,9 @@ class Preparation:
 
 
 class PublishedSet(Protocol):
-    """The published datasets that a preparation reads. It can be queried before anything is
-    read."""
+    """The published datasets that a preparation reads. They can be queried before any of them is
+    read.
+    """
 
     def missing(self, options: Any, source: Path | None) -> Iterable[str]:
         """Yield one line for each dataset whose files are unavailable."""

@@ -256,7 +256,7 @@ def require_key(root: type, dotted: str) -> None:
 
 
 def exists(root: type, dotted: str) -> bool:
-    """Return True if `require_key` does not raise."""
+    """Return True if the key exists (see `require_key`)."""
     try:
         require_key(root, dotted)
     except ConfigError:

@@ -3,7 +3,7 @@ checked, so that an untrusted or corrupt file causes a one-line error and cannot
 
 The config of a model with a vision tower has its language model's fields in `text_config`. All
 other code reads them at the top level: `flattened` moves them there, `published_form` moves them
-back where a config.json is written.
+back when a config.json is written.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published_form(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config as in a config.json, which transformers and the engines read. Inverse of
-    `flattened`, except for fields that are in both places."""
+    """Return a config in the form of a published config.json, which transformers and the engines
+    expect. Inverse of `flattened`, except for fields that are in both places.
+    """
     values = flattened(values)
     if _VISION not in values:
         return values

@@ -54,8 +54,8 @@ def load_values(values: Mapping[str, Any], words: Sequence[str]) -> RunConfig:
 
 
 def located_from_elsewhere(values: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Make the paths of a run's data, model, reward and rollout absolute, so that they are found
-    from any working directory. The run's own working directory is derived from its folder, which is
+    """Make a run's data, model, reward and rollout paths absolute, so that they can be found from
+    any working directory. The run's own working directory is derived from its folder, which is
     `output_dir/name` below it. If the run folder has been moved, the values are returned unchanged.
     """
     below = Path(str(values.get("output_dir", ""))) / str(values.get("name", ""))

@@ -24,11 +24,11 @@ class ModelRole:
         turn: position of its pass among the passes of a step.
         phase: name of its pass in timelines and metrics.
         planned_as: name of its pass in a plan.
-        head: over the vocabulary, one value per token, or one score per sequence.
+        head: output head: over the vocabulary, one value per token, or one score per sequence.
         trains: whether its weights are updated.
         comes_with: the settings that start it, for messages ("set ...").
-        predicts: for a critic, the column of the samples whose sum its values predict. prefix: for
-            a critic, the prefix of its columns values, returns and advantages.
+        predicts: for a critic, the samples' column whose sum its values predict.
+        prefix: for a critic, the prefix of its columns values, returns and advantages.
     """
 
     is_used: Callable[[RunConfig], bool]
@@ -49,7 +49,7 @@ def _needs_reference(config: RunConfig) -> bool:
 
 
 def _is_called(role: str, config: RunConfig) -> bool:
-    """Return True if the flow that the run names calls this role."""
+    """Return True if the flow selected by the configuration calls this role."""
     flow = config.algorithm.flow
     return flow is not None and role in FLOWS.get(flow).roles
 

@@ -1,2 +1,3 @@
-"""Data: dataset preparation, tokenized datasets, a resumable sampler, and packing of sequences
-under a token budget."""
+"""Dataset preparation, tokenized datasets, a resumable sampler, and packing of sequences under a
+token budget.
+"""

@@ -1,4 +1,4 @@
-"""Search of text for a tokenizer's added tokens (special tokens and other vocabulary additions)."""
+"""Finds a tokenizer's added tokens (special tokens and other vocabulary additions) in a text."""
 
 from __future__ import annotations
 

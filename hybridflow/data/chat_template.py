@@ -137,7 +137,7 @@ class _Frame:
         begin: position at which the last answer ends.
         messages: all messages of the conversation.
         contents: the real contents of the messages after the last answer.
-        names: the real names and ids by placeholder.
+        names: the real names and ids, keyed by placeholder.
     """
 
     text: str
@@ -475,7 +475,7 @@ class ChatTemplate:
 
 
 def common_beginning(one: str, other: str) -> str:
-    """Return the longest common prefix."""
+    """Return the longest common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[
         : next(

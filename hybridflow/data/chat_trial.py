@@ -66,7 +66,7 @@ def trial(calls: Sequence[Callable[[], object]]) -> str:
 
 
 def render_all(render: Callable[[Sequence[Mapping[str, Any]]], object]) -> None:
-    """Render short conversations. The template may reject them."""
+    """Render short conversations with the template. Errors other than MemoryError are ignored."""
     for messages in _CONVERSATIONS:
         try:
             render(messages)

@@ -138,7 +138,7 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
     """Validate a cell of the tools column: declarations or their JSON. Returns None if it is empty.
 
     Raises:
-        DataError: the value is neither.
+        DataError: the value is neither declarations nor JSON.
     """
     tools = _plain(value or None, "a list of tool declarations, or its JSON")
     if not tools:

@@ -30,7 +30,7 @@ class Prompts(Protocol):
 
     @property
     def data_sources(self) -> list[str]:
-        """The sorted distinct data sources."""
+        """The distinct data sources of all rows, sorted."""
         ...
 
     def batch(self, indices: np.ndarray) -> DataProto:

@@ -211,7 +211,7 @@ class PromptDataset(_Dataset):
 
     @property
     def data_sources(self) -> list[str]:
-        """The sorted distinct data sources."""
+        """The distinct data sources of all rows, sorted."""
         return sorted(set(self._rows["data_source"].tolist()))
 
 

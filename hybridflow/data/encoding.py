@@ -26,7 +26,7 @@ _LIMITS = ("max_prompt_length", "max_response_length", "filter_overlong_prompts"
 
 @dataclass(frozen=True)
 class Encoded:
-    """The zero or more token rows encoded from one row of a file.
+    """The token rows (zero or more) encoded from one row of a file.
 
     Attributes:
         rows: token ids by column; empty if the row is dropped as too long.
@@ -38,25 +38,25 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """The protocol of an encoder."""
+    """The Encoder protocol: converts rows of data files to token ids."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer in use."""
+        """The tokenizer that the encoder uses."""
         ...
 
     @property
     def reads(self) -> Sequence[str]:
-        """The columns required in every file."""
+        """Names of the columns that every data file must have."""
         ...
 
     @property
     def columns(self) -> Sequence[str]:
-        """The names of the token columns."""
+        """Names of the token columns that the encoder produces."""
         ...
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that the tokens depend on, other than the tokenizer and the row."""
+        """Return all settings that affect the tokens, apart from the tokenizer and the row."""
         ...
 
     def encode(self, row: Row) -> Encoded:
@@ -79,18 +79,18 @@ class AnswerEncoder:
 
     @property
     def reads(self) -> Sequence[str]:
-        """The columns required in every file."""
+        """Names of the columns that every data file must have."""
         key = self.config.image_key
         images = () if self.images is None or key is None else (key,)
         return self.config.prompt_key, *self.answers.values(), *images
 
     @property
     def columns(self) -> Sequence[str]:
-        """The names of the token columns."""
+        """Names of the token columns that the encoder produces."""
         return "prompt_ids", *self.answers
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that the tokens depend on, other than the tokenizer and the row."""
+        """Return all settings that affect the tokens, apart from the tokenizer and the row."""
         keys = ("prompt_key", "image_key", "continue_final_message", *_LIMITS)
         images = {} if self.images is None else {"images": self.images.settings}
         given = {key: getattr(self.config, key) for key in keys}
@@ -136,12 +136,12 @@ class ConversationEncoder:
 
     @property
     def reads(self) -> Sequence[str]:
-        """The columns required in every file."""
+        """Names of the columns that every data file must have."""
         keys = (self.sft.messages_key, self.sft.learned_key, self.sft.tools_key)
         return [key for key in keys if key is not None]
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that the tokens depend on, other than the tokenizer and the row."""
+        """Return all settings that affect the tokens, apart from the tokenizer and the row."""
         keys = ("messages_key", "learned_key", "tools_key")
         return {key: asdict(self.sft)[key] for key in keys} | {
             key: getattr(self.config, key) for key in _LIMITS

@@ -30,7 +30,7 @@ class Row:
     values: Mapping[str, Any]
 
     def malformed(self, column: str, expected: str) -> DataError:
-        """Return the error for an unexpected value."""
+        """Return a DataError for an unexpected value in a column of this row."""
         found = repr(self.values.get(column))
         shown = found if len(found) <= 120 else found[:120] + "..."
         return DataError(
@@ -38,7 +38,7 @@ class Row:
         )
 
     def text(self, column: str) -> str:
-        """Return the value of a string column."""
+        """Return the value of a column, which must be a string."""
         value = self.values[column]
         if not isinstance(value, str):
             raise self.malformed(column, "a string")

@@ -1,8 +1,8 @@
-"""Images in a batch, and the positions of tokens among them.
+"""Images in a batch, and the positions of tokens in rows with images.
 
 A row with images has the jagged columns `PIXELS` [p, c] (float32: the patches of all images) and
 `GRIDS` [i, 3] (int64: frames, rows and columns of patches of each image). Its prompt has one image
-token for every square of merged patches, in the images' order.
+token for every square of merged patches, in the order of the images.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ IMAGES = (PIXELS, GRIDS)
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """How a model reads images.
+    """How a model represents images as tokens.
 
     Attributes:
         token: id of the image token.
-        merge: number of patches along each side of the square that one token stands for.
+        merge: number of patches along each side of the square that one token represents.
     """
 
     token: int
     merge: int
 
     def counts(self, grids: np.ndarray) -> np.ndarray:
-        """Return the number of tokens [i] of images with these grids [i, 3]."""
+        """Return the number of tokens [i] of each image, given the grids [i, 3]."""
         return np.asarray(grids, np.int64).prod(1) // self.merge**2
 
     def places(self, prompt: np.ndarray, grids: np.ndarray, *, more: bool = False) -> np.ndarray:
@@ -42,7 +42,8 @@ class ImageTokens:
             more: the prompt may be followed by sampled tokens, among which image tokens are text.
 
         Raises:
-            ValueError: their number, or the border between two images, does not match the grids.
+            ValueError: the number of image tokens, or the border between two images, does not match
+                the grids.
         """
         found = np.flatnonzero(prompt == self.token)
         counts = self.counts(grids)
@@ -66,11 +67,11 @@ class ImageTokens:
         """Return the positions [3, length] (frame, row, column) of a row's tokens.
 
         A text token has the same position on every axis, one more than the largest before it. The
-        tokens of an image start there, and count its frames, rows and columns (Qwen2-VL, arXiv
-        2409.12191; transformers' `get_rope_index`).
+        tokens of an image start at that position, plus their frame, row and column in the image
+        (Qwen2-VL, arXiv 2409.12191; transformers' `get_rope_index`).
 
         Args:
-            length: number of tokens, those of the response included.
+            length: number of tokens, including those of the response.
             places: positions of the image tokens (`places`).
             grids: [i, 3] of the row's images.
         """
@@ -92,7 +93,7 @@ class ImageTokens:
 
 
 def check_images(batch: DataProto, images: ImageTokens | None) -> None:
-    """Reject images that the model does not read.
+    """Reject images that the model cannot process.
 
     Raises:
         ValueError: the model has no vision tower, or the patches do not match the grids.
@@ -106,7 +107,7 @@ def check_images(batch: DataProto, images: ImageTokens | None) -> None:
             "vision-language model (model_type qwen3_vl)"
         )
     if len(held) == 1:
-        raise ValueError(f"the batch has the column {held[0]}, but not the other of {IMAGES}")
+        raise ValueError(f"the batch has only the column {held[0]}; it must have both of {IMAGES}")
     pixels = batch.jagged(PIXELS)
     grids = batch.jagged(GRIDS)
     before = np.concatenate([[0], np.cumsum(grids.values.prod(1))])

@@ -1,7 +1,6 @@
-"""Images of a data file's rows: from bytes to the patches that a vision tower reads.
-
-transformers' image processor of the model folder resizes and normalises them, always with Pillow,
-so that every machine computes the same patches.
+"""Converts the images in the rows of a data file to the patches that a vision tower reads. The
+image processor in the model folder (a transformers class) resizes and normalises them, always with
+Pillow, so that every machine computes the same patches.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ _THREADS = 8
 
 
 class ImageReader:
-    """The image processor in the folder of a tokenizer (Qwen2-VL's, which its successors use).
+    """The image processor in a tokenizer's folder (that of Qwen2-VL, which its successors also
+    use).
 
     Raises:
-        DataError: the folder has no image processor or the tokenizer no image token.
+        DataError: the folder has no image processor, or the tokenizer has no image token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -109,7 +109,7 @@ class ImageReader:
 
     @property
     def patch_numbers(self) -> int:
-        """Number of values in a patch."""
+        """The number of values in one patch, c."""
         return 3 * int(self._processor.temporal_patch_size) * self.side**2
 
     def expanded(self, ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
@@ -124,9 +124,9 @@ class ImageReader:
         places = ids.count(self.tokens.token)
         if places != len(counts):
             raise DataError(
-                f"the prompt has {places} places for images, but the row has {len(counts)} "
-                f'images; mark each place with "{PLACE}" in the text or a part '
-                '{"type": "image"}, and use a chat template that writes them'
+                f"the prompt has {places} image placeholders, but the row has {len(counts)} "
+                f'images; mark each image with "{PLACE}" in the text or with a part '
+                '{"type": "image"}, and use a chat template that renders them'
             )
         left = iter(counts)
         found: list[int] = []
@@ -136,7 +136,7 @@ class ImageReader:
 
 
 def reader_of(tokenizer: Tokenizer, config: DataConfig) -> ImageReader | None:
-    """Return the reader of a dataset's images; None without `data.image_key`."""
+    """Return the reader of a dataset's images, or None if `data.image_key` is not set."""
     return None if config.image_key is None else ImageReader(tokenizer)
 
 
@@ -145,7 +145,7 @@ def images_of(row: Row, column: str) -> list[bytes]:
     writes them; empty if the value is null.
 
     Raises:
-        DataError: the value has another form, or the bytes are not in the file.
+        DataError: the value has a different form, or the file does not contain the bytes.
     """
     value = row.values.get(column)
     if value is None:
@@ -165,8 +165,9 @@ def images_of(row: Row, column: str) -> list[bytes]:
 
 
 def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return chat messages whose strings with `PLACE` are split into the parts that chat templates
-    expect: {"type": "text", "text": ...} and {"type": "image"}."""
+    """Return the chat messages with each string that contains `PLACE` split into the parts that
+    chat templates expect: {"type": "text", "text": ...} and {"type": "image"}.
+    """
     found = []
     for message in messages:
         content = message["content"]

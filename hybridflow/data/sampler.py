@@ -142,7 +142,7 @@ def _checked(what: str, values: np.ndarray | None, num_rows: int) -> np.ndarray 
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.shape != (num_rows,) or not np.isfinite(numbers).all():
         raise ValueError(
-            f"{what} must be {num_rows} finite numbers, got an array {list(numbers.shape)}"
+            f"{what} must be {num_rows} finite numbers, got shape {list(numbers.shape)}"
         )
     return numbers
 

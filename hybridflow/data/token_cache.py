@@ -83,7 +83,7 @@ class TokenCache:
         return found
 
     def write(self, tokens: DataProto) -> None:
-        """Store the tokens, and evict old entries."""
+        """Store the tokens in the cache, and evict the least recently used entries if needed."""
         if self.path is None:
             return
         try:

@@ -20,7 +20,9 @@ Kind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Platform:
-    """One device type. `Platform.detect()` selects it; `Platform("cpu")` forces it."""
+    """The operations of one device type. `Platform.detect()` selects the type; `Platform("cpu")`
+    forces cpu.
+    """
 
     kind: Kind
 
@@ -57,12 +59,12 @@ class Platform:
 
     @property
     def weight_transport(self) -> str:
-        """The fastest transport of `sync.transports` that works between any two hosts."""
+        """Name of the fastest transport in `sync.transports` that works between any two hosts."""
         return "p2p" if self.kind == "cuda" else "tcp"
 
     @property
     def colocated_transport(self) -> str:
-        """The transport of `sync.transports` for processes that share devices."""
+        """Name of the transport in `sync.transports` for processes that share devices."""
         return "cuda_ipc" if self.kind == "cuda" else self.weight_transport
 
     @property

@@ -12,7 +12,7 @@ import torch
 
 
 class HoldsReference(ABC):
-    """Base class of models that may have an optimizer and a frozen copy of their weights."""
+    """Base class for models that may have an optimizer and a frozen copy of their weights."""
 
     optimizer: Any = None
     _reference: dict[str, torch.Tensor] | None = None

@@ -62,11 +62,11 @@ class Residency:
 
     @property
     def asleep(self) -> frozenset[Part]:
-        """The parts that are offloaded."""
+        """The parts that are currently offloaded."""
         return frozenset(self._asleep)
 
     def resident_bytes(self) -> dict[Part, int]:
-        """Return the number of bytes of each part on the device."""
+        """Return the number of bytes that each part occupies on the device."""
         sizes: dict[Part, int] = {}
         for part, storages in self._storages().items():
             sizes[part] = sum(storage.nbytes() for storage in storages)
@@ -148,7 +148,9 @@ class Residency:
         return f"{self.role}.offload.{'weights' if part == 'reference' else part}"
 
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
-        """Return the storages of each part without duplicates."""
+        """Return the storages of each part. A storage is listed only once, even if tensors share
+        it.
+        """
         seen: set[int] = set()
         found: dict[Part, list[torch.UntypedStorage]] = {part: [] for part in PARTS}
         for part in PARTS:

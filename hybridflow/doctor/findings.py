@@ -11,7 +11,7 @@ Level = Literal["ok", "unused", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. `remedy` is empty if no action is needed."""
+    """One finding, which is one line of the table. `remedy` is empty if no action is needed."""
 
     topic: str
     level: Level

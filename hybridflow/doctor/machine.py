@@ -1,5 +1,6 @@
-"""Checks of this machine, its packages and its cluster: whether a run would use each of them and,
-if not, the reason and the remedy."""
+"""Checks of this machine's hardware, packages and cluster: whether a run would use them and, if
+not, why and how to fix it.
+"""
 
 from __future__ import annotations
 
@@ -286,7 +287,9 @@ def _cluster(config: RunConfig | None) -> Iterator[Finding]:
 
 
 def recipe_findings(load: Callable[[], RunConfig]) -> tuple[RunConfig | None, list[Finding]]:
-    """Load the recipe. Returns the configuration, or None if it is rejected, and findings."""
+    """Load the recipe. Returns its configuration (None if the recipe is rejected) and the findings
+    about it.
+    """
     try:
         config = load()
     except HybridFlowError as error:

@@ -62,7 +62,7 @@ def _remedy_of_config(folder: Path) -> str:
             "pass the folder of a model as downloaded by: hf download ORG/NAME --local-dir FOLDER"
         )
     return (
-        "docs/recipes.md lists the supported families; for your own, set "
+        "docs/recipes.md lists the supported families; to use your own, set "
         "model.family=path/to/file.py:MODEL_TYPE"
     )
 

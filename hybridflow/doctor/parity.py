@@ -63,8 +63,8 @@ def compare_with_transformers(
     """Run the comparison in a separate process.
 
     Args:
-        copy: the config of the small model. source: the published folder, whose tokenizer is copied
-            into the export.
+        copy: the config of the small model.
+        source: the published folder, whose tokenizer is copied into the export.
         backend: the run's `actor.backend`.
 
     Raises:

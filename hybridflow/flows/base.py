@@ -10,8 +10,8 @@
             await run.sync()
 
 Calling a role queues the call for its devices immediately and returns an awaitable. Calls of roles
-that share devices run in call order; calls on other devices run concurrently. A role that the run
-does not have (no KL term, no reward model) computes nothing and adds no column.
+that share devices run in call order; calls on other devices run concurrently. Calls to a role that
+the run does not use (no KL term, no reward model) compute nothing and add no column.
 
 When ranks are lost or a run is resumed, the flow is restarted, and its steps continue after the
 last checkpoint. Local variables are lost, and code outside the loop is re-executed. Store values
@@ -44,7 +44,7 @@ class Reference(Protocol):
     """The reference model for KL terms: the initial policy, or another model."""
 
     def log_probs(self, batch: DataProto) -> Awaitable[DataProto]:
-        """Return the batch with ref_log_probs."""
+        """Return the batch with the column ref_log_probs added."""
 
 
 class Teacher(Protocol):
@@ -59,7 +59,7 @@ class RewardModel(Protocol):
     """A model that scores answers."""
 
     def scores(self, batch: DataProto) -> Awaitable[DataProto]:
-        """Return the batch with rm_scores."""
+        """Return the batch with the column rm_scores added."""
 
     def update(self, pairs: DataProto) -> Awaitable[None]:
         """Run one update on pairs of answers (prompt_ids, chosen_ids, rejected_ids). Requires
@@ -72,10 +72,10 @@ class Critic(Protocol):
     """A value model. For the cost critic, the columns are named cost_values and cost_returns."""
 
     def values(self, batch: DataProto) -> Awaitable[DataProto]:
-        """Return the batch with values."""
+        """Return the batch with the column values added."""
 
     def update(self, batch: DataProto) -> Awaitable[None]:
-        """Run all updates of a step. Reads values and returns."""
+        """Run all updates of a step. Reads the columns `values` and `returns`."""
 
 
 class Policy(Protocol):
@@ -84,18 +84,19 @@ class Policy(Protocol):
     def generate(self, prompts: Sequence[Prompt], n: int | None = None) -> Awaitable[DataProto]:
         """Generate `n` (default `rollout.n`) samples per prompt (a text, or a list of chat
         messages) with the weights of the last sync. Returns prompt_ids, uid, response_text and the
-        engines' columns of `samples`, without scores."""
+        columns that engines add to `samples`, without scores.
+        """
 
     def log_probs(self, batch: DataProto) -> Awaitable[DataProto]:
-        """Return the batch with old_log_probs and entropys.
-
-        The columns are omitted if the first update computes them anyway and no setting requires
-        them earlier (`config.derived.scores_before_update`).
+        """Return the batch with the columns old_log_probs and entropys added. They are omitted if
+        the first update computes them anyway and no setting requires them earlier
+        (`config.derived.scores_before_update`).
         """
 
     def update(self, batch: DataProto) -> Awaitable[None]:
-        """Run all updates of a step; none while the critic warms up (`trainer.critic_warmup`).
-        Reads advantages."""
+        """Run all updates of a step, or none while the critic warms up (`trainer.critic_warmup`).
+        Reads the column `advantages`.
+        """
 
 
 class FurtherPolicy(Policy, Protocol):
@@ -107,9 +108,10 @@ class FurtherPolicy(Policy, Protocol):
         """Return the batch with advantages computed from its scores (`algorithm.adv_estimator`)."""
 
     def take(self, other: Policy) -> Awaitable[None]:
-        """Copy the weights of another policy with the same model to the ranks and engines, and
-        reset the optimizer. This is the only way in which a frozen policy (`roles.NAME.frozen`)
-        changes."""
+        """Copy the weights of another policy with the same model to this policy's ranks and
+        engines, and reset the optimizer. This is the only way in which a frozen policy
+        (`roles.NAME.frozen`) changes.
+        """
 
 
 class Run(Protocol):
@@ -122,11 +124,11 @@ class Run(Protocol):
 
     @property
     def critic(self) -> Critic:
-        """The value model of rewards."""
+        """The value model trained on rewards."""
 
     @property
     def cost_critic(self) -> Critic:
-        """The value model of costs, which exists only if the flow declares this role."""
+        """The value model trained on costs. Available only if the flow declares this role."""
 
     @property
     def reference(self) -> Reference:
@@ -138,10 +140,10 @@ class Run(Protocol):
 
     @property
     def teacher(self) -> Teacher:
-        """The model from which the policy learns."""
+        """The model whose token distribution the policy learns to match."""
 
     def __getattr__(self, name: str) -> FurtherPolicy:
-        """Return the additional policy with this name."""
+        """Return the additional policy with this name (`run.NAME`)."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -150,11 +152,15 @@ class Run(Protocol):
 
     @property
     def options(self) -> Any:
-        """The flow's options: `algorithm.flow_options` as the dataclass that the flow declares."""
+        """The flow's options: `algorithm.flow_options`, converted to the dataclass that the flow
+        declares.
+        """
 
     @property
     def is_tracing(self) -> bool:
-        """True during the check before the run, which uses synthetic rows and no roles."""
+        """True while the flow is checked before the run starts, using synthetic rows and no
+        roles.
+        """
 
     def steps(self) -> AsyncIterator[int]:
         """Iterate over the numbers of the remaining steps. Requesting the next step ends the
@@ -170,24 +176,27 @@ class Run(Protocol):
 
     def advantages(self, batch: DataProto, of: str = "scores") -> DataProto:
         """Return the batch with advantages and, with a critic, returns (`algorithm.adv_estimator`).
-        With `of="costs"`, computes the same from the column costs [B], which the flow must set:
-        cost_advantages and, from cost_values, cost_returns.
+        With `of="costs"`, returns cost_advantages and, if there are cost_values, cost_returns,
+        computed from the column costs [B], which the flow must set.
         """
 
     def leave_out(self, batch: DataProto, rows: np.ndarray) -> DataProto:
-        """Return the batch with these rows, [B] bool, excluded from loss and statistics. They stay
-        in the batch, because every step has the same number of rows."""
+        """Return the batch with the rows where `rows` [B] bool is True excluded from loss and
+        statistics. They stay in the batch, because every step has the same number of rows.
+        """
 
     def later(self, update: Awaitable[None]) -> None:
         """Let an update of a critic on separate devices continue beyond this step. The critic's
-        metrics, its next call and checkpoints wait until it has finished."""
+        metrics, its next call and checkpoints wait for the update to finish.
+        """
 
     def sync(self) -> Awaitable[None]:
         """Send the weights of all policies updated in this step to their engines."""
 
     def record(self, **values: float) -> None:
-        """Record finite numbers with this step's metrics, as flow/NAME. The last value for a name
-        is used."""
+        """Record finite numbers as flow/NAME in this step's metrics. If a name is recorded twice,
+        the last value is used.
+        """
 
 
 def flow(
@@ -278,6 +287,6 @@ def _name_of(body: object) -> str:
 
 
 def _line_of(body: Body) -> int | None:
-    """Return the line number of the decorator."""
+    """Return the line number of the decorator in the user's file."""
     code = getattr(inspect.unwrap(body), "__code__", None)
     return None if code is None else int(code.co_firstlineno)

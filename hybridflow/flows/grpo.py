@@ -7,7 +7,9 @@ from hybridflow.flows.base import Run, flow
 
 @flow("grpo", roles=("policy", "reference", "reward_model", "teacher"))
 async def grpo(run: Run) -> None:
-    """Compare each sample with the other samples for its prompt."""
+    """Train the policy on advantages that compare each sample with the other samples for its
+    prompt.
+    """
     async for _ in run.steps():
         batch = await run.samples()
         batch = await run.all(

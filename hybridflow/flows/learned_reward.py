@@ -30,8 +30,9 @@ async def learned_reward(run: Run) -> None:
 
 
 def preferred(batch: DataProto) -> tuple[np.ndarray, np.ndarray]:
-    """Return a row with the highest and a row with the lowest score for each prompt whose answers
-    differ in score. Ties go to the first row."""
+    """Return, for each prompt whose answers differ in score, one row with the highest score and one
+    with the lowest. Ties go to the first row.
+    """
     best, worst = list[int](), list[int]()
     scores = batch["scores"]
     for uid in np.unique(batch["uid"]):

@@ -7,7 +7,9 @@ from hybridflow.flows.base import Run, flow
 
 @flow("ppo", roles=("policy", "critic", "reference", "reward_model", "teacher"))
 async def ppo(run: Run) -> None:
-    """Compare each token's return with the critic's value."""
+    """Train the policy and the critic on advantages that compare each token's return with the
+    critic's value.
+    """
     async for _ in run.steps():
         batch = await run.samples()
         batch = await run.all(

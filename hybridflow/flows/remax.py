@@ -7,7 +7,7 @@ from hybridflow.flows.base import Run, flow
 
 @flow("remax", roles=("policy", "reference", "reward_model", "teacher"))
 async def remax(run: Run) -> None:
-    """Compare each sample with the greedy answer to its prompt."""
+    """Train the policy on advantages relative to the greedy answer to each prompt."""
     async for _ in run.steps():
         batch = await run.samples(greedy=True)
         batch = await run.all(

@@ -22,8 +22,8 @@ _ROLES = ("policy", "critic", "cost_critic", "reference", "reward_model")
 
 @dataclass(frozen=True)
 class Options:
-    """Options: `limit` of the mean cost (-d in the paper); `multiplier`, its initial value; `lr`,
-    the step size of its updates; and `largest`, its upper bound.
+    """Options: `limit`, the upper limit of the mean cost (-d in the paper); `multiplier`, the
+    initial Lagrange multiplier; `lr`, the step size of its updates; and `largest`, its upper bound.
     """
 
     limit: float = 0.0

@@ -82,17 +82,17 @@ class Combination(Verifier):
 
     @property
     def options(self) -> set[str]:
-        """The options of all parts."""
+        """Names of the options of all parts."""
         return {option for one, _ in self.parts.values() for option in one.options}
 
     @property
     def needed(self) -> set[str]:
-        """The options that at least one part requires."""
+        """Names of the options that at least one part requires."""
         return {option for one, _ in self.parts.values() for option in one.needed}
 
     @property
     def facts(self) -> set[str]:
-        """The facts that at least one part accepts as arguments."""
+        """Names of the row facts that at least one part accepts as arguments."""
         return {fact for one, _ in self.parts.values() for fact in one.facts}
 
     def check_truth(self, ground_truth: Any) -> None:

@@ -179,7 +179,7 @@ def same_words(one: str, other: str) -> bool:
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    """Split a number from its unit."""
+    """Split an answer into a number and its unit ("" if there is none)."""
     found = _UNIT.search(text)
     return (
         (text[: found.start()].rstrip(), re.sub(r"[^A-Za-z]|text|mathrm|mbox", "", found.group()))
@@ -189,8 +189,9 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def without_name(text: str) -> tuple[str, str]:
-    """Split an answer from its name: "x = 5" gives ("5", "x"). For a chain of equations, the last
-    term is used."""
+    """Split an answer into its value and its name: "x = 5" gives ("5", "x"). For a chain of
+    equations, the last term is used.
+    """
     found = _NAME.match(text)
     if found is None or any(sign in text for sign in ("<", ">", "\\le", "\\ge", ",", ";")):
         return text, ""

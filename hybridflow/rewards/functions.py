@@ -248,7 +248,7 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
     except TypeError as error:
         raise ConfigError(
             f"{config.path}: {config.name}{inspect.signature(function)} cannot be called with "
-            f"{', '.join([*arguments, *config.kwargs])} by name: {error}"
+            f"the keyword arguments {', '.join([*arguments, *config.kwargs])}: {error}"
         ) from error
     return function
 

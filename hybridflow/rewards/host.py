@@ -47,7 +47,7 @@ class _Job:
 
     @property
     def truth(self) -> tuple[Any, Any]:
-        """The data source and ground truth of the first row."""
+        """The data source and ground truth of the call's first row."""
         return self.rows[0][0], self.rows[0][2]
 
 

@@ -42,7 +42,7 @@ def parser() -> type[Any]:
         """A parser that stops at the first error; its error listener must raise."""
 
         def math(self) -> Any:
-            """Parse the whole text."""
+            """Parse the whole text as one mathematical expression."""
             # a text with an invalid character fails here, and is not parsed twice
             self._input.fill()
             exact: Any = self._interp

@@ -37,7 +37,7 @@ class Lines:
         self._out = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message immediately. Requires a blocking socket."""
+        """Send a message without queueing it. Requires a blocking socket."""
         self.socket.sendall(encoded(message))
 
     def queue(self, message: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ def encoded(message: dict[str, Any]) -> bytes:
 
 
 def decoded(line: bytes | bytearray) -> dict[str, Any]:
-    """Decode a line to a message."""
+    """Decode a line that was encoded by `encoded`."""
     message: dict[str, Any] = json.loads(line, object_hook=_restored)
     return message
 

@@ -23,8 +23,8 @@ _TRUTHS = 4096  # ground truths checked per call of the pool
 
 @dataclass(frozen=True)
 class Submitted:
-    """Rows that are being scored. Each call consists of the positions of its rows and either its
-    number in the pool, or the rows themselves, which this process scores when they are collected.
+    """Rows that are being scored. Each call is a pair: its number in the pool (or its rows, if this
+    process scores them on collection), and the positions of its rows.
     """
 
     calls: Sequence[tuple[int | list[Row], list[int]]]
@@ -183,8 +183,9 @@ class RewardManager:
         return Submitted(begun)
 
     async def collect(self, parts: Sequence[Submitted]) -> list[list[ScoreResult]]:
-        """Wait for the results and return them per part, in row order. Calls that run in this
-        process are started together."""
+        """Wait for the results. Returns one list per submitted part, in row order. Calls that run
+        in this process are started together.
+        """
         calls = [call for part in parts for call, _ in part.calls]
         pooled = [call for call in calls if isinstance(call, int)]
         here = [call for call in calls if not isinstance(call, int)]

@@ -139,7 +139,7 @@ class RewardPool:
             self._relaunch()
 
     def _relaunch(self) -> None:
-        """Restart a host that died or stopped responding."""
+        """Restart a host that died or stopped responding, and resubmit its unanswered calls."""
         self.close()
         if not self._restarts.take():
             raise HybridFlowError(

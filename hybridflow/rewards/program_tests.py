@@ -28,7 +28,7 @@ class ProgramTest:
     Attributes:
         given: standard input for the program.
         judge: checks the output; returns the reason for a failure, or None.
-        calls: the test calls a function of the program (`Sandbox.run`).
+        calls: True if the test calls a function of the program (`Sandbox.run`).
     """
 
     given: str
@@ -40,7 +40,7 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
     """Parse the tests of a ground truth. `verifiers.code` documents the formats.
 
     Raises:
-        ValueError: it is in none of these formats, or contains no tests.
+        ValueError: the ground truth is in none of these formats, or contains no tests.
     """
     tests = _from_text(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(tests, Sequence) and tests and all(isinstance(one, str) for one in tests):
@@ -172,7 +172,7 @@ def _same_value(found: Any, expected: Any) -> bool:
 
 
 def _of_assert(text: str, setup: str) -> ProgramTest:
-    """Build a test from one or more statements."""
+    """Build a test from Python source with one or more statements."""
     try:
         tree = ast.parse(text.strip())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -21,7 +21,7 @@ COMMAND = ("-I", "-S")  # no environment, no site-packages except numpy
 
 @dataclass(frozen=True)
 class Limits:
-    """Resource limits of a program."""
+    """The resource limits of a sandboxed program."""
 
     timeout_s: float = 6.0  # wall clock
     memory_bytes: int = 512 << 20  # address space

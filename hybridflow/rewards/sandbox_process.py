@@ -562,7 +562,7 @@ class _Space:
 
 
 def _file_with(text: str) -> int:
-    """Create an in-memory file with this text, positioned at its start."""
+    """Create an in-memory file that contains this text, positioned at its start."""
     file = os.memfd_create("text")
     view = memoryview(text.encode(errors="surrogatepass"))
     while view:

@@ -45,9 +45,8 @@ def statistics_by_prompt(
     extras: Sequence[Mapping[str, Any] | None] | None,
     ks: Sequence[int],
 ) -> dict[str, np.ndarray]:
-    """Compute the statistics of `answer_statistics` for each prompt and each of these numbers of
-    answers. Returns {statistic: values [P]}. The other arguments are the same as for
-    `answer_statistics`.
+    """Compute the statistics of `answer_statistics` separately for each prompt, for each k in `ks`.
+    Returns {statistic: values [P]}. The other arguments are the same as for `answer_statistics`.
     """
     scores_PN = np.asarray(scores, np.float64).reshape(-1, samples)
     answers = _answers(extras)

@@ -75,7 +75,7 @@ class _Sample:
 
     Attributes:
         before: answers that an earlier process recorded and that have not been replayed yet.
-            answers: (number of preceding tokens, batch, row) for each answer so far.
+        answers: (number of preceding tokens, batch, row) for each answer so far.
         request: the pending request.
         images: a one-row batch with the images of the prompt, if the run has images.
     """
@@ -250,7 +250,7 @@ class Conversations:
         )
 
     def shown(self, samples: Sequence[_Sample]) -> DataProto:
-        """Return the same batch as `batch`, without the tokens' experts."""
+        """Return the same batch as `batch`, without the experts that each token was routed to."""
         return as_batch(
             [one.conversation for one in samples], with_rewards=self._agent_loop.gives_rewards
         )
@@ -294,19 +294,19 @@ class Conversations:
         await self.engines.forget()
 
     async def sync(self, version: int) -> SyncReport:
-        """Send the weights to the engines."""
+        """Send the policy's weights to the engines."""
         return await self.engines.sync(version)
 
     async def load_metrics(self) -> dict[str, float]:
-        """Return the engines' load."""
+        """Return the engines' load since the last call, as metrics."""
         return await self.engines.load_metrics()
 
     async def sleep(self) -> None:
-        """Release the engines' memory."""
+        """Make the engines release their device memory."""
         await self.engines.sleep()
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate the engines' memory for these parts."""
+        """Make the engines reallocate device memory for the given parts."""
         await self.engines.wake(tags)
 
     async def close(self) -> None:
@@ -353,8 +353,8 @@ class Conversations:
         prompt = one.conversation.prompt
         if one.images is not None and list(tokens[: len(prompt)]) != list(prompt):
             raise HybridFlowError(
-                "a request does not begin with the conversation's prompt, which has the places of "
-                "its images; continue the prompt that the agent loop was given"
+                "a request must begin with the conversation's prompt, which contains the image "
+                "placeholders; continue the prompt that was passed to the agent loop"
             )
         one.request = self.engines.ask(
             tokens,
@@ -397,7 +397,7 @@ class Conversations:
         )
 
     async def _wait(self, seconds: float) -> None:
-        """Wait until a conversation sends a request or finishes, but at most `seconds`."""
+        """Wait until a conversation sends a request or finishes, or until `seconds` have passed."""
         self.engines.asked.clear()
         if not self._going_on:
             return
@@ -435,8 +435,8 @@ def _digest(tokens: Sequence[int]) -> str:
 
 
 def sampled_of(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
-    """Convert an answer, truncated to `most` tokens. `asked` is the number of tokens that precede
-    it.
+    """Convert an answer to `Sampled`, truncated to `most` tokens. `asked` is the number of tokens
+    that precede it.
     """
     ids, log_probs, versions = (answers.jagged(name).row(row) for name in _SAMPLED)
     reason = "length" if len(ids) > most else str(answers["finish_reason"][row])
@@ -448,8 +448,9 @@ def sampled_of(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
 
 
 def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
-    """Return the experts `[prompt and conversation tokens, layers, k]`. They are unknown for tokens
-    after the last request."""
+    """Return the experts selected for the tokens of the prompt and conversation, `[tokens, layers,
+    k]`. They are unknown for tokens after the last request.
+    """
     routes = free_routes(config, len(conversation.prompt) + len(conversation.tokens))
     if conversation.routes is not None and conversation.failure is None:
         routes[: len(conversation.routes)] = conversation.routes

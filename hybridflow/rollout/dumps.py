@@ -1,5 +1,5 @@
-"""Dumps of each step's samples, for inspection and for training on them again without
-generating.
+"""Dumps of each step's samples, for inspection, and for training on them again without generating
+new ones.
 """
 
 from __future__ import annotations

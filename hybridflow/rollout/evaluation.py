@@ -133,7 +133,7 @@ class Scorer:
         order.
 
         Raises:
-            DataError: as for `RewardManager.check`.
+            DataError: raised by `RewardManager.check`.
         """
         texts = [text for part in parts for text in part.texts]
         submitted = [part.rows for part in parts if isinstance(part.rows, Submitted)]
@@ -367,8 +367,8 @@ def _core(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
 
 
 def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
-    """Mark further rows as failed, and set their scores to 0. `texts` [B] contains the reason for
-    each failed row, and None for the others.
+    """Mark additional rows as failed, and set their scores to 0. `texts` [B] contains the reason
+    for each failed row, and None for the others.
     """
     before = batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
     merged = [old if old is not None else new for old, new in zip(before, texts, strict=True)]

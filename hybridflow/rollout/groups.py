@@ -77,15 +77,16 @@ class _StepClock:
         self._mark = clock()
 
     def step_begins(self, version: int) -> None:
-        """Record that the trainer requests a batch. Multiple requests at the same weight version
-        count as one step."""
+        """Record that the trainer has requested a batch. Multiple requests at the same weight
+        version count as one step.
+        """
         if self._version not in (-1, version):
             self._training = max(self._clock() - self._mark, 1e-3)
             self.time += 1
         self._version = version
 
     def wait_begins(self) -> None:
-        """Record that the trainer starts waiting."""
+        """Record that the trainer has started waiting."""
         self._mark = self._clock()
 
     def waited(self) -> None:
@@ -252,7 +253,7 @@ class Groups:
             )
 
     def _kind(self) -> dict[str, Any]:
-        """Return the settings that must be equal for partial answers to be continued."""
+        """Return the settings that must match for a partial answer to be continued."""
         routes = derived.needs_engine_routes(self.config)
         return {
             "n": self.config.rollout.n,
@@ -268,7 +269,7 @@ class Groups:
         return made_by if version + steps - made_by <= self.config.trainer.max_staleness else -1
 
     def _hand_out(self, version: int) -> None:
-        """Submit as many prompts as this version allows."""
+        """Submit as many prompts as the prefetch depth allows at this weight version."""
         size = self.config.data.train_batch_size
         n = self.config.rollout.n
         trainer = self.config.trainer

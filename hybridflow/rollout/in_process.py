@@ -47,7 +47,7 @@ class InProcessRollouts(Requests):
         self._asked: list[tuple[bool, DataProto]] = []
 
     async def sync(self, version: int) -> SyncReport:
-        """Copy the weights into the engine's tensors."""
+        """Copy the policy's weights into the engine's tensors."""
         started = time.perf_counter()
         nbytes = self.engine.take(str(version), self._copy_weights)
         return SyncReport(version, time.perf_counter() - started, nbytes, {})
@@ -57,7 +57,7 @@ class InProcessRollouts(Requests):
         self.engine.sleep()
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate the engine's memory for these parts."""
+        """Reallocate the engine's memory for the given parts."""
         self.engine.wake(tags)
 
     # ---- the engine interface of `Requests`

@@ -13,7 +13,7 @@ ROOM = "room"
 
 
 class Sample(Protocol):
-    """A prompt's answer in progress."""
+    """A handle for the answer to one prompt, which may still be in progress."""
 
     def done(self) -> bool:
         """Return True if the answer is complete."""
@@ -53,7 +53,7 @@ class Rollouts(Protocol):
         `conversations.COLUMNS`."""
 
     def shown(self, samples: Sequence[Any]) -> DataProto:
-        """Return only the columns of `batch` that rewards need."""
+        """Return only those columns of `batch` that are needed for computing rewards."""
 
     async def begun(self, samples: Sequence[Any]) -> DataProto | None:
         """Return the partial answers of unfinished samples, for `begin`. `sample` [b] is the
@@ -67,7 +67,7 @@ class Rollouts(Protocol):
         """Abort all samples."""
 
     async def sleep(self) -> None:
-        """Release the device memory."""
+        """Release the engines' device memory."""
 
     async def wake(self, tags: Sequence[str]) -> None:
         """Reallocate memory for `weights` or `kv_cache`. Weights are uninitialised until the next
@@ -79,7 +79,7 @@ class Rollouts(Protocol):
         """
 
     async def close(self) -> None:
-        """Stop this process's tasks without notifying the engines."""
+        """Stop the tasks of this process. The engines are not notified."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class SyncReport:
     stale: Mapping[str, str]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of this sync, recorded with the step."""
+        """The metrics of this sync, which are recorded with the step."""
         return {
             "sync/seconds": self.seconds,
             "sync/bytes": float(self.nbytes),

@@ -1,5 +1,5 @@
-"""Requests for tokens, which wait, are in flight on an engine, or have finished. Each is scheduled
-separately.
+"""Requests for tokens. Each is scheduled separately, and is either waiting, in flight on an engine,
+or finished.
 
 A request waits until an engine has room, and is sent to the engine with the fewest pending tokens.
 Other samples of the same prompt are sent with it, so that their prefix is computed only once. A
@@ -46,8 +46,8 @@ class Request:
 
     Attributes:
         number: identifies the request to the engine's worker.
-        order: requests of the same round are scheduled in this order, and those of one `group`
-            together.
+        order: within a round, requests are scheduled in this order, and requests of the same
+            `group` are scheduled together.
         most: number of tokens that may still be sampled.
         prompts, row: the batch (possibly in the object store) that contains the prompt, and the
             prompt's row.
@@ -55,7 +55,7 @@ class Request:
         images: a one-row batch with the images (`IMAGES`) of `tokens`, if the run has images.
         begun: tokens sampled by engines that have been lost; they become part of the prompt.
         answer: the batch that contains the answer, and its row; None until the answer is complete.
-            is_over: resolved with the answer, if a task of this process awaits it.
+        is_over: resolved with the answer, if a task of this process awaits it.
         sampling: the request's own sampling settings; None for the run's.
     """
 
@@ -157,7 +157,7 @@ class Requests(ABC):
         `answer`.
 
         Args:
-            order, group, sampling, images: as in `Request`.
+            order, group, sampling, images: see `Request`.
             begun: an interrupted answer to continue.
         """
         one = self._request(training, val_set, most, group)
@@ -252,7 +252,7 @@ class Requests(ABC):
         return self._answers(samples)
 
     def shown(self, samples: Sequence[Request]) -> DataProto:
-        """Return only the tokens (`Rollouts.shown`)."""
+        """Return only the response tokens of the answers (`Rollouts.shown`)."""
         return self._answers(samples, ["response_ids"])
 
     async def begun(self, samples: Sequence[Request]) -> DataProto | None:
@@ -311,7 +311,7 @@ class Requests(ABC):
             await self._abort(dict(sorted(at_engines.items())))
 
     async def drop_unwanted(self) -> None:
-        """Abort the requests of cancelled tasks."""
+        """Abort the requests whose tasks have been cancelled."""
         if self._unwanted:
             unwanted = self._unwanted
             self._unwanted = []
@@ -491,11 +491,11 @@ class Requests(ABC):
 
     @abstractmethod
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
-        """Have each engine abort its requests."""
+        """Make each engine abort the requests with these tickets."""
 
     @abstractmethod
     async def _forget(self, engines: Sequence[int]) -> None:
-        """Have these engines abort all requests."""
+        """Make these engines abort all of their requests."""
 
 
 async def _give_up(error: HybridFlowError) -> None:
@@ -535,12 +535,14 @@ def _ended_as(reason: str, answer: DataProto) -> DataProto:
 
 
 def _has_images(one: Request) -> bool:
-    """Return True if the request's prompt has the columns of images."""
+    """Return True if the request's prompt has image columns."""
     return one.images is not None or (one.prompts is not None and IMAGES[0] in one.prompts)
 
 
 def _tokens_of(requests: Sequence[Request]) -> DataProto:
-    """Return the prompts of requests made by tasks of this process. All or none have images."""
+    """Return the prompts of requests made by tasks in this process. Either all or none of them have
+    images.
+    """
     ids = Jagged.from_rows([one.tokens for one in requests if one.tokens is not None], np.int64)
     prompts = DataProto.from_columns({"prompt_ids": ids})
     images = [one.images for one in requests if one.images is not None]

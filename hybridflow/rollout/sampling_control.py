@@ -50,7 +50,7 @@ def groups_that_differ(batch: DataProto) -> np.ndarray:
 
 
 def in_order(ids: np.ndarray) -> np.ndarray:
-    """Return the distinct ids in order of appearance."""
+    """Return the distinct group ids in order of first appearance."""
     found, first = np.unique(ids, return_index=True)
     return found[np.argsort(first)]
 

@@ -127,7 +127,7 @@ class EngineGroup(Requests):
         await self.group.call(RolloutWorker.sleep)
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate memory for these parts in every engine."""
+        """Reallocate memory for the given parts in every engine."""
         await self.group.call(RolloutWorker.wake, list(tags))
 
     async def load_metrics(self) -> dict[str, float]:

@@ -201,7 +201,7 @@ class SliceSync:
         )
 
     def _facts(self, number: int) -> PlanFacts:
-        """Return the plan for this engine's next order."""
+        """Return the plan that this engine's next sync follows: adapters only, or all weights."""
         assert self._plan is not None
         if self._has_weights[number] and self._plan.adapters is not None:
             return self._plan.adapters

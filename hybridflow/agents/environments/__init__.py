@@ -1,1 +1,3 @@
-"""Environments, one file each. `base.py` defines the protocol and its registration."""
+"""The built-in environments, one per file. `base.py` defines the Environment protocol and the
+decorator that registers environments.
+"""

@@ -1,7 +1,6 @@
-"""The protocol of an environment, and its registration.
-
-A built-in environment is defined in the file of the same name in this package;
-`rollout.agent.environment` selects your own.
+"""The Environment protocol and the decorator that registers environments. Each built-in environment
+is defined in a file of the same name in this package. To use your own, set
+`rollout.agent.environment`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Environment(Protocol):
         the prompt itself describes the initial state."""
 
     def step(self, answer: str) -> Step:
-        """Apply the policy's answer."""
+        """Apply the policy's answer to the environment and return its response."""
 
 
 Maker = Callable[[], Environment]

@@ -1,3 +1,3 @@
-"""Tool-call formats, one file each. `base.py` defines the interface of a format and its
-registration.
+"""The built-in tool-call formats, one per file. `base.py` defines the interface of a format and the
+decorator that registers formats.
 """

@@ -1,4 +1,6 @@
-"""Parsers for tool calls in answers, and their registration."""
+"""The interface of a tool-call format: a parser for the tool calls in an answer, registered by
+name.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Kimi-K2's call format: an id with the function's name, functions.NAME:INDEX, and JSON. The id is
-passed to the chat template along with the result."""
+"""Kimi-K2's call format: an id of the form functions.NAME:INDEX, followed by JSON arguments. The id
+is passed to the chat template along with the result.
+"""
 
 from __future__ import annotations
 

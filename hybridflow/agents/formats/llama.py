@@ -15,9 +15,9 @@ _OBJECT = re.compile(r"[\s;]*\{")
 
 @call_format("llama")
 def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Parse the calls of an answer that begins with a JSON object. Without <|python_tag|>, the
-    answer counts as plain text if it begins differently, or if the object has no "name", or neither
-    names a tool nor has parameters. With the tag, it must contain a call.
+    """Parse the calls of an answer that begins with a JSON object. Without <|python_tag|>, an
+    answer is plain text unless it begins with an object that has a "name" and either names a tool
+    or has parameters. With the tag, it must contain a call.
     """
     rest = text.strip()
     offset = len(text) - len(text.lstrip())

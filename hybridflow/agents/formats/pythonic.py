@@ -58,8 +58,9 @@ def call_of(node: ast.expr, span: tuple[int, int]) -> Call:
 
 
 def _literal(node: ast.expr) -> object:
-    """Evaluate a literal with JSON-compatible types. Raises ValueError or TypeError if the
-    expression is not one."""
+    """Evaluate a literal with JSON-compatible types. Raises ValueError or TypeError for any other
+    expression.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | None):
         return node.value
     return json.loads(json.dumps(ast.literal_eval(node), allow_nan=False))

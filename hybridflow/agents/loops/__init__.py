@@ -1,1 +1,3 @@
-"""Agent loops, one file each. `base.py` defines the arguments of a loop and its registration."""
+"""The built-in agent loops, one per file. `base.py` defines the arguments of a loop and the
+decorator that registers loops.
+"""

@@ -1,7 +1,5 @@
-"""The interface of an agent loop, and its registration.
-
-A built-in loop is defined in the file of the same name in this package; `rollout.agent.loop`
-selects your own.
+"""The interface of an agent loop and the decorator that registers loops. Each built-in loop is
+defined in a file of the same name in this package. To use your own, set `rollout.agent.loop`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loop for environments: answers and observations alternate until the episode is over."""
+"""The agent loop for environments: answers and observations alternate until the episode is over."""
 
 from __future__ import annotations
 

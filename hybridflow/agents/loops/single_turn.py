@@ -1,4 +1,4 @@
-"""The loop for a single answer per prompt."""
+"""The agent loop that samples a single answer per prompt."""
 
 from __future__ import annotations
 

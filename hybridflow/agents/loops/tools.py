@@ -1,5 +1,6 @@
-"""The loop for tools: the results of calls are shown to the policy until an answer contains no
-calls."""
+"""The agent loop for tools: runs the calls in each answer and shows the policy their results, until
+an answer contains no calls.
+"""
 
 from __future__ import annotations
 

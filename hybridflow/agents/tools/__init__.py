@@ -1,2 +1,3 @@
-"""Tools that the policy may call, one file each. `base.py` defines the interface of a tool and its
-registration."""
+"""The built-in tools that the policy may call, one per file. `base.py` defines the interface of a
+tool and the decorator that registers tools.
+"""

@@ -1,7 +1,6 @@
-"""The interface of a tool, its registration, and the execution of the calls in an answer.
-
-A built-in tool is defined in the file of the same name in this package; `rollout.agent.tools`
-selects your own.
+"""The interface of a tool, the decorator that registers tools, and the execution of the calls in an
+answer. Each built-in tool is defined in a file of the same name in this package. To use your own,
+list them in `rollout.agent.tools`.
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ class Tool:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the arguments."""
+        """The names of the tool's arguments."""
         if self.declared is not None:
             return tuple(self.declared.get("properties") or ())
         return tuple(inspect.signature(self.function).parameters)
 
     def problem(self, arguments: Mapping[str, Any]) -> str:
-        """Describe the first missing or unknown argument; empty if there is none."""
+        """Return a description of the first missing or unknown argument, or an empty string."""
         if self.declared is None:
             try:
                 inspect.signature(self.function).bind(**arguments)

@@ -1,1 +1,1 @@
-"""Advantage estimators, one file each; `base.py` defines their inputs and outputs."""
+"""The built-in advantage estimators, one per file. `base.py` defines their inputs and outputs."""

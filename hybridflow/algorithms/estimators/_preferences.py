@@ -1,5 +1,5 @@
-"""Shared code of the estimators that compare the policy with the reference on each sample. Uses
-only tensor methods.
+"""Shared code for estimators that compare the policy with the reference on each sample. Uses only
+tensor methods.
 
 The gradient of a preference loss with respect to the log-probability of an answer is a single
 number per sample. If that number is the advantage, one policy-gradient update per step

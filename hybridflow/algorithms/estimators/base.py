@@ -1,8 +1,7 @@
-"""The inputs and outputs of an advantage estimator, and its registration.
-
-A built-in estimator is defined in the file of the same name in this package. It imports torch only
-for type checkers and uses only tensor methods, because `--explain` reads its declaration and must
-not have to import torch. User files may import anything.
+"""The inputs and outputs of an advantage estimator, and the decorator that registers estimators.
+Each built-in estimator is defined in a file of the same name in this package. These files import
+torch only for type checkers and use only tensor methods, so that `--explain` can import them
+without loading torch. User files may import anything.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Policy losses, one file each; `base.py` defines their inputs and outputs."""
+"""The built-in policy losses, one per file. `base.py` defines their inputs and outputs."""

@@ -1,8 +1,7 @@
-"""The inputs and outputs of a policy loss, and its registration.
-
-A built-in loss is defined in the file of the same name in this package. It imports torch only for
-type checkers and uses only tensor methods, because `--explain` reads its declaration and must not
-have to import torch. User files may import anything.
+"""The inputs and outputs of a policy loss, and the decorator that registers losses. Each built-in
+loss is defined in a file of the same name in this package. These files import torch only for type
+checkers and use only tensor methods, so that `--explain` can import them without loading torch.
+User files may import anything.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Tokens:
     columns: Mapping[str, torch.Tensor]
 
     def mean_of_sequences(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Return [T] for each token, the mean over its sequence."""
+        """Return [T] the mean of the token's sequence, repeated for each of its tokens."""
         means = sums_of_rows(values_T, self.lengths) / self.lengths.clamp(min=1)
         return means[rows_of_tokens(self.lengths)]
 

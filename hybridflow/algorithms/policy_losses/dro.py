@@ -9,7 +9,7 @@ from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 @dataclass(frozen=True)
 class DroOptions:
-    """Options: the strength of the penalty."""
+    """Options: the strength of the quadratic penalty."""
 
     beta: float = 0.1
 

@@ -73,7 +73,7 @@ def _config(estimator: str) -> RunConfig:
 
 
 async def _followed(workers: _Workers, timeline: str) -> None:
-    """Run all steps with the flow selected by the settings."""
+    """Run all steps using the flow selected in the configuration."""
     from hybridflow.observe.progress import Progress
     from hybridflow.trainer.run import FlowRun, Trainer
 
@@ -144,7 +144,7 @@ class _Workers:
         return batch
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """Return the columns that the method computes."""
+        """Return precomputed columns in place of those that the method would compute."""
         from hybridflow.batch import DataProto
         from hybridflow.dispatch import method_spec
 
@@ -154,7 +154,7 @@ class _Workers:
     async def update(
         self, method: Callable[..., Any], batch: DataProto, seed: int = 0
     ) -> Sequence[Any]:
-        """Pretend to update the critic."""
+        """Return immediately, without updating the critic."""
         return []
 
     async def update_and_score(
@@ -171,7 +171,7 @@ class _Workers:
         return SyncReport(version, 0.0, 0, {})
 
     async def load_metrics(self) -> dict[str, float]:
-        """Return no engine metrics."""
+        """Return an empty mapping, because there is no engine."""
         return {}
 
 

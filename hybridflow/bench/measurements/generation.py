@@ -56,7 +56,7 @@ def generation(place: Place) -> Iterator[Timed]:
         engine.generate([prompt() for _ in lengths], SamplingConfig(), max(lengths))
 
     def tail() -> None:
-        """Submit one request of each length, all concurrently."""
+        """Submit one request for each of the lengths and wait for all of them."""
         with ThreadPoolExecutor(len(TAIL)) as pool:
             list(pool.map(lambda length: generate([length]), TAIL))
 

@@ -59,7 +59,7 @@ def prepare(
             manifest.json.
         source: folder of raw files, for tasks that need one; without it, tasks for published
             datasets read the Hugging Face cache.
-        options: the task's options by name; missing ones fall back to their defaults.
+        options: the task's options, keyed by name; missing ones fall back to their defaults.
 
     Raises:
         ConfigError: an unknown task or option, an option of the wrong type or out of range, or a

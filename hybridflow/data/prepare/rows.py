@@ -64,8 +64,9 @@ def write_prompts(
 def write_demonstrations(
     path: Path, rows: Sequence[Mapping[str, Any]], images: bool = False
 ) -> int:
-    """Write rows {prompt: messages, response: str}, with `images` also that column. Returns the
-    number of rows."""
+    """Write rows {prompt: messages, response: str}. With `images`, the rows also have an `images`
+    column. Returns the number of rows.
+    """
     fields = [("prompt", MESSAGES), ("response", pa.string())]
     return _write(path, rows, pa.schema(fields + ([("images", IMAGES)] if images else [])))
 

@@ -1,1 +1,3 @@
-"""Verifiers, one file each. `base.py` defines the interface of a verifier and its registration."""
+"""The built-in verifiers, one per file. `base.py` defines the interface of a verifier and the
+decorator that registers verifiers.
+"""

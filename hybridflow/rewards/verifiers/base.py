@@ -1,7 +1,6 @@
-"""The interface of a verifier, and its registration for data sources.
-
-A built-in verifier is defined in the file of the same name in this package; `reward.verifiers` adds
-your own.
+"""The interface of a verifier, and the decorator that registers verifiers for data sources. Each
+built-in verifier is defined in a file of the same name in this package. To add your own, list them
+in `reward.verifiers`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class ScoreResult:
 
     Attributes:
         score: the reward; finite.
-        extra: additional values by name, e.g. the parsed answer. They are recorded in rollout
+        extra: additional values keyed by name, e.g. the parsed answer. They are recorded in rollout
             dumps; numbers also appear in metrics and in the report. They do not affect the
             advantage.
         failure: the reason why there is no score: the function hung, raised or returned an invalid
@@ -74,7 +73,7 @@ class Verifier:
 
     @property
     def facts(self) -> set[str]:
-        """The `FACTS` that the function accepts."""
+        """Names of the facts about the row (`FACTS`) that the function accepts."""
         return self._keywords() & FACTS
 
     @property
@@ -124,7 +123,7 @@ def text_truth(ground_truth: Any) -> str:
     """Convert a ground truth, a string or a number, to text: 72 and 72.0 become "72".
 
     Raises:
-        ValueError: it is neither a string nor a number.
+        ValueError: the ground truth is neither a string nor a number.
     """
     if isinstance(ground_truth, str):
         return ground_truth

@@ -1,4 +1,4 @@
-"""Programs: verified by running tests in the sandbox."""
+"""Verifier for programs: runs their tests in the sandbox."""
 
 from __future__ import annotations
 
@@ -101,8 +101,9 @@ def program_of(answer: str) -> str | None:
 
 
 def _whole(block: Block) -> str:
-    """Return the program in a block. If the text is not valid Python but one that extends to a
-    later fence is, return that one, because the program itself contains a fence."""
+    """Return the program in a block. If the text is not valid Python, but a longer version that
+    extends to a later fence is, return the longer version: the program itself contains a fence.
+    """
     return next((text for text in (block.text, *block.longer) if _is_python(text)), block.text)
 
 

@@ -1,4 +1,4 @@
-"""Exact match: compares the response with the ground truth."""
+"""Verifier for exact matches: compares the response with the ground truth."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def exact(
     Ground truths with reversed or padded digits are compared as written.
 
     Args:
-        forbidden: also return cost, 1.0 for an answer that contains this text.
-        thinking_open: whether the prompt opened the thinking.
+        forbidden: also return the extra value `cost`, which is 1.0 if the answer contains this
+            text.
+        thinking_open: True if the prompt ended inside a thinking block.
     """
     answer = read_response(response, bool(thinking_open)).answer
     score = float(answer.strip() == text_truth(ground_truth).strip())

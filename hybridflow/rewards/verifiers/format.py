@@ -1,4 +1,4 @@
-"""Format: checks the structure of a response, regardless of its content."""
+"""Verifier for the format of a response: checks its structure, regardless of its content."""
 
 from __future__ import annotations
 

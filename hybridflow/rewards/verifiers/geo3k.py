@@ -1,5 +1,4 @@
-"""Geometry3K: the score is mostly for the correctness of the answer, with a small share for its
-format."""
+"""Geometry3K: most of the score is for a correct answer, and a small share for its format."""
 
 from __future__ import annotations
 

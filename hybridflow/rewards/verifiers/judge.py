@@ -1,4 +1,4 @@
-"""Model judge: a model behind an OpenAI-compatible server grades the responses."""
+"""Verifier that asks a judge model, behind an OpenAI-compatible server, to grade the responses."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def _letters(text: str, with_name: bool) -> set[str]:
 
 
 def _verified(truth: str, found: str) -> bool:
-    """Return True if math-verify considers the two equal."""
+    """Return True if math-verify considers the two expressions equal."""
     parse, verify = _functions()
     with cheap_prediction():
         expected = parse(boxed(truth))
@@ -189,7 +189,7 @@ def _verified(truth: str, found: str) -> bool:
 
 
 def _expected(truth: str) -> None:
-    """Raise ValueError if a ground truth is empty."""
+    """Raise ValueError if nothing is left of a ground truth without its decoration."""
     if not expressions.plain(truth):
         raise ValueError(f"the ground truth {truth!r} is not a valid expression")
 

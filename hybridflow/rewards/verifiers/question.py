@@ -1,4 +1,4 @@
-"""Open questions: the answer must match one of the accepted answers."""
+"""Verifier for open questions: the answer must match one of the accepted answers."""
 
 from __future__ import annotations
 

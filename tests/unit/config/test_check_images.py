@@ -45,7 +45,10 @@ def test_a_run_with_images_is_accepted() -> None:
     ("config", "message"),
     [
         (run_of(DENSE), "data.image_key=images, but model_type=qwen3 has no vision tower"),
-        (run_of(in_process=False), "only an engine in the trainer's process is given images; set"),
+        (
+            run_of(in_process=False),
+            "only an engine in the trainer's process can receive images; set",
+        ),
         (run_of(data={"answers": "pairs"}), "data.answers=pairs"),
         (run_of(data={"truncation": "left"}), "data.truncation=left would cut images"),
         (run_of(trainer=TrainerConfig(rollouts_from="x")), "set trainer.rollouts_from=null"),

@@ -79,7 +79,7 @@ def test_columns_of_images_are_checked_before_they_are_computed() -> None:
     check_images(batch(8), IMAGES)
     with pytest.raises(ValueError, match=r"row 0 has 7 patches.*have \[8\]"):
         check_images(batch(7), IMAGES)
-    with pytest.raises(ValueError, match="the column image_grid_thw, but not the other"):
+    with pytest.raises(ValueError, match="only the column image_grid_thw; it must have both"):
         check_images(batch(8, pixel_values=None), IMAGES)
     with pytest.raises(ValueError, match="pixel_values, but the model has no vision tower"):
         check_images(batch(8), None)

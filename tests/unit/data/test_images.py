@@ -119,9 +119,17 @@ def test_rows_without_images_are_text(tmp_path: Path, tokenizer: Tokenizer) -> N
 @pytest.mark.parametrize(
     ("prompt", "images", "message"),
     [
-        ("a<image>", [], "has 1 places for images, but the row has 0 images"),
-        ("a", [{"bytes": picture(16, 16)}], 'has 0 places .* 1 images; mark each place with "<im'),
-        ("<|image_pad|><image>", [{"bytes": picture(16, 16)}], "has 2 places .* 1 images"),
+        ("a<image>", [], "has 1 image placeholders, but the row has 0 images"),
+        (
+            "a",
+            [{"bytes": picture(16, 16)}],
+            'has 0 image placeholders.* 1 images; mark each image with "<im',
+        ),
+        (
+            "<|image_pad|><image>",
+            [{"bytes": picture(16, 16)}],
+            "has 2 image placeholders.* 1 images",
+        ),
         ("<image>", [{"bytes": b"no image"}], "column 'prompt': image 0 cannot be read"),
         ("<image>", [{"bytes": picture(16, 16)[:60]}], "cannot be"),
         ("<image>", [{"bytes": None, "path": "a.png"}], "found no bytes; write the contents"),

@@ -268,7 +268,7 @@ def test_a_shard_without_rows_adds_nothing() -> None:
         ({"targets": torch.zeros(3, dtype=torch.int32)}, "targets is torch.int32"),
         (
             {"weight": torch.zeros(5, 4, device="meta")},
-            "weight is on meta, the first tensor on cpu",
+            "weight is on meta, but the first tensor is on cpu",
         ),
         (
             {

@@ -114,6 +114,6 @@ def test_a_call_that_hangs_is_ended_and_an_error_has_its_line(
 def test_a_function_with_other_arguments_is_refused(pool: Callable[..., RewardManager]) -> None:
     with (
         pool(lambda completions: 1.0) as manager,
-        pytest.raises(ConfigError, match="cannot be called with data_source, solution_str"),
+        pytest.raises(ConfigError, match="cannot be called with the keyword arguments data_source"),
     ):
         scores(manager, "x")

@@ -1,8 +1,8 @@
-"""Drawings of shapes: the prompt is an image and a question of one character, the answer is one
+"""Drawings of shapes: the prompt is an image and a one-character question, and the answer is one
 character.
 
-An image has one to three shapes of one kind and one colour, of random sizes and places, on a grey
-background. Every image is drawn for one row only, so that no held-out image is trained on.
+An image has one to three shapes of one kind and one colour, with random sizes and positions, on a
+grey background. Each image occurs in only one row, so that no held-out image is trained on.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class GeometryOptions:
     """Options of the task (`data.prepare.options`).
 
     Attributes:
-        questions: which of colour, shape and count are asked for.
+        questions: the properties to ask about: any of colour, shape and count.
         size: pixels along each side of an image, a multiple of 16.
-        most_shapes: largest number of shapes in an image.
+        most_shapes: maximum number of shapes in an image.
         num_train, num_test: number of prompts.
         num_sft: demonstrations, for a warm start; 0 writes none.
         seed: seed for all random draws.
@@ -125,7 +125,9 @@ def _row(
 
 
 def draw(colour: str, shape: str, count: int, size: int, rng: np.random.Generator) -> bytes:
-    """Return a PNG of `size` x `size` pixels with `count` equal shapes, each in another quarter."""
+    """Return a PNG of `size` x `size` pixels with `count` equal shapes, each in a different
+    quarter.
+    """
     from PIL import Image, ImageDraw
 
     grey = int(rng.integers(150, 230))

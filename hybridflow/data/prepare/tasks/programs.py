@@ -89,7 +89,7 @@ class ProgramsOptions:
 
     @property
     def num_problems(self) -> int:
-        """The number of distinct problems."""
+        """The number of distinct problems with these options."""
         return int((len(self.operations) * _LARGEST) ** self.num_steps)
 
     def steps(self, number: int) -> list[tuple[str, int]]:
