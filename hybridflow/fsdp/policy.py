@@ -276,7 +276,7 @@ class FsdpPolicy(HoldsReference):
         return base | self.adapters.merged(base, held, factors)
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return {exp_avg, exp_avg_sq: this rank's rows of those tensors that are trained}."""
+        """Return {exp_avg, exp_avg_sq: its rows on this rank, for every trained tensor}."""
         moments = self.optimizer.moments() if self.optimizer else {}
         return {kind: local_tensors(self.model, held) for kind, held in moments.items()}
 
@@ -315,7 +315,7 @@ class FsdpPolicy(HoldsReference):
 
     @property
     def served(self) -> Family:
-        """The family whose tensors engines hold."""
+        """The model family whose tensors the engines store."""
         return self.family
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:

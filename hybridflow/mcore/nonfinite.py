@@ -22,7 +22,7 @@ class Watch(nonfinite.Watch):
     @contextlib.contextmanager
     def stage(self, model: Any, micro_batch: int) -> Iterator[None]:
         """Context manager for a stage's forward pass. It watches the gradient that will leave the
-        stage, i.e. that of the embedding's output or of the received activation.
+        stage, i.e. the gradient of the embedding's output or of the received activation.
         """
         if not model.pre_process:
             self.gradient_of(model.decoder.input_tensor, micro_batch)

@@ -60,7 +60,7 @@ def whole(text: Any) -> str:
 
 
 def visible(text: str) -> str:
-    """Return the text with visible signs in place of control characters."""
+    """Return the text with control characters replaced by visible symbols."""
     return _CONTROL.sub(
         lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", text
     )

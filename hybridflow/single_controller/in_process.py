@@ -32,8 +32,8 @@ class InProcessGroup:
     ) -> None:
         """Construct the worker.
 
-        A process can have one such group at a time. Its worker may be `colocated` from several
-        roles.
+        A process can have one such group at a time. The worker may combine several roles
+        (`colocated`).
         """
         self.worker_class = worker_class
         log_path = Path(log_dir).resolve() / f"{role}-rank0.log"

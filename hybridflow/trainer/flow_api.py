@@ -44,7 +44,7 @@ class FollowedRun(Noting, Protocol):
         """Return a role that the flow has declared."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call, for errors."""
+        """Return the number of the open step. `what` names the call in errors."""
 
     async def next_step(self, steps: AsyncIterator[int]) -> int:
         """End the open step and begin the next one."""
@@ -60,7 +60,7 @@ class FollowedRun(Noting, Protocol):
 
 
 class FlowApi:
-    """`flows.base.Run`."""
+    """Implementation of `flows.base.Run`."""
 
     __slots__ = ("_run",)
     _run: FollowedRun

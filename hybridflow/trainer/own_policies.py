@@ -98,7 +98,7 @@ class WholeRun(Noting, Protocol):
         """Seed of the step's mini-batches."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call, for errors."""
+        """Return the number of the open step. `what` names the call in errors."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Attribute the time spent in the block to this phase of the step."""
@@ -116,7 +116,7 @@ class WholeRun(Noting, Protocol):
 
 
 class OwnPolicy(TrainedPolicy):
-    """`flows.base.FurtherPolicy`."""
+    """Implementation of `flows.base.FurtherPolicy`."""
 
     def __init__(self, run: WholeRun, learner: Learner) -> None:
         self.part = part = PolicyPart(run, learner)

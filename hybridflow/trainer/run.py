@@ -540,7 +540,7 @@ class FlowRun:
         await self.trainer.records.trained(trained, self.progress)
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call, for errors.
+        """Return the number of the open step. `what` names the call in errors.
 
         Raises:
             FlowError: no step is open.

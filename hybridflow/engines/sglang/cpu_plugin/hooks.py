@@ -64,7 +64,9 @@ def _is_fork_server() -> bool:
 
 
 def register_models() -> None:
-    """Register the hooks of the model that this process serves. Applying them imports its file."""
+    """Register the hooks for the model that this process serves. Applying a hook imports the
+    model's file.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, hook, kind in models.hooks():
@@ -155,8 +157,9 @@ def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def no_slot_copies(pool: Any) -> None:
-    """Leave out the triton kernel that moves cache slots, which drafts in chains never need
-    (mem_cache/memory_pool.py:2375)."""
+    """Skip the triton kernel that moves cache slots, which chains of drafted tokens never need
+    (mem_cache/memory_pool.py:2375).
+    """
     pool._kv_copy_config = None
 
 
