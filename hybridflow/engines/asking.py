@@ -41,7 +41,7 @@ class Asking(Protocol):
     done: Future[None]
 
     def so_far(self, number: int) -> Completion:
-        """Return the response so far, without its experts. An unfinished response has the finish
+        """Return the response so far, without routed experts. An unfinished response has the finish
         reason `abort`. Thread-safe.
         """
 

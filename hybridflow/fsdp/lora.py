@@ -5,7 +5,8 @@ sharded: `q_proj.lora_A` [rank, in] and `q_proj.lora_B` [out, rank]. Linears tha
 (`models.lora`) use the parameter of the first. For a layer's experts, `experts.lora_gate_up_A`
 [experts, rank, in], `experts.lora_gate_up_B` [experts, out, rank] and the same for `down` contain
 one factor per expert. FSDP2 shards them along the same rows and experts as the weights, so a rank
-merges its part of a weight using its own part of B. Only the A of linears has to be gathered.
+merges its part of a weight using its own part of B. Of the factors, only A of linears has to be
+gathered.
 """
 
 from __future__ import annotations

@@ -245,7 +245,9 @@ class FsdpPolicy(HoldsReference):
         return dict(shards(self.model))
 
     def trained(self) -> dict[str, Any]:
-        """Return the parameters that are trained: the factors of adapters, or all."""
+        """Return the trained parameters: the adapter factors if there are adapters, otherwise all
+        parameters.
+        """
         weights, factors = weights_and_factors(self.model)
         return factors if self.adapters else weights
 

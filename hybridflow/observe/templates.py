@@ -77,7 +77,9 @@ def plain(value: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """Truncate a text to `TEXT_LIMIT` characters, with a line that counts the rest."""
+    """Truncate a text to `TEXT_LIMIT` characters, and append a line with the number of omitted
+    characters.
+    """
     more = len(text) - TEXT_LIMIT
     return f"{text[:TEXT_LIMIT]}\n… {more:,} more characters" if more > 0 else text
 

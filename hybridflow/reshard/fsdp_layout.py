@@ -51,7 +51,7 @@ def _expert(name: str) -> int:
 
 
 def fsdp_tensors(family: Family, rank: int, ranks: int) -> list[LocalTensor]:
-    """Return a rank's tensors, omitting those that have no rows on this rank."""
+    """Return a rank's tensors, omitting tensors that have no rows on this rank."""
     found = []
     tensors = family.tensors()
     for name, (start, rows) in fsdp_rows(tensors, rank, ranks).items():

@@ -78,7 +78,7 @@ class InProcessGroup:
     def call(
         self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any
     ) -> Awaitable[Any]:
-        """Call the method immediately, like `run`. Awaiting the return value gives the result."""
+        """Call the method immediately, like `run`. Awaiting the return value yields the result."""
         return _Done(self.run(method, *args, role=role, **kwargs))
 
     def close(self) -> None:

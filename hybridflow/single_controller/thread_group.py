@@ -82,7 +82,7 @@ class ThreadGroup:
         **kwargs: Any,
     ) -> Pending:
         """Call a method of the worker class, as `WorkerGroup.call` does. Awaiting the return value
-        gives the result.
+        yields the result.
 
         Raises:
             WorkerError: (when awaited) a worker did not return within `timeout` seconds.

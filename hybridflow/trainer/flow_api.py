@@ -111,7 +111,7 @@ class FlowApi:
         return Pending(run, "samples()", lambda: run.take_samples(step, greedy))
 
     def all(self, *calls: Awaitable[DataProto]) -> Awaitable[DataProto]:
-        """Return the batch shared by the calls, with the columns that each of them adds."""
+        """Return the batch shared by the calls, with the columns added by each call."""
         run = self._run
         run.open_step("all(...)")
         found = checked_calls(calls)

@@ -131,7 +131,7 @@ class Sampled:
         dump_batch(folder, step, batch, self.scorer.tokenizer, self.made_with)
 
     def _counted(self, batch: DataProto) -> DataProto:
-        """Exclude rows that are not trained on: failed ones and, if configured, overlong ones."""
+        """Exclude rows from training: failed rows and, if configured, overlong rows."""
         lost = lost_parts(self.config, batch)
         if any(lost):
             batch = with_failures(batch, lost)

@@ -51,7 +51,7 @@ class HfEngine:
         """Build the model with uninitialised weights.
 
         Raises:
-            ModelError: the tensors of the transformers model differ from those in the family's map.
+            ModelError: the tensors of the transformers model do not match the family's map.
         """
         config = json.loads(
             (Path(self.spec.model_path) / "config.json").read_text(encoding="utf-8")

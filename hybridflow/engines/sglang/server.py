@@ -139,7 +139,7 @@ def unused_model_files(model_path: str, drafts: bool = False) -> list[str]:
     with `drafts`, the one for its head. Empty if the architecture is not in `MODEL_FILES`.
 
     SGLang imports every model file to find one class (sglang/srt/models/registry.py:118), which
-    takes about a CPU second per start. It skips those listed in SGLANG_DISABLED_MODEL_ARCHS.
+    takes about one CPU second per start. It skips those listed in SGLANG_DISABLED_MODEL_ARCHS.
     """
     package = importlib.util.find_spec("sglang")
     if package is None or not package.submodule_search_locations:

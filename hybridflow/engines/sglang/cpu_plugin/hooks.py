@@ -89,7 +89,7 @@ def keep_loads_in_folder() -> None:
     folder.
 
     SGLang never removes it (sglang/srt/managers/load_snapshot.py:299). The guard removes files that
-    it has seen mapped, but not those of a scheduler that fails first.
+    it has seen mapped, but not the files of a scheduler that fails before then.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

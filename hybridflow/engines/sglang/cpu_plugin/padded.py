@@ -162,7 +162,8 @@ def make_blocks(
     """Build the blocks of a batch in which sequence i has `lengths[i]` keys and its queries are the
     last `queries[i]` positions.
 
-    A query attends to its own key and all keys before it, or only `window` of those before it.
+    A query attends to its own key and to all earlier keys, or to only the last `window` of the
+    earlier keys.
     """
     starts = torch.tensor([0, *queries]).cumsum(0)
     blocks = []
