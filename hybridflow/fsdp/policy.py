@@ -44,7 +44,9 @@ from hybridflow.saving.saver import Saver
 
 
 class NoReplay:
-    """Router replay is not supported: transformers' routers are used as they are."""
+    """Stand-in for router replay, which is not supported. transformers' routers are used
+    unchanged.
+    """
 
     def during(self, action: str) -> AbstractContextManager[None]:
         """Raise ModelError, because no routes are recorded or replayed."""
@@ -311,8 +313,7 @@ class FsdpPolicy(HoldsReference):
         return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's rows of the tensors that are trained, which are copied to create a
-        reference."""
+        """Return this rank's rows of the trained tensors. They are copied to create a reference."""
         return local_tensors(self.model, self.trained())
 
     @property

@@ -52,8 +52,8 @@ _UNUSED_TO_SERVE = (
 
 @dataclass(frozen=True)
 class Job:
-    """The command: its name (`eval` or `serve`), and the option that allows it to execute a run's
-    code.
+    """The current command: its name (`eval` or `serve`), and the option that allows it to execute a
+    run's code.
     """
 
     name: str

@@ -14,7 +14,9 @@ from hybridflow.mcore.parallel import device
 
 
 class Watch(nonfinite.Watch):
-    """Checks one mini-batch on this rank at three points in each stage."""
+    """Checks one mini-batch for non-finite values, at three points in each of this rank's
+    stages.
+    """
 
     def __init__(self, num_micro_batches: int) -> None:
         super().__init__(num_micro_batches, device())

@@ -44,7 +44,7 @@ class DeltaNet:
 
     @property
     def values(self) -> int:
-        """Number of values of a key head."""
+        """Number of value elements per key head."""
         return self.ratio * self.value_dim
 
     @property
@@ -54,7 +54,7 @@ class DeltaNet:
 
     @property
     def rows(self) -> int:
-        """Number of rows of a key head in `in_proj`."""
+        """Number of rows per key head in `in_proj`."""
         return self.mixed + 2 * self.ratio + self.values
 
     def tensors(self, source: str) -> Shapes:

@@ -68,7 +68,7 @@ class HybridDecoder(Decoder):
         return count if count == 1 and not self.hf.get("mtp_use_dedicated_embeddings") else 0
 
     def head_names(self, head: int) -> HeadNames:
-        """Return the names of the head."""
+        """Return the head's names in a checkpoint."""
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
         return HeadNames(f"mtp.layers.{head}.", *(f"mtp.{name}" for name in names))
 

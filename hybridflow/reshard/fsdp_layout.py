@@ -45,7 +45,7 @@ def fsdp_rows(
 
 
 def _expert(name: str) -> int:
-    """Return the number of the routed expert to which an HF tensor belongs, or -1."""
+    """Return the index of the routed expert to which an HF tensor belongs, or -1."""
     found = re.search(r"\.experts\.(\d+)\.", name)
     return int(found[1]) if found else -1
 

@@ -132,7 +132,7 @@ class _WorkerThread:
 
 
 class _Calls:
-    """One call on several workers."""
+    """One call that runs on several workers."""
 
     def __init__(
         self,

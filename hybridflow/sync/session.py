@@ -179,7 +179,7 @@ class Board:
         return found
 
     def go(self) -> None:
-        """Signal the senders that they may send."""
+        """Signal to the senders that they may start sending."""
         self.store.compare_set(self._key("go"), "", _GO)
 
     def call_off(self, reason: str) -> None:

@@ -34,7 +34,7 @@ class FollowedRun(Noting, Protocol):
 
     @property
     def parts(self) -> Mapping[str, object]:
-        """The run's per-policy state for each further policy, keyed by policy name."""
+        """The run's state for each further policy, keyed by policy name."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class FlowApi:
         return Pending(run, "sync()", lambda: run.bring_to_engines(step))
 
     def record(self, **values: float) -> None:
-        """Record numbers computed by the flow with this step's metrics, as flow/NAME."""
+        """Add numbers computed by the flow to this step's metrics, as flow/NAME."""
         step = self._run.open_step("record(...)")
         for name, value in values.items():
             if not _METRIC.fullmatch(name):

@@ -98,7 +98,7 @@ class _Role:
 
 
 class RecordingStep(OpenStep, Protocol):
-    """The open step's interface, extended by the step's metrics."""
+    """The open step's interface, extended with the step's metrics."""
 
     metrics: dict[str, float]
 

@@ -101,7 +101,7 @@ class Sampled:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of dynamic sampling and of the groups."""
+        """Metrics of dynamic sampling and of the sample groups."""
         return {**self._dynamic, **self.groups.metrics}
 
     async def take(self, step: int, greedy: bool = False) -> DataProto:

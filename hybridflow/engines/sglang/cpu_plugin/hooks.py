@@ -99,7 +99,7 @@ def keep_loads_in_folder() -> None:
 
 
 def load_file(instance: str) -> str:
-    """Return the path of an engine's load file."""
+    """Return the path of the file in which an engine's schedulers publish their load."""
     return f"{tempfile.gettempdir()}/loads-{instance}"
 
 
