@@ -23,11 +23,11 @@ class Control:
 
     Attributes:
         action: DESCRIBE or RECEIVE.
-        host, port: address of the weight-sync store. timeout_s: maximum duration of each wait in
-            seconds.
+        host, port: address of the weight-sync store.
+        timeout_s: maximum duration of each wait in seconds.
         report: prefix of the store keys under which ranks post their reports.
-        first_rank: index of the engine's first rank in the plan. ranks: number of ranks in the
-            engine.
+        first_rank: index of the engine's first rank in the plan.
+        ranks: number of ranks in the engine.
         order: the weights to receive; only for RECEIVE.
     """
 

@@ -29,6 +29,7 @@ _REMEDY = "set actor.lora.sync=merged, or choose other actor.lora.targets"
 
 def keep(model: Any, traced: TracedLayout, adapters: ServedAdapters) -> TracedLayout:
     """Add adapters to the model's linears, and return the traced layout with the adapters' buffers.
+
     Adapters are zero until they are received. Linears that already have adapters are unchanged.
 
     Args:

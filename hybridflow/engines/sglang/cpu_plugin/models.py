@@ -41,8 +41,10 @@ def keep_dtype_of_sinks(_: Any, attention: Any, *__: Any, **___: Any) -> None:
 
 def normalise_heads(norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
     """Apply MiniMax-M2's norms across all query heads and all key heads, which are sharded across
-    ranks. Replaces two CUDA kernels (sglang/srt/models/minimax_m2.py:437). The ranks exchange sums
-    of squares.
+    ranks.
+
+    Replaces two CUDA kernels (sglang/srt/models/minimax_m2.py:437). The ranks exchange sums of
+    squares.
     """
     import torch
     from sglang.srt.models import minimax_m2
