@@ -41,7 +41,7 @@ class Asking(Protocol):
     done: Future[None]
 
     def so_far(self, number: int) -> Completion:
-        """Return the response so far, without its experts. An unfinished response has the finish
+        """Return the response so far, without routed experts. An unfinished response has the finish
         reason `abort`. Thread-safe.
         """
 
@@ -62,13 +62,15 @@ class Streams(Protocol):
     """
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
-        """Send the requests and return immediately. `told` is called in another thread, with the
-        prompt's number and its response, whenever a response finishes.
+        """Send the requests and return immediately. Whenever a response finishes, `told` is called
+        from another thread with the prompt's index and its response.
         """
 
 
 def ask(engine: Engine, requests: TokenRequests, told: Told) -> Asking:
-    """Send requests to the engine, using a separate thread if it only supports `generate`."""
+    """Send requests to the engine, using a separate thread if the engine only supports
+    `generate`.
+    """
     return (
         engine.ask(requests, told)
         if isinstance(engine, Streams)
@@ -106,7 +108,7 @@ def generated(
 
 
 class _InThread:
-    """Requests in flight that run as calls of `generate` in a separate thread, one call per length
+    """Requests in flight, executed by calls to `generate` in a separate thread, one call per length
     limit.
     """
 

@@ -41,8 +41,9 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of a prompt: patches [p, c] float32, and (frames, rows, columns) of patches [i, 3]
-    of each image; i is 0 for a prompt without images."""
+    """The images of a prompt: float32 patches [p, c], and each image's patch grid (frames, rows,
+    columns) [i, 3]; i is 0 for a prompt without images.
+    """
 
     pixels: np.ndarray
     grids: np.ndarray
@@ -55,7 +56,7 @@ class PromptImages:
 
 
 def prompt_images(prompts: DataProto) -> list[PromptImages]:
-    """Return the images of each prompt; an empty list if none has any."""
+    """Return the images of each prompt, or an empty list if no prompt has images."""
     if GRIDS not in prompts or not len(prompts.jagged(GRIDS).values):
         return []
     both = zip(prompts.jagged(PIXELS), prompts.jagged(GRIDS), strict=True)
@@ -126,13 +127,13 @@ class Engine(Protocol):
         with_support: bool = False,
     ) -> list[Completion]:
         """Generate one response per prompt, in order. A stop token ends a response and is included
-        in it. `with_support` is passed only if it is requested, so an engine does not have to
-        accept it. An engine that reads images also accepts `images`, a sequence with the
-        `PromptImages` of each prompt, which is passed only if there are any.
+        in it. `with_support` is passed only if supports are requested, so an engine does not have
+        to accept it. An engine that reads images also accepts `images`, a sequence with one
+        `PromptImages` per prompt, which is passed only if a prompt has images.
 
         Raises:
             EngineError: if the engine streams responses, the error's `begun` contains the responses
-                so far, from which other engines can continue. Unfinished ones have the finish
+                so far, from which other engines can continue. Unfinished responses have the finish
                 reason `abort`.
         """
 

@@ -23,12 +23,12 @@ class Control:
 
     Attributes:
         action: DESCRIBE or RECEIVE.
-        host, port: address of the weight-sync store. timeout_s: maximum duration of each wait in
-            seconds.
+        host, port: address of the weight-sync store.
+        timeout_s: maximum duration of each wait in seconds.
         report: prefix of the store keys under which ranks post their reports.
-        first_rank: number of the engine's first rank in the plan. ranks: the engine's number of
-            ranks.
-        order: for RECEIVE, specifies the weights to receive.
+        first_rank: index of the engine's first rank in the plan.
+        ranks: number of ranks in the engine.
+        order: the weights to receive; only for RECEIVE.
     """
 
     action: str

@@ -111,7 +111,9 @@ def _mapped_by(pid: int) -> set[tuple[str, int]]:
 
 
 def note_shared_memory(folder: str, paths: set[str]) -> None:
-    """Append the paths to a file in the engine's folder, where `noted_shared_memory` finds them."""
+    """Append the paths to a file in the engine's folder, from which `noted_shared_memory` reads
+    them.
+    """
     if paths:
         # append, because both guard and parent write
         with suppress(OSError), open(os.path.join(folder, NOTE), "a", encoding="utf-8") as note:
@@ -156,7 +158,7 @@ def remove(folder: str) -> None:
 
 
 def die_with_guard(guard: int) -> None:
-    """Have the kernel kill this process, the server, when the guard with this pid exits; if the
+    """Have the kernel kill this process (the server) when the guard with this pid exits; if the
     guard has already exited, exit immediately. Must be called before anything else. Because the
     guard has a single thread, the signal arrives exactly when the guard exits.
     """

@@ -33,7 +33,8 @@ class ServerClient:
         request_timeout_s: deadline of each call in seconds; for prompts in flight, the longest time
             that may pass without any data.
         name: the engine's name in error messages; defaults to the address.
-        batch_size: maximum number of prompts per HTTP request; 0 for `together`.
+        batch_size: maximum number of prompts per HTTP request; 0 uses the class's default
+            (`together`).
     """
 
     streams: type[TokenStreams]  # the token protocol of this kind of server

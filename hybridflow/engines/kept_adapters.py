@@ -1,11 +1,11 @@
-"""Low-rank adapters in an engine's ranks: two buffers on each adapted linear, and their product
-with the linear's input added to its output.
+"""Low-rank adapters in an engine's ranks. Each adapted linear gets two buffers (A and B), and adds
+their product with its input to its output.
 
 The weight sync writes the buffers like any other tensor. Their layout follows from the traced
-layout of the weights: B has the weight's rows and A its columns, and a rank holds the same
-rectangles of them. In a linear that tensor parallelism splits by rows, every rank therefore has all
-of A and its own rows of B. In one that it splits by columns, a rank adds a part of the sum that the
-linear's reduction completes. No rank exchanges anything for an adapter.
+layout of the weights: B is sharded like the weight's rows and A like its columns. In a linear that
+tensor parallelism splits by rows, every rank therefore stores all of A and its own rows of B. In a
+linear split by columns, each rank adds a partial sum, which the linear's reduction completes.
+Adapters need no further communication.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from hybridflow.models.served_adapters import ServedAdapters
 
 A = "adapter_a"
 B = "adapter_b"
-_REMEDY = "set actor.lora.sync=merged, or other actor.lora.targets"
+_REMEDY = "set actor.lora.sync=merged, or choose other actor.lora.targets"
 
 
 def keep(model: Any, traced: TracedLayout, adapters: ServedAdapters) -> TracedLayout:
-    """Give the model's linears adapters, and return the traced layout with their buffers.
+    """Add adapters to the model's linears, and return the traced layout with the adapters' buffers.
 
-    Adapters are zero until they are received. Linears that have them already are left as they are.
+    Adapters are zero until they are received. Linears that already have adapters are unchanged.
 
     Args:
         traced: the layout of the weights.
 
     Raises:
-        WeightSyncError: a linear cannot keep an adapter. The message names it.
+        WeightSyncError: a linear does not support adapters. The message names the linear.
     """
     pieces: dict[str, list[TracedPiece]] = {}
     for piece in traced.pieces:
@@ -62,7 +62,9 @@ def _check(
     for name, own in pieces.items():
         shape, _ = traced.buffers[name]
         if len(shape) != 2 or name in traced.transposed or not name.endswith(".weight"):
-            raise WeightSyncError(f"{name} {shape} in the engine cannot keep an adapter; {_REMEDY}")
+            raise WeightSyncError(
+                f"{name} {shape} in the engine does not support an adapter; {_REMEDY}"
+            )
         others = {
             str(piece.source)
             for piece in traced.pieces
@@ -79,7 +81,9 @@ def _check(
 def _factors(
     module: str, pieces: Sequence[TracedPiece], adapters: ServedAdapters
 ) -> list[TracedPiece]:
-    """Return the rectangles of both factors, given those of the weight."""
+    """Return the rectangles of both factors that correspond to the given rectangles of the
+    weight.
+    """
     rank = adapters.rank
     of_a: dict[int, TracedPiece] = {}
     of_b: list[TracedPiece] = []
@@ -97,19 +101,19 @@ def _factors(
 
 
 def _hold(linear: Any, name: str, adapters: ServedAdapters) -> None:
-    """Add the buffers to a linear, and the adapter to its product."""
+    """Register the factors as buffers of a linear, and make its forward pass add the adapter."""
     if hasattr(linear, A):
         return
     method = getattr(linear, "quant_method", None)
     weight = getattr(linear, "weight", None)
     if not hasattr(method, "apply") or not isinstance(weight, torch.Tensor):
         raise WeightSyncError(
-            f"the engine computes {name} in {type(linear).__name__}, which cannot keep an adapter; "
-            f"{_REMEDY}"
+            f"the engine computes {name} in {type(linear).__name__}, which does not support "
+            f"adapters; {_REMEDY}"
         )
     if weight.device.type != "cpu":
         raise WeightSyncError(
-            "engines on GPUs capture their graphs before they know of adapters; set "
+            "engines on GPUs capture CUDA graphs before adapters are added; set "
             "actor.lora.sync=merged"
         )
     rows, columns = weight.shape

@@ -327,7 +327,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _exchanged(piece: TracedPiece) -> TracedPiece:
-    """Return the piece with its place in the transpose of its buffer."""
+    """Return the piece, relocated to the transpose of its buffer."""
     *outer, row, column = zip(piece.local_start, piece.local_shape, strict=True)
     start, shape = zip(*outer, column, row, strict=True)
     return replace(piece, local_start=start, local_shape=shape)

@@ -1,5 +1,5 @@
-"""Measurement of an engine's load, based on the server's own metrics, sampled while it has
-requests, and on the requests themselves.
+"""Measurement of an engine's load from two sources: the server's metrics, sampled while it has
+requests, and the requests themselves.
 """
 
 from __future__ import annotations

@@ -312,8 +312,9 @@ class ServerProcess:
         self._check()
 
     def _ended(self, what: str) -> EngineError:
-        """Return the error of an engine that does not run. Processes that write to full shared
-        memory are killed by SIGBUS, so the log does not state the cause."""
+        """Return the error for an engine that is not running. Processes that write to full shared
+        memory are killed by SIGBUS, so the log does not state the cause.
+        """
         free = shutil.disk_usage(guard.SHARED_MEMORY_PREFIX).free
         if free >= _LEAST_SHARED_MEMORY:
             return EngineError(what, engine=self.spec.name, log_tail=self.log_tail())

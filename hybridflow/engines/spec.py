@@ -39,8 +39,8 @@ class EngineSpec:
         mem_fraction_static: fraction of device memory available to the engine.
         cache_prefixes: keep the KV cache of prompts for later requests with the same prefix.
         extra_args: additional server arguments, keyed by name (with `-` or `_`), which override
-            HybridFlow's. True is a bare flag, False or None removes the argument, a list becomes
-            several values, and a mapping becomes JSON.
+            HybridFlow's. True becomes a bare flag, False or None removes the argument, a list
+            becomes several values, and a mapping becomes JSON.
         start_timeout_s: deadline of `wait_ready`.
         request_timeout_s: deadline of a control call; an engine that sends no token for this long
             counts as hung.
@@ -94,7 +94,7 @@ class EngineSpec:
 
     @property
     def ranks(self) -> int:
-        """The number of processes that store weights, over all nodes."""
+        """Number of processes that store weights, across all nodes."""
         return self.tensor * self.pipeline
 
 

@@ -157,7 +157,7 @@ class Asked:
         self.unwanted = False
 
     def so_far(self, number: int) -> Completion:
-        """Return a response so far, without its experts. An unfinished response has the finish
+        """Return the response so far, without routed experts. An unfinished response has the finish
         reason `abort`.
         """
         return self.answers[number].completion(0, Extras(support=self.extras.support))
@@ -187,7 +187,7 @@ class TokenStreams:
     Args:
         url: base address.
         headers: sent with each request.
-        name: the engine's name, for errors.
+        name: the engine's name, used in errors.
         silence_s: with requests in flight, the engine counts as silent after this many seconds
             without any data. A whole response may take longer.
         batch_size: prompts per HTTP request.

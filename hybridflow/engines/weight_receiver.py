@@ -147,16 +147,17 @@ class WeightReceiver:
         post_layout(store, layout, parameters)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return the model's weights, those that are described by their transpose as such a
-        view."""
+        """Return the model's weights. Weights that the layout describes by their transpose are
+        returned as transposed views.
+        """
         return {
             name: tensor.data.mT if name in self._transposed else tensor.data
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
         }
 
     def _traced(self, store: Any, timeout_s: float) -> RankLayout:
-        """Return the layout, which is traced again if a buffer has moved (because weights were
-        repacked or memory was reallocated).
+        """Return the layout, and retrace it if a buffer has moved (because weights were repacked or
+        memory was reallocated).
         """
         pointers = {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
         if self._layout is None or pointers != self._pointers:
@@ -184,7 +185,7 @@ class WeightReceiver:
     def _adopt_with_adapters(
         self, traced: TracedLayout, tensors: Mapping[str, Sequence[int]], described: Any
     ) -> None:
-        """Give the model adapters. A plan of the adapters alone knows only their buffers."""
+        """Add adapters to the model, and accept plans that transfer only the adapters' buffers."""
         adapters = ServedAdapters.from_dict(described)
         traced = keep(self.model, traced, adapters)
         self._adopt(traced, Catalog.of({**tensors, **adapters.shapes}))

@@ -43,14 +43,15 @@ class Sharded(Holder, Protocol):
         """The adapters that are trained instead of the weights."""
 
     def held(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's rows of every tensor, keyed by Hugging Face name: the weights, and the
-        factors of adapters."""
+        """Return this rank's rows of every tensor, keyed by Hugging Face name: the weights and the
+        adapters' factors.
+        """
 
     def moments(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Return {kind of optimizer state: this rank's rows of those tensors that are trained}."""
+        """Return {kind of optimizer state: its rows on this rank, for every trained tensor}."""
 
     def reference_state(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's rows of the reference, of those tensors that are trained."""
+        """Return this rank's rows of the reference, limited to the tensors that are trained."""
 
 
 class ShardedState:
@@ -91,8 +92,8 @@ class ShardedState:
         return [*self.tensors, self.random]
 
     def hf(self) -> Iterator[HfSlice]:
-        """Yield the location of each Hugging Face tensor, and of each factor under its PEFT names.
-        The tensors already have these names and shapes.
+        """Yield the location of each Hugging Face tensor, and of each adapter factor under its PEFT
+        names. The tensors already have these names and shapes.
         """
         for one in self._model:
             for name in (one.key, *self._aliases.get(one.key, ())):
@@ -134,8 +135,9 @@ def load(policy: Sharded, folder: Path) -> None:
     The random state is restored only if the number of ranks is the same.
 
     Raises:
-        CheckpointError: the folder is missing, is incomplete, is not a checkpoint, or belongs to
-            another backend or model, or has other adapters. Nothing has been loaded in that case.
+        CheckpointError: the folder is missing, is incomplete, is not a checkpoint, belongs to
+            another backend or model, or contains different adapters. Nothing has been loaded in
+            that case.
     """
     exchange = shared_exchange()
     manifest = checked_manifest(policy, folder, exchange, _BACKEND)

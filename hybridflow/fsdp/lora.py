@@ -2,10 +2,11 @@
 
 The factors are parameters of the modules that they adapt, and are added before the model is
 sharded: `q_proj.lora_A` [rank, in] and `q_proj.lora_B` [out, rank]. Linears that share an A
-(`models.lora`) use the parameter of the first. Of a layer's experts, `experts.lora_gate_up_A`
+(`models.lora`) use the parameter of the first. For a layer's experts, `experts.lora_gate_up_A`
 [experts, rank, in], `experts.lora_gate_up_B` [experts, out, rank] and the same for `down` contain
-one factor for each expert. FSDP2 shards them along the same rows and experts as the weights, so a
-rank merges its part of a weight with its own part of B. Only A of a linear is gathered for that.
+one factor per expert. FSDP2 shards them along the same rows and experts as the weights, so a rank
+merges its part of a weight using its own part of B. Of the factors, only A of linears has to be
+gathered.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Adapters:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (PEFT name, view) for each factor in a parameter, or in a range of its rows.
 
-        Of stacked experts, `first` is the number of the first expert.
+        For stacked experts, `first` is the index of the first expert.
         """
         found = _STACKED.fullmatch(name)
         if found is None:
@@ -111,8 +112,9 @@ class Adapters:
 
     @torch.no_grad()
     def fill(self, held: Mapping[str, torch.Tensor], starts: Mapping[str, tuple[int, int]]) -> None:
-        """Set the initial values of this rank's factors. `starts` has (first row, number of rows)
-        of each."""
+        """Set the initial values of this rank's factors. `starts` maps each factor's name to (first
+        row, number of rows).
+        """
         for name, tensor in held.items():
             tail = (0,) * (tensor.dim() - 1)
             start = (starts[name][0], *tail)
@@ -130,7 +132,7 @@ class Adapters:
         The returned buffers are reused: they are valid until the next call or `release`.
 
         Args:
-            base, held: this rank's part of the weights and of the factors.
+            base, held: this rank's parts of the weights and of the factors.
             sharded: the parameters of the factors.
         """
         whole = {}
@@ -154,7 +156,7 @@ class Adapters:
 
 
 def _module(name: str) -> str:
-    """Return transformers' name of a module of a checkpoint."""
+    """Return the name that transformers uses for a checkpoint's module."""
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 

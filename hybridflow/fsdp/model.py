@@ -32,7 +32,8 @@ class ScoringModel(nn.Module):
 
     def __init__(self, causal: Any, alone: Any, adapters: Adapters | None = None) -> None:
         """`alone` is a process group that contains only this rank, since the gathered output layer
-        is not split across ranks. `adapters` are those of `causal`."""
+        is not split across ranks. `adapters` are attached to `causal`.
+        """
         super().__init__()
         self.causal = causal
         self.alone = alone
@@ -86,8 +87,8 @@ def build_model(
         lora: adapters to train instead of the weights.
 
     Raises:
-        ModelError: the parameters of transformers' model differ from the family's map, or it cannot
-            have these adapters.
+        ModelError: the parameters of transformers' model differ from the family's map, or the model
+            does not support these adapters.
     """
     mesh = init_device_mesh(
         device.type, (dist.get_world_size(), 1), mesh_dim_names=("data", "alone")
@@ -121,8 +122,9 @@ def build_model(
 
 
 def shards(model: ScoringModel) -> dict[str, DTensor]:
-    """Return the sharded parameters, keyed by transformers' name: those of checkpoints, except that
-    a layer's experts are stacked. Factors of adapters are included."""
+    """Return the sharded parameters, keyed by transformers' names, which match those in checkpoints
+    except that a layer's experts are stacked. Adapter factors are included.
+    """
     shards: dict[str, DTensor] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -160,7 +162,7 @@ def fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
 
 
 def weights_and_factors(model: ScoringModel) -> tuple[dict[str, DTensor], dict[str, DTensor]]:
-    """Return `shards`, divided into the weights and the factors of adapters."""
+    """Return `shards`, split into weights and adapter factors."""
     weights: dict[str, DTensor] = {}
     factors: dict[str, DTensor] = {}
     for name, shard in shards(model).items():
@@ -169,7 +171,7 @@ def weights_and_factors(model: ScoringModel) -> tuple[dict[str, DTensor], dict[s
 
 
 def _shapes(model: ScoringModel, base: Mapping[str, DTensor]) -> dict[str, tuple[int, ...]]:
-    """Return {Hugging Face name: shape} of the weights as checkpoints have them."""
+    """Return {Hugging Face name: shape} of the weights as stored in checkpoints."""
     whole: dict[str, tuple[int, ...]] = {}
     for name, shard in base.items():
         for view_name, view in _views(model, name, torch.empty(shard.shape, device="meta"), 0):
@@ -180,8 +182,8 @@ def _shapes(model: ScoringModel, base: Mapping[str, DTensor]) -> dict[str, tuple
 def local_tensors(model: ScoringModel, tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
     """Return this rank's part of `tensors` as views, keyed by Hugging Face name.
 
-    Names and sharding of `tensors` are those of `shards`. Tensors without rows on this rank are
-    omitted.
+    `tensors` must have the names and the sharding of `shards`. Tensors without rows on this rank
+    are omitted.
     """
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():

@@ -44,7 +44,9 @@ from hybridflow.saving.saver import Saver
 
 
 class NoReplay:
-    """Router replay is not supported: transformers' routers are used as they are."""
+    """Stand-in for router replay, which is not supported. transformers' routers are used
+    unchanged.
+    """
 
     def during(self, action: str) -> AbstractContextManager[None]:
         """Raise ModelError, because no routes are recorded or replayed."""
@@ -245,7 +247,9 @@ class FsdpPolicy(HoldsReference):
         return dict(shards(self.model))
 
     def trained(self) -> dict[str, Any]:
-        """Return the parameters that are trained: the factors of adapters, or all."""
+        """Return the trained parameters: the adapter factors if there are adapters, otherwise all
+        parameters.
+        """
         weights, factors = weights_and_factors(self.model)
         return factors if self.adapters else weights
 
@@ -276,7 +280,7 @@ class FsdpPolicy(HoldsReference):
         return base | self.adapters.merged(base, held, factors)
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return {exp_avg, exp_avg_sq: this rank's rows of those tensors that are trained}."""
+        """Return {exp_avg, exp_avg_sq: its rows on this rank, for every trained tensor}."""
         moments = self.optimizer.moments() if self.optimizer else {}
         return {kind: local_tensors(self.model, held) for kind, held in moments.items()}
 
@@ -309,13 +313,12 @@ class FsdpPolicy(HoldsReference):
         return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's rows of the tensors that are trained, which are copied to create a
-        reference."""
+        """Return this rank's rows of the trained tensors. They are copied to create a reference."""
         return local_tensors(self.model, self.trained())
 
     @property
     def served(self) -> Family:
-        """The family whose tensors engines hold."""
+        """The model family whose tensors the engines store."""
         return self.family
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:

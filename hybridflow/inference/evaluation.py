@@ -204,7 +204,7 @@ class _Shown:
 def _set_results(
     config: RunConfig, name: str, batch: DataProto, metrics: Mapping[str, float], ks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the part of the results that belongs to a set."""
+    """Return the results for one evaluation set."""
     given = val_sets(config)[name]
     prefix = f"val{tag(name)}"
     sources = list(dict.fromkeys(batch["data_source"].tolist()))

@@ -69,7 +69,8 @@ def opened(source: Source, config: RunConfig, progress: Progress) -> Iterator[Mo
     block.
 
     Raises:
-        ModelError: weights are missing or incomplete, or the engine would compute another model.
+        ModelError: weights are missing or incomplete, or the engine would compute a different
+            model.
         CheckpointError: a file of the checkpoint does not match its manifest.
         DataError: there is no usable tokenizer.
         ResourceError: TMPDIR has too little space for the weights.

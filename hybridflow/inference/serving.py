@@ -111,7 +111,7 @@ class Asking:
         self._pending: set[Request] = set()
 
     async def sample(self, tokens: Sequence[int], most: int, sampling: SamplingConfig) -> Sampled:
-        """Sample up to `most` tokens that continue these.
+        """Sample up to `most` tokens that continue the given ones.
 
         Raises:
             HybridFlowError: the engines failed.

@@ -1,5 +1,5 @@
-"""The settings of an evaluation or a server. They are taken from the run that wrote the weights, or
-are defaults, and are reduced to those that engines, data and rewards need.
+"""The settings of an evaluation or a server. They come from the run that wrote the weights, or from
+the defaults, and include only the settings that engines, data and rewards need.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _UNUSED_TO_SERVE = (
 
 @dataclass(frozen=True)
 class Job:
-    """The command: its name (`eval` or `serve`), and the option that allows it to execute a run's
-    code.
+    """The current command: its name (`eval` or `serve`), and the option that allows it to execute a
+    run's code.
     """
 
     name: str
@@ -257,8 +257,8 @@ def _is_in_process(config: RunConfig) -> bool:
 
 
 def _engines(config: RunConfig) -> RolloutConfig:
-    """Return the engines' settings without those that only training uses. If the engine runs in
-    this process, the number of engines is 1.
+    """Return the engines' settings, omitting those that are used only in training. If the engine
+    runs in this process, the number of engines is 1.
     """
     rollout = config.rollout
     if rollout.quantization is not None:

@@ -118,7 +118,7 @@ def _of_checkpoint(folder: Path) -> Source:
 
 
 def _refuse_scalar(folder: Path, values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a critic or a reward model."""
+    """Raise ConfigError if the weights belong to a critic or a reward model."""
     names = values.get("architectures") or []
     if isinstance(names, list) and any(str(name).endswith(_SCALAR) for name in names):
         raise ConfigError(

@@ -176,7 +176,7 @@ def _ask(
     if asked.returncode:
         if _NO_CLUSTER in asked.stderr:
             raise ResourceError(
-                f"{words[0]} finds no slurm.conf on this machine; run this on a login node of a "
+                f"{words[0]} found no slurm.conf on this machine; run this on a login node of a "
                 "Slurm cluster, or set SLURM_CONF"
             )
         raise ResourceError(

@@ -54,15 +54,16 @@ class MegatronPolicy(Policy):
         return lambda catalog: megatron_layout(self.served, ranks, dtype, catalog, self._factors)
 
     def _factors(self, tensors: list[LocalTensor]) -> list[LocalTensor]:
-        """Return the factors that a rank with these weights sends."""
+        """Return the adapter factors that a rank with these weights sends."""
         if self.adapters is None or self.served_adapters is None:
             return []
         return [local for one in self.adapters.map.local(tensors) for local in (one.a, one.b)]
 
     @property
     def served(self) -> Family:
-        """The family whose tensors engines hold: with prediction heads only if they draft with
-        them."""
+        """The model family whose tensors the engines store. It includes prediction heads only if
+        the engines draft with them.
+        """
         return self.family if self.serves_heads else self.trunk
 
     def saver(self, timeout_s: float) -> checkpoint.Saver:

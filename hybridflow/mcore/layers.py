@@ -1,7 +1,7 @@
 """Layers that Megatron's own specification cannot express, built from a family's blocks.
 
 They apply norms after attention and MLP, omit the norms before them, normalise queries and keys
-across all heads, have a gated delta net in place of attention, or split gated attention across more
+across all heads, use a gated delta net in place of attention, or split gated attention across more
 ranks than it has key heads.
 """
 
@@ -58,7 +58,7 @@ def block_spec(family: Family, config: TransformerConfig, at: Coordinates) -> An
 def head_spec(decoder: Decoder, config: TransformerConfig, at: Coordinates) -> ModuleSpec:
     """Return the spec of the layer in a multi-token-prediction head, on the last stage.
 
-    As in Megatron (gpt_layer_specs.py:703), it is that of the model's last layer.
+    As in Megatron (gpt_layer_specs.py:703), the spec of the model's last layer is used.
     """
     stage = at.vpp_rank if at.vpp_size > 1 else None
     spec = layer_specs.get_gpt_decoder_block_spec(

@@ -378,8 +378,8 @@ def mark_experts(models: Sequence[torch.nn.Module]) -> None:
 def by_chunk(
     models: Sequence[torch.nn.Module], heads: torch.nn.Module | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (tensor name prefix, model) for each model chunk, and for the prediction heads if there
-    are any, which belong to the last chunk.
+    """Yield (tensor name prefix, model) for each model chunk and, if there are any, for the
+    prediction heads, which belong to the last chunk.
 
     Prefixes are `chunk0.`, `chunk1.`, ... with virtual stages (as in `rank_tensors`), and empty
     otherwise.

@@ -14,7 +14,9 @@ from hybridflow.mcore.parallel import device
 
 
 class Watch(nonfinite.Watch):
-    """Checks one mini-batch on this rank at three points in each stage."""
+    """Checks one mini-batch for non-finite values, at three points in each of this rank's
+    stages.
+    """
 
     def __init__(self, num_micro_batches: int) -> None:
         super().__init__(num_micro_batches, device())
@@ -22,7 +24,7 @@ class Watch(nonfinite.Watch):
     @contextlib.contextmanager
     def stage(self, model: Any, micro_batch: int) -> Iterator[None]:
         """Context manager for a stage's forward pass. It watches the gradient that will leave the
-        stage, i.e. that of the embedding's output or of the received activation.
+        stage, i.e. the gradient of the embedding's output or of the received activation.
         """
         if not model.pre_process:
             self.gradient_of(model.decoder.input_tensor, micro_batch)

@@ -192,9 +192,10 @@ def set_adam_step(optimizer: Any, step: int) -> None:
 
 
 def _counts_in_state(adam: Any) -> bool:
-    """Return True if this Adam stores the step count in each parameter's state, as torch's does.
+    """Return True if this Adam stores the step count in each parameter's state, as torch's Adam
+    does.
 
-    Those of Transformer Engine and Apex store it in the parameter group, and would treat a `step`
+    Transformer Engine's and Apex's Adam store it in the parameter group, and would treat a `step`
     in the state as another moment.
     """
     return isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))

@@ -53,8 +53,8 @@ class Cut:
         return -(-lengths // self.segment_multiple) * self.segment_multiple
 
     def total(self, lengths: np.ndarray, bins: Sequence[np.ndarray]) -> int:
-        """Return the length to which all micro-batches are padded: that of the longest one, rounded
-        up.
+        """Return the length to which all micro-batches are padded: the length of the longest one,
+        rounded up.
         """
         longest = max((int(self.padded(lengths[rows]).sum()) for rows in bins), default=0)
         return max(self.multiple, -(-longest // self.multiple) * self.multiple)
@@ -73,8 +73,8 @@ class MicroBatch:
         packed: bounds of the whole segments (over all context ranks) for Megatron; the padding tail
             is a separate segment. `packed.bounds` is a copy on the CPU; `packed.real` [t'] is False
             at padding tokens of this rank (`expert_load`). If some of the samples have images,
-            `packed.images` are the `Images`, and `packed.axes` [3, t] the positions on three axes;
-            otherwise both are None.
+            `packed.images` contains the `Images`, and `packed.axes` [3, t] the positions on three
+            axes; otherwise both are None.
         predict_rows: [n'] this rank's rows whose outputs predict the response tokens.
         targets: [n'] the response tokens that they predict.
         places: [n'] indices of the targets among the n response tokens; None without context
@@ -217,8 +217,9 @@ def _segments(bounds: np.ndarray, real: np.ndarray) -> PackedSeqParams:
 
 
 def _add_images(micro: MicroBatch, batch: DataProto, read: np.ndarray, images: ImageTokens) -> None:
-    """Add the samples' images and positions on three axes. Needs one context-parallel rank, which
-    has all tokens."""
+    """Add the samples' images and positions on three axes. Requires a context-parallel size of 1,
+    because a rank must have all tokens.
+    """
     grids = batch.jagged(GRIDS).take(micro.samples)
     if not len(grids.values):
         return

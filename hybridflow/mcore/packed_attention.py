@@ -235,7 +235,8 @@ class PackedAttention(MegatronModule):
     def _context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any
     ) -> torch.Tensor:
-        """Attend with this rank's queries to the keys and values of all context-parallel ranks.
+        """Compute attention from this rank's queries to the keys and values of all context-parallel
+        ranks.
 
         Keys and values are all-gathered; the backward pass reduce-scatters.
         """
@@ -265,8 +266,9 @@ class PackedAttention(MegatronModule):
         return packed.reshape(packed.shape[0], -1)
 
     def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attend causally: query, key [b, (kv) heads, s, d], value [b, kv heads, s, v] -> [b,
-        heads, s, v]."""
+        """Compute causal attention: query, key [b, (kv) heads, s, d], value [b, kv heads, s, v] ->
+        [b, heads, s, v].
+        """
         length = query.shape[2]
         if self.window and length > self.window:
             steps = torch.arange(length, device=query.device)
@@ -291,8 +293,9 @@ class PackedAttention(MegatronModule):
         value: torch.Tensor,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend where `mask` is True, or causally if it is None. Shapes are the same as in
-        `_causal`."""
+        """Compute attention where `mask` is True, or causal attention if it is None. Shapes are the
+        same as in `_causal`.
+        """
         if self.softmax_offset is not None:
             return self._with_sinks(query, key, value, mask, self.softmax_offset)
         return F.scaled_dot_product_attention(

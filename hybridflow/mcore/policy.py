@@ -130,7 +130,7 @@ class Policy(HoldsReference):
         self.optimizer = None
 
     def _add_tower(self, is_frozen: bool) -> None:
-        """Note how the model reads images, if it does, and freeze its vision tower."""
+        """Set up image input if the model has a vision tower, and freeze the tower if requested."""
         tower = tower_of(self.family)
         self.images = None if tower is None else ImageTokens(tower.image_token, tower.merge)
         self._frozen = tower.tensors() if tower is not None and is_frozen else {}
@@ -216,8 +216,9 @@ class Policy(HoldsReference):
         return metrics | (self._update_heads(heads, facts) if heads else {}), facts
 
     def _update_heads(self, heads: HeadTraining, facts: dict[str, float]) -> Sums:
-        """Update the heads, unless the policy's update was not applied, since its states are then
-        not finite either."""
+        """Update the heads. Does nothing if the policy's update was not applied, because its hidden
+        states are then not finite either.
+        """
         metrics = heads.end()
         if not facts["applied"]:
             return {}
@@ -338,8 +339,9 @@ class Policy(HoldsReference):
         return held | self.adapters.merged() if self.adapters else held
 
     def sent_tensors(self) -> dict[str, torch.Tensor]:
-        """Return `parameters`, or the weights as they are and the factors, if engines keep
-        adapters."""
+        """Return `parameters` or, if engines keep adapters, the unmerged weights and the adapter
+        factors.
+        """
         if self.served_adapters is None:
             return self.parameters()
         return self._base() | {name: factor.detach() for name, factor in self.weights().items()}
@@ -395,9 +397,9 @@ class Policy(HoldsReference):
         return num_parameters(self.family) - frozen
 
     def settle(self) -> None:
-        """Gather the weights that otherwise only the next forward pass would gather
-        (`overlap_param_gather`). Until then, shards that other ranks update still have their values
-        from before the last update.
+        """Gather the weights that would otherwise be gathered only in the next forward pass
+        (`overlap_param_gather`). Until then, shards that other ranks update keep their values from
+        before the last update.
         """
         if self.config.overlap_param_gather and self.trains:
             for chunk in self.chunks:

@@ -136,8 +136,8 @@ def use_kinds(
 
 def use_axes(model: torch.nn.Module, rotary: Rotary) -> None:
     """Rotate the tokens of a micro-batch that has positions on three axes (`packed.axes` [3, t]) by
-    the angles of these positions. In all others, a position is the same on every axis, and the
-    angles are the plain ones.
+    the angles of these positions. In all other micro-batches, positions are the same on every axis,
+    so the standard angles apply.
     """
 
     def turn(_: Any, inputs: Any, named: dict[str, Any]) -> None:
@@ -153,8 +153,9 @@ def use_axes(model: torch.nn.Module, rotary: Rotary) -> None:
 
 
 def grow_queries(model: torch.nn.Module, rotary: Rotary) -> None:
-    """Scale each query of every core attention by a factor that depends on its position
-    (`Rotary.query_growth`)."""
+    """In every core attention, scale each query by a factor that depends on the query's position
+    (`Rotary.query_growth`).
+    """
 
     def grow(attention: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         query, *others = inputs

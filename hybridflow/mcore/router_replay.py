@@ -153,7 +153,7 @@ class RouterReplay:
         return Jagged.from_rows(rows, np.int16)
 
     def count(self, **masks: torch.Tensor) -> None:
-        """Add the number of True entries in each mask to the count with the mask's name."""
+        """Add each mask's number of True entries to the count of the same name."""
         for name, mask in masks.items():
             self._tally[name] += mask.sum()  # type: ignore[assignment]
 

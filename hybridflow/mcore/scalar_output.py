@@ -16,7 +16,7 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 class ScalarOutput(torch.nn.Module):
     """A linear with the call signature of the ColumnParallelLinear that it replaces. It is
     replicated on every tensor-parallel rank, which computes all values or, under sequence
-    parallelism, those of its share of the sequence.
+    parallelism, the values for its share of the sequence.
     """
 
     def __init__(

@@ -216,7 +216,9 @@ def _adapter_slices(
 def _reference_shards(
     policy: Policy, shards: Mapping[str, list[ShardedTensor]]
 ) -> list[ShardedTensor]:
-    """Return the same rectangles for the reference's tensors, under separate keys."""
+    """Return rectangles for the reference's tensors: the same as the model's, under separate
+    keys.
+    """
     parameters = policy.weights()
     found = []
     for name, held in policy.reference_state().items():

@@ -85,8 +85,8 @@ def backward(
     Leaves the gradients in the model's buffers, reduced and divided by the global count.
 
     Args:
-        learn: called on the last stage after each micro-batch's forward pass, to train what reads
-            its states (`HeadTraining.learn`).
+        learn: called on the last stage after each micro-batch's forward pass, to train modules that
+            read its hidden states (`HeadTraining.learn`).
 
     Returns:
         Metric sums and counts over this data-parallel rank's micro-batches; empty outside the last

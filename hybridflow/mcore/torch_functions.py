@@ -167,7 +167,7 @@ class SwiGlu(nn.Module):
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Saves silu(gate) for the backward pass."""
+        """Compute the product, and save silu(gate) for the backward pass."""
         gate, up = x.chunk(2, dim=-1)
         opened = F.silu(gate)
         ctx.save_for_backward(x, opened)
@@ -275,7 +275,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Saves the input and one scale [..., 1] per row."""
+        """Compute the norm, and save the input and one scale [..., 1] per row for the backward
+        pass.
+        """
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)

@@ -195,7 +195,7 @@ class RowGroupedLinear(GroupedLinear):
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """Provides the modules above to Megatron's TE layer spec."""
+    """Provides this file's modules to Megatron's TE layer spec."""
 
     def linear(self) -> type:
         """Return the replicated linear (latent attention's down projections)."""

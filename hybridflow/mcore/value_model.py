@@ -108,5 +108,5 @@ class ValueModel(MegatronPolicy):
 
 
 def _chosen(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Select these rows of the model's output [1, t', 1], in fp32."""
+    """Select the given rows of the model's output [1, t', 1], in fp32."""
     return output[0, :, 0].float().index_select(0, rows)

@@ -2,8 +2,8 @@
 
 Its features replace the embeddings of image tokens, and are added to the hidden states after the
 first layers (DeepStack). Every tensor-parallel rank computes the whole tower; under sequence
-parallelism a rank uses the features of its tokens, and the gradients are summed over the ranks, as
-those of norms are.
+parallelism, each rank uses the features of its own tokens, and gradients are summed over the ranks,
+like the gradients of norms.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Images:
 
     Attributes:
         pixels: [p, c] float32 patches of all images, in packed order.
-        grids: [i, 3] int64 (frames, rows, columns) of patches of each image.
-        places: [n] positions of their tokens among the t.
+        grids: [i, 3] int64 patch grid (frames, rows, columns) of each image.
+        places: [n] positions of the image tokens among the t tokens.
     """
 
     pixels: torch.Tensor
@@ -43,9 +43,9 @@ class _Features:
     """Features of a micro-batch at this rank's image tokens.
 
     Attributes:
-        rows: [m] of the rank's hidden states.
-        embedded: [m, h] in place of their embeddings.
-        added: [m, h] to the hidden states after each of the first layers.
+        rows: [m] indices of the image tokens in the rank's hidden states.
+        embedded: [m, h] features that replace the embeddings of these tokens.
+        added: [m, h] features to add to the output of each of the first layers.
     """
 
     rows: torch.Tensor
@@ -56,7 +56,7 @@ class _Features:
 def attach(model: Any, tower: Tower, config: TransformerConfig) -> None:
     """Add the tower, with uninitialised weights, to a model's first stage.
 
-    The model computes the images of a micro-batch in `packed_seq_params.images` (None if it has
+    The tower processes the images in a micro-batch's `packed_seq_params.images` (None if there are
     none).
     """
     with Platform.detect().current_device():
@@ -89,7 +89,7 @@ class _Sight:
         self._packed: Any = None
 
     def begin(self, _: Any, inputs: Any, named: dict[str, Any]) -> None:
-        """Note the micro-batch whose tokens are embedded next."""
+        """Record the micro-batch whose tokens will be embedded next."""
         self._packed = named["packed_seq_params"]
 
     def embed(self, _: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -133,8 +133,9 @@ class _Sight:
         return _Features(rows, embedded, added)
 
     def _with_zero_gradients(self, output: torch.Tensor) -> torch.Tensor:
-        """Without images, give a trained tower gradients of zero, because an overlapped reduction
-        waits for the gradient of every parameter."""
+        """Connect a trained tower to the output with zero gradients. Used for micro-batches without
+        images, because an overlapped reduction waits for the gradient of every parameter.
+        """
         trained = [one for one in self.vision.parameters() if one.requires_grad]
         if not trained or not torch.is_grad_enabled():
             return output

@@ -53,8 +53,9 @@ def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def vision_module(tower: Tower, dtype: torch.dtype) -> Any:
-    """Build a vision tower on the current device. Its weights are to be loaded; its rotary
-    frequencies, which are not part of a checkpoint, are final."""
+    """Build a vision tower on the current device. Its weights still have to be loaded; its rotary
+    frequencies, which checkpoints do not contain, are already set.
+    """
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
@@ -91,9 +92,9 @@ def checkpoint_views(
 
     Args:
         name: transformers' name of the tensor.
-        tensor: the tensor, or a range of its rows; of stacked experts [experts, ...], a range of
+        tensor: the tensor, or a range of its rows; for stacked experts [experts, ...], a range of
             experts.
-        first: number of the first of these experts.
+        first: index of the first expert in that range.
     """
     mixtral = model_type in _MIXTRALS
     gate, up, down = expert_names(model_type)

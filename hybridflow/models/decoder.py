@@ -22,7 +22,8 @@ PIPELINE = "actor.parallel.pipeline"
 @dataclass(frozen=True)
 class HeadNames:
     """Names of a multi-token-prediction head in a checkpoint: the prefix of its layer, and the
-    modules that norm the embedding and the state, project both, and norm the output."""
+    modules that normalise the embedding and the state, project both, and normalise the output.
+    """
 
     layer: str
     embedding_norm: str
@@ -138,14 +139,15 @@ class Decoder:
         return 0
 
     def head_names(self, head: int) -> HeadNames:
-        """Return the names of a head in a checkpoint: by default DeepSeek-V3's, for which heads are
-        further layers."""
+        """Return the names of a head in a checkpoint. By default these are the names used by
+        DeepSeek-V3, which stores heads as additional layers.
+        """
         prefix = f"{self.stem}layers.{self.num_layers + head}."
         names = (f"{prefix}{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
         return HeadNames(prefix, *names)
 
     def kind_layers(self) -> list[int]:
-        """Return layers among which every kind of attention and of MLP occurs."""
+        """Return layers that together include every kind of attention and of MLP."""
         return [0, self.num_layers - 1]
 
     def megatron_config(self) -> dict[str, Any]:
@@ -272,8 +274,9 @@ class Decoder:
                 )
 
     def _check_heads(self) -> None:
-        """Raise ModelError if the layers of heads are not of the kind of the model's last layer, as
-        Megatron's specification requires (gpt_layer_specs.py:703)."""
+        """Raise ModelError if the layer of a head is not of the same kind as the model's last
+        layer, as Megatron's specification requires (gpt_layer_specs.py:703).
+        """
         last = self.num_layers - 1
         for of in (self.attention, self.mlp):
             if type(of(last)) is not type(of(self.num_layers)):

@@ -1,8 +1,8 @@
-"""Gated delta net (arXiv 2412.06464): linear attention with one matrix of state per value head.
-
-A key head serves `value_heads / key_heads` value heads. Megatron's `in_proj` has the rows of one
-key head after another: [query, key, values, betas, decays, gates]. The convolution has a row per
-query, key and value, in the same order. Tensor parallelism therefore takes equal shares of both.
+"""Gated delta net (arXiv 2412.06464): linear attention with one state matrix per value head. Each
+key head serves `value_heads / key_heads` value heads. The rows of Megatron's `in_proj` are grouped
+by key head: [query, key, values, betas, decays, gates] for each. The convolution has one row per
+query, key and value row, in the same order. Tensor parallelism therefore splits both into equal
+shares.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class DeltaNet:
     """A gated delta net, including the preceding `input_layernorm`.
 
     `key_dim` and `value_dim` are sizes of a head, `kernel` is the number of tokens that the
-    convolution reads. `fused` selects the checkpoint's projections: Qwen3-Next has two, interleaved
-    by key head, Qwen3.5 has four that are not.
+    convolution reads. `fused` selects the checkpoint's projections: Qwen3-Next has two, which are
+    interleaved by key head; Qwen3.5 has four, which are not.
     """
 
     hidden: int
@@ -44,17 +44,17 @@ class DeltaNet:
 
     @property
     def values(self) -> int:
-        """Number of values of a key head."""
+        """Number of value elements per key head."""
         return self.ratio * self.value_dim
 
     @property
     def mixed(self) -> int:
-        """Number of rows of a key head that the convolution reads: query, key and values."""
+        """Number of a key head's rows that the convolution reads: query, key and values."""
         return 2 * self.key_dim + self.values
 
     @property
     def rows(self) -> int:
-        """Number of rows of a key head in `in_proj`."""
+        """Number of rows per key head in `in_proj`."""
         return self.mixed + 2 * self.ratio + self.values
 
     def tensors(self, source: str) -> Shapes:
@@ -85,7 +85,7 @@ class DeltaNet:
         }
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return this rank's heads, and the norms in full."""
+        """Return the parameters of this rank's heads, and the full norms."""
         hf = f"{source}linear_attn."
         mine = f"{target}self_attention."
         heads = (self.value_heads,)
@@ -113,8 +113,9 @@ class DeltaNet:
         return [("linear_num_key_heads", self.key_heads, TENSOR, at.tp_size)]
 
     def _mixed_parts(self, tensor: str, head: int) -> list[tuple[str, int, int]]:
-        """Return a key head's rows in an HF tensor that has all queries, then all keys, then all
-        values."""
+        """Return a key head's rows in an HF tensor that stacks all queries, then all keys, then all
+        values.
+        """
         keys = self.key_heads * self.key_dim
         return [
             (tensor, head * self.key_dim, self.key_dim),
@@ -145,11 +146,12 @@ def linear_layers(kinds: Sequence[str] | None, interval: int, num_layers: int) -
 
     Args:
         kinds: `layer_types` from config.json.
-        interval: `full_attention_interval`; without `layer_types`, every layer of this number has
+        interval: `full_attention_interval`; without `layer_types`, every `interval`-th layer has
             attention.
 
     Raises:
-        ModelError: `layer_types` has another length than the model, or an unknown kind.
+        ModelError: the length of `layer_types` differs from the number of layers, or it contains an
+            unknown kind.
     """
     if kinds is None:
         if interval < 1:
@@ -171,7 +173,8 @@ def has_delta_net(family: Family) -> bool:
 
 def check_context(family: Family, parallel: ParallelConfig) -> None:
     """Raise ModelError if context parallelism has more ranks than a tensor-parallel rank has key
-    heads: the ranks exchange tokens for heads."""
+    heads. In the delta net, these ranks exchange tokens for heads.
+    """
     if parallel.context == 1 or not has_delta_net(family):
         return
     heads = int(family.hf["linear_num_key_heads"]) // parallel.tensor

@@ -80,7 +80,7 @@ def num_prediction_heads(family: Family) -> int:
 
 
 def without_prediction_heads(family: Family) -> Family:
-    """Return the family without multi-token-prediction heads: `family` itself if it has none."""
+    """Return the family without multi-token-prediction heads, or `family` itself if it has none."""
     return family_of(family.hf) if num_prediction_heads(family) else family
 
 

@@ -60,18 +60,22 @@ class HybridDecoder(Decoder):
             )
 
     def num_prediction_heads(self) -> int:
-        """Return `mtp_num_hidden_layers`, by default 1: configs of Qwen3-Next do not declare the
-        head of their folder. Several heads would share a projection, which is not supported."""
+        """Return `mtp_num_hidden_layers`. The default is 1, because Qwen3-Next's configs do not
+        declare the head that the checkpoint contains. Several heads would share a projection, which
+        is not supported.
+        """
         count = int(self.hf.get("mtp_num_hidden_layers", 1))
         return count if count == 1 and not self.hf.get("mtp_use_dedicated_embeddings") else 0
 
     def head_names(self, head: int) -> HeadNames:
-        """Return the names of the head."""
+        """Return the head's names in a checkpoint."""
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
         return HeadNames(f"mtp.layers.{head}.", *(f"mtp.{name}" for name in names))
 
     def aliases(self) -> dict[str, str]:
-        """Return nothing: the head has no copies of embedding and output head."""
+        """Return an empty mapping, because the head duplicates neither the embedding nor the output
+        head.
+        """
         return {}
 
     def attention(self, layer: int) -> Block:
@@ -106,7 +110,9 @@ class HybridDecoder(Decoder):
 
 
 class HybridMixture(HybridDecoder):
-    """Base class of those whose layers have experts and a gated shared expert."""
+    """Base class of the families with gated delta nets, routed experts and a gated shared
+    expert.
+    """
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)

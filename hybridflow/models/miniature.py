@@ -61,8 +61,9 @@ def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep at most one of the dense layers, followed by two others; with gated delta nets, the
-    layers up to the first with attention."""
+    """Keep at most one dense layer, followed by two others. With gated delta nets, keep the layers
+    up to and including the first one with attention.
+    """
     dense = min(1, int(hf.get("first_k_dense_replace") or 0))
     count = dense + 2
     if hf.get("linear_num_key_heads") is not None:
@@ -117,8 +118,9 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vision(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep two blocks of a vision tower, and DeepStack's features of the first for the first layer;
-    share the frequencies of a head among the axes of positions as before."""
+    """Keep two blocks of a vision tower, and DeepStack only from the first block to the first
+    layer. Adapt the division of a head's frequencies among the position axes to the smaller heads.
+    """
     tower = hf.get("vision_config")
     if not isinstance(tower, Mapping):
         return {}

@@ -39,8 +39,8 @@ class Rotary:
         settings: the settings of `kind` in config.json.
         query_growth: queries are multiplied by 1 + query_growth * ln(1 + floor(position /
             original)); 0 disables this scaling.
-        sections: for positions on three axes (frame, row, column), the number of frequencies of
-            each, interleaved; empty if a position is one number.
+        sections: number of frequencies per position axis (frame, row, column), which are
+            interleaved; empty if a position is a single number.
     """
 
     dim: int

@@ -24,8 +24,9 @@ EXPERT_ALIASES: Mapping[str, str] = {"num_local_experts": "n_routed_experts"}
 
 
 class SigmoidDecoder(Decoder):
-    """Base class of these families: a gated MLP in the first `first_k_dense_replace` layers, then
-    experts."""
+    """Base class of the families with this router: a gated MLP in the first `first_k_dense_replace`
+    layers, experts in all others.
+    """
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)

@@ -126,7 +126,7 @@ class AppendOnly:
             self._mark(phase, step)
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Publish those of the remaining records that have not been published yet."""
+        """Publish the remaining records that have not been published yet."""
         for record in self._records():
             if record["phase"] == phase and record["step"] <= step:
                 self._log(record)
@@ -239,7 +239,7 @@ def read_dump(path: Path, step: int, samples: int) -> Dump:
 
 
 def read_distributions(path: Path) -> dict[str, np.ndarray]:
-    """Return the finite values [B] of those columns in `DISTRIBUTIONS` that a dump contains."""
+    """Return the finite values [B] of each column in `DISTRIBUTIONS` that a dump contains."""
     pieces = list(iter_parquet(path, (), DISTRIBUTIONS))
     found = {}
     for name in pieces[0].columns if pieces else ():

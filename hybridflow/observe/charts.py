@@ -103,25 +103,26 @@ def draw(chart: Chart) -> Drawn | None:
 
 
 def line_of(kind: str, x1: float, x2: float, y1: float, y2: float) -> Markup:
-    """Return a line with CSS class `kind`."""
+    """Return an SVG line with CSS class `kind`."""
     return Markup('<line class="{}" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(kind, x1, x2, y1, y2)
 
 
 def text_of(kind: str, x: float, y: float, text: str, anchor: str = "") -> Markup:
-    """Return text with CSS class `kind`. `anchor` (start, middle or end) is the part of the text
-    that is placed at `x`."""
+    """Return an SVG text with CSS class `kind`. `anchor` (start, middle or end) is the part of the
+    text that is placed at `x`.
+    """
     at = Markup(' text-anchor="{}"').format(anchor) if anchor else ""
     return Markup('<text class="{}" x="{}" y="{}"{}>{}</text>').format(kind, x, y, at, text)
 
 
 def bar_of(x: float, y: float, width: float, height: float, color: str) -> Markup:
-    """Return a filled rectangle with its upper left corner at (x, y)."""
+    """Return a filled SVG rectangle whose upper left corner is at (x, y)."""
     shape = '<rect class="bar" x="{}" y="{}" width="{}" height="{}" fill="{}"/>'
     return Markup(shape).format(x, y, width, height, color)
 
 
 def dot_of(kind: str, x: float, y: float, radius: float, color: str) -> Markup:
-    """Return a filled circle with CSS class `kind`."""
+    """Return a filled SVG circle with CSS class `kind`."""
     return Markup('<circle class="{}" cx="{}" cy="{}" r="{}" fill="{}"/>').format(
         kind, x, y, radius, color
     )

@@ -86,7 +86,7 @@ def is_step(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Return True for an int or a float, not for a bool."""
+    """Return True for an int or a float, but not for a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

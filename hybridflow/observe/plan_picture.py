@@ -132,7 +132,7 @@ def axis(values: Sequence[float], characters: int = 0) -> scale.Scale:
 
 
 def frame(names: Sequence[str], x: scale.Scale) -> Markup:
-    """Draw grid, ticks and row names."""
+    """Draw the grid, the ticks and the row names."""
     bottom = TOP + ROW * len(names)
     parts = [line_of("grid", x(tick), x(tick), TOP, bottom) for tick in x.ticks]
     parts += [text_of("tick", x(tick), bottom + 15, x.text(tick), "middle") for tick in x.ticks]

@@ -152,8 +152,9 @@ def remove_dumps_after(folder: str | Path, step: int) -> int:
 
 
 def remove_old_dumps(folder: str | Path, newest: int, also_every: int) -> None:
-    """Delete all dumps but the `newest` ones and, if `also_every` is not 0, those whose step is a
-    multiple of it."""
+    """Delete old dumps. Keep the `newest` dumps and, if `also_every` is not 0, the dumps whose step
+    is a multiple of it.
+    """
     for step, path in list_dumps(folder)[:-newest]:
         if not also_every or step % also_every:
             with suppress(OSError):  # tried again after the next dump

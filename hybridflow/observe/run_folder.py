@@ -204,8 +204,9 @@ def decoder_of(path: Path) -> Decode | None:
 
 
 def dump_folders(path: Path) -> list[Path]:
-    """Return the folders of dumps: rollouts and validation, even if they do not exist, then those
-    of further policies and validation sets."""
+    """Return the folders of dumps: rollouts and validation, even if they do not exist, then the
+    folders of further policies and validation sets.
+    """
     found = [path / "rollouts", path / "validation"]
     for pattern in ("validation-*", "rollouts-*"):
         found += sorted(path.glob(pattern))[:_MOST_FOLDERS]

@@ -60,7 +60,7 @@ def whole(text: Any) -> str:
 
 
 def visible(text: str) -> str:
-    """Return the text with visible signs in place of control characters."""
+    """Return the text with control characters replaced by visible symbols."""
     return _CONTROL.sub(
         lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", text
     )
@@ -77,7 +77,9 @@ def plain(value: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """Truncate a text to `TEXT_LIMIT` characters, with a line that counts the rest."""
+    """Truncate a text to `TEXT_LIMIT` characters, and append a line with the number of omitted
+    characters.
+    """
     more = len(text) - TEXT_LIMIT
     return f"{text[:TEXT_LIMIT]}\n… {more:,} more characters" if more > 0 else text
 

@@ -86,7 +86,7 @@ def print_whole_lines() -> None:
     file with others or may be killed. By default, the last lines of a killed process are lost; with
     PYTHONUNBUFFERED, lines of two processes interleave.
 
-    A full disk then costs lines of the log, but never ends the process that prints.
+    If the disk is full, log lines are lost, but the process continues.
     """
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         with suppress(OSError):
@@ -100,7 +100,9 @@ def print_whole_lines() -> None:
 
 
 class _Log(io.RawIOBase):
-    """A descriptor whose write errors drop the text. How much was dropped is written later."""
+    """A descriptor that drops text if a write fails. The amount of dropped text is reported by a
+    later write.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

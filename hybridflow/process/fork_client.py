@@ -41,8 +41,8 @@ def peer_user(connection: socket.socket) -> int:
 
 class ForkedProcess:
     """Handle of a process started by a fork server, with a subset of the methods of
-    `subprocess.Popen`. The forked process gets SIGTERM when this end of the connection is closed,
-    also by the exit of this process.
+    `subprocess.Popen`. The forked process receives SIGTERM when this end of the connection is
+    closed, including when this process exits.
     """
 
     def __init__(self, connection: socket.socket, pid: int, answers: IO[str]) -> None:
@@ -89,7 +89,7 @@ class ForkedProcess:
                 return
 
     def close(self) -> None:
-        """Close the connection, which sends the process SIGTERM."""
+        """Close the connection. The process then receives SIGTERM."""
         self._answers.close()
         self._connection.close()
 

@@ -1,5 +1,5 @@
-"""A server that preloads modules and forks the processes that need them. A new interpreter spends
-several core-seconds on importing each of torch, Megatron and SGLang; a fork takes milliseconds.
+"""A server that preloads modules and forks the processes that need them. A new interpreter needs
+several core-seconds to import each of torch, Megatron and SGLang; a fork takes milliseconds.
 
 `python -m hybridflow.process.fork_server SOCKET MODULE... [/ SOCKET MODULE...]...` loads the
 modules. SOCKET is the descriptor of a listening socket. For each connection to it by the same user

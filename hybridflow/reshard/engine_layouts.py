@@ -397,8 +397,9 @@ class EngineRank:
         ]
 
     def _mixed(self, block: DeltaNet, tensor: str) -> list[tuple[str, int, int]]:
-        """Return a rank's rows of an HF tensor that has all queries, then all keys, then all
-        values."""
+        """Return a rank's rows of an HF tensor that stacks all queries, then all keys, then all
+        values.
+        """
         keys = block.key_heads * block.key_dim
         own = keys // self.attention_size
         values = block.key_heads * block.values // self.attention_size

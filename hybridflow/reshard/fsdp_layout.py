@@ -45,13 +45,13 @@ def fsdp_rows(
 
 
 def _expert(name: str) -> int:
-    """Return the number of the routed expert to which an HF tensor belongs, or -1."""
+    """Return the index of the routed expert to which an HF tensor belongs, or -1."""
     found = re.search(r"\.experts\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
 
 def fsdp_tensors(family: Family, rank: int, ranks: int) -> list[LocalTensor]:
-    """Return a rank's tensors, omitting those that have no rows on this rank."""
+    """Return a rank's tensors, omitting tensors that have no rows on this rank."""
     found = []
     tensors = family.tensors()
     for name, (start, rows) in fsdp_rows(tensors, rank, ranks).items():

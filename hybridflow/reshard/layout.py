@@ -32,8 +32,8 @@ _ONES = [(1,) * (DIMS - n) for n in range(DIMS + 1)]
 
 
 def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
-    """Return `values` as three entries: left-padded with `fill`, or with the last dimensions of a
-    longer one (a convolution's kernel) merged into one.
+    """Return `values` as three entries. Shorter sequences are left-padded with `fill`; in longer
+    ones (a convolution's kernel), the last dimensions are merged into one.
 
     Args:
         fill: 1 for a shape or size, 0 for a start.
@@ -206,7 +206,8 @@ class RankLayout:
 
     def part(self, first: int) -> RankLayout:
         """Return the layout of the buffers that contain tensors from position `first` on, for
-        `Catalog.part`. These buffers must contain no others."""
+        `Catalog.part`. These buffers must not contain any other tensors.
+        """
         kept = np.unique(self.buffer[self.tensor >= first])
         number = np.full(len(self.names), -1, dtype=np.int64)
         number[kept] = np.arange(len(kept))

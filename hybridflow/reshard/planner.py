@@ -78,8 +78,7 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
 
 
 def _regions(have: Table) -> tuple[Table, Array]:
-    """Return the distinct source rectangles, split into disjoint parts where different ones
-    overlap."""
+    """Return the distinct source rectangles, split into disjoint parts where they overlap."""
     first, group = group_rows(np.column_stack([have["tensor"], have["start"], have["size"]]))
     owner, start, size = boxes.make_disjoint(
         have["tensor"][first], have["start"][first], have["size"][first]

@@ -98,7 +98,7 @@ def compare_buffers(
         where: engine and rank, for the message.
 
     Raises:
-        WeightSyncError: lists extra and missing buffers and those with a different shape.
+        WeightSyncError: lists extra and missing buffers, and buffers with a different shape.
     """
     extra = sorted(actual.keys() - layout.keys())
     missing = sorted(layout.keys() - actual.keys())

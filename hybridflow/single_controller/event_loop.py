@@ -164,8 +164,8 @@ async def _result(awaitable: Awaitable[T]) -> T:
 
 
 def waited_seconds() -> float:
-    """Return for how many seconds since the thread's start its loop has been idle or a worker in
-    this process has been computing, i.e. the time spent on workers and engines.
+    """Return the time in seconds, since the thread's start, during which its loop was idle or a
+    worker in this process was computing, i.e. the time spent on workers and engines.
     """
     return _computing_s + (_thread.selector.idle_s if _thread.selector else 0.0)
 

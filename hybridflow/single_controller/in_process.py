@@ -32,8 +32,8 @@ class InProcessGroup:
     ) -> None:
         """Construct the worker.
 
-        A process can have one such group at a time. Its worker may be `colocated` from several
-        roles.
+        A process can have one such group at a time. The worker may combine several roles
+        (`colocated`).
         """
         self.worker_class = worker_class
         log_path = Path(log_dir).resolve() / f"{role}-rank0.log"
@@ -78,7 +78,7 @@ class InProcessGroup:
     def call(
         self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any
     ) -> Awaitable[Any]:
-        """Call the method immediately, like `run`. Awaiting the return value gives the result."""
+        """Call the method immediately, like `run`. Awaiting the return value yields the result."""
         return _Done(self.run(method, *args, role=role, **kwargs))
 
     def close(self) -> None:

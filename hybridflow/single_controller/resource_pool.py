@@ -186,7 +186,7 @@ def reserve(
 
 
 def _usable(cluster: Cluster, kind: str) -> list[NodeState]:
-    """Return the nodes that processes can run on, in rank order; for cuda, those with GPUs.
+    """Return the nodes that processes can run on, in rank order; for cuda, only nodes with GPUs.
 
     Raises:
         ResourceError: a node has fewer GPUs than `cluster.devices_per_node`.

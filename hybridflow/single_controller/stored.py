@@ -59,7 +59,7 @@ class StoredColumn(Deferred):
         return StoredColumn(tuple(part for column in columns for part in column.parts), index)
 
     def needed(self) -> StoredColumn:
-        """Return the same rows without the parts that contribute none of them."""
+        """Return the same rows, but drop the parts that contribute no rows."""
         starts = np.cumsum([0, *(part.header.rows for part in self.parts)])
         part_of = np.searchsorted(starts, self.index, side="right") - 1
         used = np.unique(part_of) if len(self.index) else np.zeros(1, np.int64)

@@ -82,7 +82,7 @@ class ThreadGroup:
         **kwargs: Any,
     ) -> Pending:
         """Call a method of the worker class, as `WorkerGroup.call` does. Awaiting the return value
-        gives the result.
+        yields the result.
 
         Raises:
             WorkerError: (when awaited) a worker did not return within `timeout` seconds.
@@ -132,7 +132,7 @@ class _WorkerThread:
 
 
 class _Calls:
-    """One call on several workers."""
+    """One call that runs on several workers."""
 
     def __init__(
         self,

@@ -80,8 +80,8 @@ class PlanFacts:
         message_bytes: largest message, per engine.
         messages: per engine, the maximum number of messages between two ranks, including the one
             with checksums.
-        adapters: the plan for adapters alone, to engines that have the weights already; None if
-            adapters are merged or there are none.
+        adapters: the plan that sends only adapters, to engines that already have the weights; None
+            if adapters are merged or there are none.
     """
 
     digest: str
@@ -279,7 +279,7 @@ def make_weight_plan(
     adapters: ServedAdapters | None = None,
 ) -> PlanFacts:
     """Make and prove the plan, and post every rank's schedule. If engines keep adapters, do the
-    same for a plan of the adapters alone.
+    same for a plan that sends only the adapters.
 
     Args:
         source: the trainer's layout, built on the same catalog (`sync_catalog`).

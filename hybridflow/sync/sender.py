@@ -54,8 +54,9 @@ class WeightSender:
         self._links: dict[int, _Link] = {}
 
     def adopt(self, plan: str, host: str, port: int, timeout_s: float, *further: str) -> None:
-        """Read this rank's schedule for a plan, and for `further` ones. Closes sessions of earlier
-        plans."""
+        """Read this rank's schedules for a plan and for the `further` plans. Closes sessions of
+        earlier plans.
+        """
         self._store = session.connect(host, port, timeout_s)
         self._schedules = {
             digest: Schedule.from_dict(
@@ -102,8 +103,9 @@ class WeightSender:
         return [sending.outcome for sending in running]
 
     def _scheduled(self, order: Order) -> Schedule:
-        """Return the schedule of the order's plan. For an unknown plan, that of the first, whose
-        announcement the engine refuses."""
+        """Return the schedule of the order's plan. If that plan is unknown, return the first plan's
+        schedule; the engine then rejects its announcement.
+        """
         return self._schedules.get(order.plan) or next(iter(self._schedules.values()))
 
     def close(self) -> None:

@@ -167,8 +167,9 @@ class Board:
     # ---- the engine worker
 
     def announcements(self, timeout_s: float) -> dict[int, Announcement]:
-        """Wait for the announcements of all senders. Raises a WeightSyncError that names those
-        missing at the deadline."""
+        """Wait for the announcements of all senders. Raises a WeightSyncError that names the
+        senders missing at the deadline.
+        """
         keys = {sender: self._key(f"announced/{sender}") for sender in self.order.endpoint.senders}
         names = {key: f"trainer rank {sender}" for sender, key in keys.items()}
         self._wait(names, timeout_s, "no announcement from")
@@ -178,7 +179,7 @@ class Board:
         return found
 
     def go(self) -> None:
-        """Signal the senders that they may send."""
+        """Signal to the senders that they may start sending."""
         self.store.compare_set(self._key("go"), "", _GO)
 
     def call_off(self, reason: str) -> None:
@@ -216,8 +217,9 @@ class Board:
         self.store.set(self._key(f"staged/{rank}"), "1")
 
     def wait_all_staged(self, timeout_s: float) -> None:
-        """Wait until every rank of the engine is staged. Raises a WeightSyncError that names those
-        that are not."""
+        """Wait until every rank of the engine is staged. Raises a WeightSyncError that names the
+        ranks that are not.
+        """
         names = {}
         for rank in self.order.endpoint.receivers:
             names[self._key(f"staged/{rank}")] = f"rank {rank}"

@@ -317,7 +317,9 @@ class _Staging:
         return payloads
 
     def _allocate(self, count: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
-        """Return `count` slabs of at least `nbytes`, reusing those of the last sync if they fit."""
+        """Return `count` slabs of at least `nbytes`, reusing the slabs of the last sync if they
+        fit.
+        """
         fits = len(self.slabs) == count and all(
             slab.numel() >= nbytes and slab.device == device for slab in self.slabs
         )

@@ -277,9 +277,9 @@ def _values(batch: DataProto, name: str) -> torch.Tensor:
 
 
 def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
-    """Return, for each row [B], why it counts as failed even though it has a score, or None if it
-    does not. A row fails if the reward did not return an extra number that the estimator requires,
-    or returned more turn or token rewards than the row has turns or tokens.
+    """Return, for each row [B], the reason why it counts as failed although it has a score, or None
+    if it does not. A row fails if the reward did not return an extra number that the estimator
+    requires, or returned more turn or token rewards than the row has turns or tokens.
     """
     algorithm = config.algorithm
     flow = derived.flow_name(config)

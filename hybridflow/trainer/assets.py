@@ -91,8 +91,9 @@ def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def _check_processor(resolved: dict[str, Any], reader: ImageReader) -> None:
-    """Fill in a missing image token from the tokenizer, and check that the image processor makes
-    the patches that the vision tower reads. Raises ConfigError if it does not."""
+    """Fill in a missing image token from the tokenizer, and check that the image processor produces
+    the patches that the vision tower expects. Raises ConfigError if it does not.
+    """
     resolved.setdefault("image_token_id", reader.tokens.token)
     if (tower := tower_of(family_of(resolved))) is None:
         return  # `check_images` has refused it

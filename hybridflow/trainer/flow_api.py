@@ -34,7 +34,7 @@ class FollowedRun(Noting, Protocol):
 
     @property
     def parts(self) -> Mapping[str, object]:
-        """The run's per-policy state for each further policy, keyed by policy name."""
+        """The run's state for each further policy, keyed by policy name."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class FollowedRun(Noting, Protocol):
         """Return a role that the flow has declared."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call, for errors."""
+        """Return the number of the open step. `what` names the call in errors."""
 
     async def next_step(self, steps: AsyncIterator[int]) -> int:
         """End the open step and begin the next one."""
@@ -60,7 +60,7 @@ class FollowedRun(Noting, Protocol):
 
 
 class FlowApi:
-    """`flows.base.Run`."""
+    """Implementation of `flows.base.Run`."""
 
     __slots__ = ("_run",)
     _run: FollowedRun
@@ -111,7 +111,7 @@ class FlowApi:
         return Pending(run, "samples()", lambda: run.take_samples(step, greedy))
 
     def all(self, *calls: Awaitable[DataProto]) -> Awaitable[DataProto]:
-        """Return the batch shared by the calls, with the columns that each of them adds."""
+        """Return the batch shared by the calls, with the columns added by each call."""
         run = self._run
         run.open_step("all(...)")
         found = checked_calls(calls)
@@ -161,7 +161,7 @@ class FlowApi:
         return Pending(run, "sync()", lambda: run.bring_to_engines(step))
 
     def record(self, **values: float) -> None:
-        """Record numbers computed by the flow with this step's metrics, as flow/NAME."""
+        """Add numbers computed by the flow to this step's metrics, as flow/NAME."""
         step = self._run.open_step("record(...)")
         for name, value in values.items():
             if not _METRIC.fullmatch(name):

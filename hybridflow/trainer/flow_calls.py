@@ -31,7 +31,7 @@ class Noting(Protocol):
         """Attribute the time spent in the block to the run, not to the flow's own code."""
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """Return the batch shared by the calls, with the columns that each of them adds."""
+        """Return the batch shared by the calls, with the columns added by each call."""
 
 
 class Pending(Generic[T]):
@@ -97,7 +97,8 @@ async def joined(
     calls: Sequence[Call], finish: Callable[..., Coroutine[Any, Any, None]]
 ) -> DataProto:
     """Wait for the calls' tasks using `finish` (`Devices.finish`), and return the batch shared by
-    the calls, with the columns that each of them adds."""
+    the calls, with the columns added by each call.
+    """
     await finish(*[task for one in calls for task in (*one.tasks, *one.others)])
     batch = calls[0].batch
     for call in calls:

@@ -323,24 +323,24 @@ class _Role:
         self.name = name
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """`protocols.Role.compute`."""
+        """Implement `protocols.Role.compute`."""
         self.world.count()
         spec = method_spec(method)
         _require(spec.name, spec.reads, batch)
         return invented(batch, spec.writes, by_sample=ROLES[self.name].head == "score")
 
     async def log_probs(self, batch: DataProto) -> DataProto:
-        """`protocols.Policy.log_probs`."""
+        """Implement `protocols.Policy.log_probs`."""
         return await self.compute(log_prob_method(self.world.config), batch)
 
     async def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
-        """`protocols.Policy.later_log_probs`."""
+        """Implement `protocols.Policy.later_log_probs`."""
         return await self.log_probs(batch)
 
     async def update(
         self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
     ) -> Sequence[Update]:
-        """`protocols.Role.update`."""
+        """Implement `protocols.Role.update`."""
         self.world.count()
         is_policy = self.name == "actor"
         reads = update_step(self.world.config).reads if is_policy else method_spec(method).reads
@@ -350,7 +350,7 @@ class _Role:
     async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[Sequence[Update], DataProto]:
-        """`protocols.Policy.update_and_score`."""
+        """Implement `protocols.Policy.update_and_score`."""
         scored = batch.union(await self.log_probs(batch))
         return await self.update(update_step, scored), scored
 

@@ -113,7 +113,7 @@ def mistake(error: BaseException) -> str | None:
 
 
 def _of_column(text: str) -> str:
-    """Add to the message about a missing column the call that writes the column."""
+    """Extend the message about a missing column with the call that writes the column."""
     found = _COLUMN.search(text)
     writer = None if found is None else _WRITERS.get(found[1] or found[2])
     return text if writer is None else f"{text}. It is written by {writer}"

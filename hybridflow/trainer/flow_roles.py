@@ -68,7 +68,7 @@ class OpenStep(Noting, Protocol):
         """Generate `n` samples per prompt with the engines' current weights."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call, for errors."""
+        """Return the number of the open step. `what` names the call in errors."""
 
     def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
         """Check any of these columns that were created by the flow, and return the batch."""
@@ -100,7 +100,7 @@ class _Role:
 
 
 class RecordingStep(OpenStep, Protocol):
-    """The open step's interface, extended by the step's metrics."""
+    """The open step's interface, extended with the step's metrics."""
 
     metrics: dict[str, float]
 
@@ -125,7 +125,7 @@ class Reference(_Frozen):
 
 
 class Teacher(_Frozen):
-    """`flows.base.Teacher`."""
+    """Implementation of `flows.base.Teacher`."""
 
     def log_probs(self, batch: DataProto) -> Call:
         """Add the teacher columns that the loss reads."""
@@ -133,7 +133,7 @@ class Teacher(_Frozen):
 
 
 class RewardModel(_Role):
-    """`flows.base.RewardModel`."""
+    """Implementation of `flows.base.RewardModel`."""
 
     run: RecordingStep
 

@@ -60,8 +60,9 @@ def dropped_result(text: str) -> FlowError | None:
 
 
 def _batches(tree: ast.Module) -> set[str]:
-    """Return the variables to which a batch is assigned: a result of the run or of a batch
-    method."""
+    """Return the variables to which a batch is assigned: the result of a call on the run or on a
+    batch.
+    """
     assigned = list(_assigned(tree))
     found: set[str] = set()
     size = -1

@@ -120,7 +120,7 @@ class RLTrainer:
 
     @property
     def critics(self) -> dict[str, Role]:
-        """The run's value models, by role."""
+        """The run's value models, keyed by role."""
         return {name: role for name, role in self.others.items() if name in CRITICS.values()}
 
     async def fit(self) -> None:

@@ -98,7 +98,7 @@ class WholeRun(Noting, Protocol):
         """Seed of the step's mini-batches."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call, for errors."""
+        """Return the number of the open step. `what` names the call in errors."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Attribute the time spent in the block to this phase of the step."""
@@ -112,11 +112,11 @@ class WholeRun(Noting, Protocol):
         """Record the log-prob difference between a policy's engines and ranks."""
 
     def say_left_out(self, synced: SyncReport, before: set[str], whose: str = "") -> set[str]:
-        """Report engines that were excluded or have rejoined. Returns the excluded ones."""
+        """Report engines that were excluded or have rejoined. Returns the excluded engines."""
 
 
 class OwnPolicy(TrainedPolicy):
-    """`flows.base.FurtherPolicy`."""
+    """Implementation of `flows.base.FurtherPolicy`."""
 
     def __init__(self, run: WholeRun, learner: Learner) -> None:
         self.part = part = PolicyPart(run, learner)
@@ -216,7 +216,7 @@ class PolicyPart:
         return self.devices.call(self.name, f"{self.name}/{phase}", self.step, with_memory())
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """Return the batch shared by the calls, with the columns that each of them adds."""
+        """Return the batch shared by the calls, with the columns added by each call."""
         return await joined(calls, self.devices.finish)
 
     def training_on(self, batch: DataProto, update: str) -> Trained:

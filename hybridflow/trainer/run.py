@@ -189,7 +189,7 @@ class FlowRun:
             await self._memory.enter_async_context(self.trainer.phases.training())
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """Return the batch shared by the calls, with the columns that each of them adds."""
+        """Return the batch shared by the calls, with the columns added by each call."""
         self._batch = batch = await joined(calls, self.devices.finish)
         await self.record()  # the critic has finished the previous step's update
         return batch
@@ -370,7 +370,7 @@ class FlowRun:
         return synced
 
     def say_left_out(self, synced: SyncReport, before: set[str], whose: str = "") -> set[str]:
-        """Report engines that were excluded or have rejoined. Returns the excluded ones."""
+        """Report engines that were excluded or have rejoined. Returns the excluded engines."""
         for engine, why in synced.stale.items():
             if engine in before:
                 continue  # already reported
@@ -540,7 +540,7 @@ class FlowRun:
         await self.trainer.records.trained(trained, self.progress)
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call, for errors.
+        """Return the number of the open step. `what` names the call in errors.
 
         Raises:
             FlowError: no step is open.

@@ -101,11 +101,11 @@ class Sampled:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of dynamic sampling and of the groups."""
+        """Metrics of dynamic sampling and of the sample groups."""
         return {**self._dynamic, **self.groups.metrics}
 
     async def take(self, step: int, greedy: bool = False) -> DataProto:
-        """`Samples.take`."""
+        """Implement `Samples.take`."""
         collected = DynamicSampling(self.config)
         batch = None
         while batch is None:
@@ -118,20 +118,20 @@ class Sampled:
         return await self._with_greedy_scores(batch) if greedy else batch
 
     async def of_prompts(self, prompts: Sequence[Prompt], n: int) -> DataProto:
-        """`Samples.of_prompts`."""
+        """Implement `Samples.of_prompts`."""
         data = self.config.data
         return self.keep(await samples(self.engines, self.scorer.tokenizer, data, prompts, n))
 
     def last_after(self, step: int) -> int | None:
-        """`Samples.last_after`."""
+        """Implement `Samples.last_after`."""
         return None
 
     def dump(self, folder: Path, step: int, batch: DataProto) -> None:
-        """`Samples.dump`."""
+        """Implement `Samples.dump`."""
         dump_batch(folder, step, batch, self.scorer.tokenizer, self.made_with)
 
     def _counted(self, batch: DataProto) -> DataProto:
-        """Exclude rows that are not trained on: failed ones and, if configured, overlong ones."""
+        """Exclude rows from training: failed rows and, if configured, overlong rows."""
         lost = lost_parts(self.config, batch)
         if any(lost):
             batch = with_failures(batch, lost)
@@ -164,12 +164,12 @@ class Dumped(Sampled):
         self.dumps = dumps
 
     async def take(self, step: int, greedy: bool = False) -> DataProto:
-        """`Samples.take`."""
+        """Implement `Samples.take`."""
         batch = self.keep(self.dumps.batch(step))
         if greedy and "greedy_scores" not in batch:
             return await self._with_greedy_scores(batch)
         return batch
 
     def last_after(self, step: int) -> int | None:
-        """`Samples.last_after`."""
+        """Implement `Samples.last_after`."""
         return self.dumps.last_after(step)

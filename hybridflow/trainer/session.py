@@ -252,8 +252,9 @@ class Session:
         self.totals["engine_restarts"] = engine_restarts
 
     def _forget_after(self, step: int) -> None:
-        """Drop the loop's records and dumps after `step`; if it is 0, also those of the validation
-        before the first step."""
+        """Drop the loop's records and dumps after `step`; if it is 0, also drop the records and
+        dumps of the validation before the first step.
+        """
         last_validated = step if step > 0 else -1
         self.tracker.truncate_after("train", step)
         self.tracker.truncate_after("val", last_validated)

@@ -60,12 +60,12 @@ class FurtherPolicies:
                 self.groups[job.name] = group
 
     async def wait_ready(self, progress: Progress) -> None:
-        """Wait for their engines, then plan and verify the weight transfers."""
+        """Wait for the policies' engines, then plan and verify the weight transfers."""
         for engines in self._engines:
             await engines.wait_ready(progress)
 
     def stop(self) -> None:
-        """Stop their engines."""
+        """Stop the policies' engines."""
         for engines in self._engines:
             block_on(engines.stop())
 

@@ -72,7 +72,7 @@ class Stops:
                 cancel_all([task])
 
     async def _next(self, task: asyncio.Task[T]) -> None:
-        """Wait for the next stop, or the end."""
+        """Wait for the next stop, or for the end of the run."""
         reached = asyncio.ensure_future(self._reached.wait())
         await asyncio.wait({task, reached}, return_when=asyncio.FIRST_COMPLETED)
         reached.cancel()

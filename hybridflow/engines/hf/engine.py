@@ -51,7 +51,7 @@ class HfEngine:
         """Build the model with uninitialised weights.
 
         Raises:
-            ModelError: the tensors of the transformers model differ from those in the family's map.
+            ModelError: the tensors of the transformers model do not match the family's map.
         """
         config = json.loads(
             (Path(self.spec.model_path) / "config.json").read_text(encoding="utf-8")
@@ -215,8 +215,8 @@ class HfEngine:
         distinct prompt; an empty dict if no prompt is repeated or has images.
 
         Args:
-            keys: equal for equal prompts.
-            ids, mask: [b, s] tokens, padded on the left, and 1 for those that are not padding.
+            keys: one key per prompt; equal prompts have equal keys.
+            ids, mask: [b, s] left-padded tokens, and a mask that is 0 at padding.
         """
         from transformers import DynamicCache
 
@@ -246,8 +246,9 @@ class HfEngine:
         return {"past_key_values": cache}
 
     def _set_rope_deltas(self, deltas: torch.Tensor | None) -> None:
-        """Set how far the positions after each prompt's images differ from the number of tokens.
-        transformers keeps this in the model from one call to the next."""
+        """Set the offset between positions and token counts after each prompt's images.
+        transformers keeps this offset in the model between calls.
+        """
         if hasattr(self._model.model, "rope_deltas"):
             self._model.model.rope_deltas = deltas
 
@@ -329,8 +330,9 @@ class _LogProbs:
 def _keys(
     prompts: Sequence[Sequence[int]], images: Sequence[PromptImages]
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Return keys that are equal for equal prompts. Prompts with the same tokens may have different
-    images."""
+    """Return one key per prompt; equal prompts have equal keys. Prompts with the same tokens may
+    have different images.
+    """
     digests = [one.digest() for one in images] or [""] * len(prompts)
     return [(tuple(prompt), digest) for prompt, digest in zip(prompts, digests, strict=True)]
 

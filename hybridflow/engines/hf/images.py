@@ -24,18 +24,17 @@ def read_images(
 ) -> torch.Tensor:
     """Compute the keys and values of prompts with images.
 
-    transformers' own forward pass would take every image token for the place of an image, also
-    those that the policy has sampled in an earlier turn.
+    transformers' own forward pass would treat every image token as an image placeholder, including
+    those that the policy sampled in an earlier turn.
 
     Args:
         causal: the transformers model.
-        images: those of each prompt.
-        ids, mask: [b, s] tokens, padded on the left, and 1 for those that are not padding.
+        images: the images of each prompt.
+        ids, mask: [b, s] left-padded tokens, and a mask that is 0 at padding.
         cache: receives the keys and values.
 
     Returns:
-        [b, 1] the difference between the position of a later token and the number of tokens before
-        it.
+        The offset [b, 1] of a later token's position from the number of tokens before it.
     """
     model = causal.model
     merge = causal.config.vision_config.spatial_merge_size
@@ -59,8 +58,9 @@ def read_images(
 def _positions(
     tokens: ImageTokens, images: Sequence[PromptImages], ids: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the positions [3, b, s] of the tokens on three axes, True at places of images [b, s],
-    and what `read_images` returns."""
+    """Return the tokens' positions on three axes [3, b, s], a mask that is True at image
+    placeholders [b, s], and the offset that `read_images` returns.
+    """
     positions = (mask.cumsum(-1) - 1).clamp(min=0).repeat(3, 1, 1)
     places = torch.zeros_like(mask, dtype=torch.bool)
     deltas = torch.zeros_like(mask[:, :1])

@@ -3,7 +3,7 @@ server's process.
 
 SGLang sends a list [log-prob, token, text] for each token
 (sglang/srt/managers/tokenizer_manager.py:2860), about 30 bytes of JSON and five Python objects.
-Packed, it takes four bytes before base64.
+Packed, each token takes four bytes before base64 encoding.
 """
 
 from __future__ import annotations

@@ -135,11 +135,11 @@ def core_binding(ranks: int, cores: list[int]) -> str:
 
 
 def unused_model_files(model_path: str, drafts: bool = False) -> list[str]:
-    """Return the names of all SGLang model files except the one for this model's architecture, and
-    with `drafts` the one for its head; an empty list if the architecture is not in `MODEL_FILES`.
+    """Return the names of all SGLang model files except the one for this model's architecture and,
+    with `drafts`, the one for its head. Empty if the architecture is not in `MODEL_FILES`.
 
     SGLang imports every model file to find one class (sglang/srt/models/registry.py:118), which
-    takes about a CPU second per start. It skips those listed in SGLANG_DISABLED_MODEL_ARCHS.
+    takes about one CPU second per start. It skips those listed in SGLANG_DISABLED_MODEL_ARCHS.
     """
     package = importlib.util.find_spec("sglang")
     if package is None or not package.submodule_search_locations:
@@ -157,7 +157,8 @@ def unused_model_files(model_path: str, drafts: bool = False) -> list[str]:
 
 def config_changes(model_path: str) -> dict[str, Any]:
     """Return the fields of config.json that SGLang reads under other names than transformers.
-    Without them it would compute another model."""
+    Without them, SGLang would compute a different model.
+    """
     config = _read_config(model_path)
     kind = config.get("model_type")
     if kind == "ernie4_5":

@@ -29,8 +29,9 @@ _target: torch.nn.Module | None = None  # the model of a message that the draft 
 
 
 class WithDraft(torch.nn.Module):
-    """A model and the one that drafts with its multi-token-prediction head, as one receiver of
-    weights. They share the embedding and the output layer."""
+    """A model and its draft model (the multi-token-prediction head), combined to receive weights
+    together. Both share one embedding and one output layer.
+    """
 
     def __init__(self, served: torch.nn.Module, draft: torch.nn.Module) -> None:
         super().__init__()
@@ -38,13 +39,13 @@ class WithDraft(torch.nn.Module):
         self.draft = draft
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Pass all weights to both loaders, of which each takes its own."""
+        """Pass all weights to both loaders; each loads only those of its own model."""
         given = list(weights)
         for model in (self.served, self.draft):
             model.load_weights(iter(given))  # type: ignore[operator]
 
     def post_load_weights(self) -> None:
-        """Recompute what both derive from their weights."""
+        """Recompute the tensors that both models derive from their weights."""
         for model in (self.served, self.draft):
             recompute_derived_weights(model)
 
@@ -110,8 +111,9 @@ def _stages() -> int:
 
 
 def _rank_in_engine() -> int:
-    """Return this rank's number in the engine, counted stage by stage as SGLang does
-    (sglang/srt/runtime_context.py:95, spawn_world_rank)."""
+    """Return this rank's index within the engine, counted stage by stage as SGLang does
+    (sglang/srt/runtime_context.py:95, spawn_world_rank).
+    """
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()

@@ -48,7 +48,7 @@ class ConsoleTracker:
         )
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Do nothing, because printed lines stay."""
+        """Do nothing, because printed lines cannot be removed."""
 
     def close(self) -> None:
         """Do nothing, because there is no open file."""

@@ -1,4 +1,4 @@
-"""The pages about samples: search, a group, a prompt over the steps, one conversation."""
+"""The pages about samples: search results, a group, a prompt over all steps, and a conversation."""
 
 from __future__ import annotations
 

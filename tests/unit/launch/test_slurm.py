@@ -52,7 +52,7 @@ def test_a_machine_without_a_slurm_gets_one_line(
     """Slurm's library prints four lines there."""
     lines = "fetch_config: DNS SRV lookup failed\nfatal: Could not establish a configuration source"
     fake(tmp_path, monkeypatch, f"echo '{lines}' >&2; exit 1")
-    with pytest.raises(ResourceError, match=r"^squeue finds no slurm\.conf .*SLURM_CONF$"):
+    with pytest.raises(ResourceError, match=r"^squeue found no slurm\.conf .*SLURM_CONF$"):
         slurm.status("7", tmp_path)
 
 

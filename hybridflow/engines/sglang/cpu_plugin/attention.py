@@ -6,8 +6,8 @@ Upstream loops over the sequences of a batch in Python, in every layer
 `_run_sdpa_forward_decode`). With a hundred short sequences that loop takes most of an engine's
 time. Here sequences of similar length are padded into one block and computed in one call. Other
 cases (cross attention, a separate cache for sliding windows, other cache dtypes, very long
-sequences) are left to upstream, which has no attention sinks (gpt-oss); these are always computed
-here.
+sequences) are left to upstream. Attention sinks (gpt-oss) are always computed here, because
+upstream does not support them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BatchedAttention(TorchNativeAttnBackend):
     def forward_extend(
         self, *batch: Any, sinks: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
-        """Compute attention of new tokens. `sinks` has one logit per head."""
+        """Compute attention for new tokens. `sinks` contains one logit per head."""
         self._sinks = sinks
         with verifying(batch[4]):
             return super().forward_extend(*batch, **options)
@@ -54,7 +54,7 @@ class BatchedAttention(TorchNativeAttnBackend):
     def forward_decode(
         self, *batch: Any, sinks: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
-        """Compute attention of one new token per sequence. `sinks` has one logit per head."""
+        """Compute attention for one new token per sequence. `sinks` contains one logit per head."""
         self._sinks = sinks
         return super().forward_decode(*batch, **options)
 
@@ -173,9 +173,9 @@ def use_absorbed_latents() -> None:
     """Make latent attention (DeepSeek) use the absorbed form for prompts too: a single key head of
     width latent + rotary, whose first columns are the values.
 
-    For an unknown backend SGLang uses the rule of "triton"
+    For an unknown backend, SGLang applies the rule for "triton"
     (deepseek_common/attention_backend_handler.py:56), which passes the keys and values of all heads
-    as arguments for a prompt without cached prefix. "torch_native" ignores them and reads the
+    as arguments for a prompt without a cached prefix. "torch_native" ignores them and reads the
     cache, which contains latents.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry

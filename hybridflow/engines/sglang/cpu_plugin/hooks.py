@@ -64,7 +64,9 @@ def _is_fork_server() -> bool:
 
 
 def register_models() -> None:
-    """Register the hooks of the model that this process serves. Applying them imports its file."""
+    """Register the hooks for the model that this process serves. Applying a hook imports the
+    model's file.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, hook, kind in models.hooks():
@@ -87,7 +89,7 @@ def keep_loads_in_folder() -> None:
     folder.
 
     SGLang never removes it (sglang/srt/managers/load_snapshot.py:299). The guard removes files that
-    it has seen mapped, but not those of a scheduler that fails first.
+    it has seen mapped, but not the files of a scheduler that fails before then.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -97,7 +99,7 @@ def keep_loads_in_folder() -> None:
 
 
 def load_file(instance: str) -> str:
-    """Return the path of an engine's load file."""
+    """Return the path of the file in which an engine's schedulers publish their load."""
     return f"{tempfile.gettempdir()}/loads-{instance}"
 
 
@@ -155,8 +157,9 @@ def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def no_slot_copies(pool: Any) -> None:
-    """Leave out the triton kernel that moves cache slots, which drafts in chains never need
-    (mem_cache/memory_pool.py:2375)."""
+    """Skip the triton kernel that moves cache slots, which chains of drafted tokens never need
+    (mem_cache/memory_pool.py:2375).
+    """
     pool._kv_copy_config = None
 
 

@@ -12,7 +12,7 @@ _MODELS = "sglang.srt.models"
 def hooks() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Yield (target, hook, name of the `HookType`) for the models that this process may serve.
 
-    A hook imports its model's file, so files that the server skips get none
+    A hook imports its model's file, so models whose files the server skips get no hook
     (`server.unused_model_files`).
     """
     skipped = os.environ.get("SGLANG_DISABLED_MODEL_ARCHS", "").split(",")
@@ -40,7 +40,8 @@ def keep_dtype_of_sinks(_: Any, attention: Any, *__: Any, **___: Any) -> None:
 
 
 def normalise_heads(norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
-    """Apply MiniMax-M2's norms across all query and all key heads, of which this rank has a share.
+    """Apply MiniMax-M2's norms across all query heads and all key heads, which are sharded across
+    ranks.
 
     Replaces two CUDA kernels (sglang/srt/models/minimax_m2.py:437). The ranks exchange sums of
     squares.
@@ -70,20 +71,23 @@ def flatten_expert_bias(_: Any, block: Any, *__: Any, **___: Any) -> None:
 
 
 def gate_shared(hidden: Any, gate: Any, shared: Any) -> Any:
-    """Return Qwen2-MoE's shared expert's output, scaled by its gate. Replaces a Triton kernel
-    (sglang/kernels/ops/elementwise/elementwise.py:253)."""
+    """Return the output of Qwen2-MoE's shared expert, scaled by its gate. Replaces a Triton kernel
+    (sglang/kernels/ops/elementwise/elementwise.py:253).
+    """
     return (hidden.float() @ gate.float()).sigmoid()[:, None].to(shared.dtype) * shared
 
 
 def add_gated_shared(hidden: Any, gate: Any, shared: Any, total: Any) -> None:
-    """Add Qwen2-MoE's shared expert's output, scaled by its gate, to the routed experts'. Replaces
-    a Triton kernel."""
+    """Add the gated output of Qwen2-MoE's shared expert to that of the routed experts. Replaces a
+    Triton kernel.
+    """
     total += gate_shared(hidden, gate, shared)
 
 
 def share_ends(draft: Any, embedding: Any, head: Any) -> None:
-    """Let a draft use the embedding and the output layer of its model. Leaves out CUDA's
-    synchronisation (sglang/srt/models/glm4_moe.py:1253)."""
+    """Make a draft model share the embedding and the output layer of the main model. Skips the CUDA
+    synchronisation (sglang/srt/models/glm4_moe.py:1253).
+    """
     del draft.model.embed_tokens.weight
     del draft.lm_head.weight
     draft.model.embed_tokens.weight = embedding

@@ -60,8 +60,8 @@ class Block:
             k_cache, v_cache: `[slots, kv heads, width]`; the values' width may differ from the
                 keys' (latent attention).
             scaling: factor applied to the scores; None for 1 / sqrt(width).
-            sinks: `[heads]` a logit that takes part in the softmax of each head and adds no value
-                (gpt-oss).
+            sinks: `[heads]` a logit per head that is included in the softmax but contributes no
+                value (gpt-oss).
         """
         n, t = self.shape
         heads = query.shape[1]
@@ -109,8 +109,8 @@ def _attention_with_sinks(
     sinks: torch.Tensor,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return the attention output `[n, kv heads, queries, width]` in steps of a bounded number of
-    scores.
+    """Return the attention output `[n, kv heads, queries, width]`, computed in steps with a bounded
+    number of scores each.
 
     Args:
         q: `[n, kv heads, queries, width]`.
@@ -162,7 +162,8 @@ def make_blocks(
     """Build the blocks of a batch in which sequence i has `lengths[i]` keys and its queries are the
     last `queries[i]` positions.
 
-    A query attends to its own key and all keys before it, or only `window` of those before it.
+    A query attends to its own key and to all earlier keys, or to only the last `window` of the
+    earlier keys.
     """
     starts = torch.tensor([0, *queries]).cumsum(0)
     blocks = []

@@ -29,7 +29,7 @@ class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """Return True for drafts of a model's own head (`speculation`)."""
+        """Return True for drafting with the model's own head (`speculation`)."""
         return algorithm == "EAGLE"
 
     def is_pin_memory_available(self, device: Any = None) -> bool:

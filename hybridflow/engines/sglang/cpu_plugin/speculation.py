@@ -1,9 +1,9 @@
 """Drafting with a multi-token-prediction head (SGLang's EAGLE worker) in torch. Imported only
 inside SGLang processes.
 
-Upstream has these functions for CUDA, in triton and in sgl_kernel. Each draft is a chain (top-k 1):
-one token per step, of which a pass of the model verifies all. Shapes: b requests, d = steps + 1
-tokens verified for each (the last accepted token and the draft), v vocabulary.
+Upstream has these functions for CUDA, in triton and in sgl_kernel. Each draft is a chain (top-k 1)
+with one token per step; a single pass of the model verifies all of its tokens. Shapes: b requests,
+d = steps + 1 tokens verified per request (the last accepted token and the draft), v vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def install(create: Any) -> None:
-    """Replace upstream's kernels in this process. `create(runner)` makes an attention backend."""
+    """Replace upstream's kernels in this process. `create(runner)` creates an attention backend."""
     from sglang.kernels.ops.speculative import cache_locs
     from sglang.srt.mem_cache import allocation
     from sglang.srt.speculative import draft_utils, eagle_utils, eagle_worker_common
@@ -40,8 +40,9 @@ def install(create: Any) -> None:
 
 
 class DraftSteps:
-    """The attention backends of a draft's steps after its first token. Each step attends to one
-    token more than the one before."""
+    """The attention backends for a draft's steps after its first token. Each step attends to one
+    more token than the previous step.
+    """
 
     def __init__(self, create: Any, runner: Any, steps: int) -> None:
         self.attn_backends = [create(runner) for _ in range(steps)]
@@ -56,7 +57,9 @@ class DraftSteps:
 
 @contextmanager
 def verifying(forward_batch: Any) -> Iterator[None]:
-    """Describe the drafts that a pass verifies as new tokens of their requests."""
+    """Context manager: inside the block, `forward_batch` describes the drafts to verify as new
+    tokens of their requests.
+    """
     if not forward_batch.forward_mode.is_target_verify():
         yield
         return
@@ -115,7 +118,7 @@ def assign_slots(
     slots: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """Note the cache slots of each request's next tokens in its row of the table."""
+    """Write the cache slots of each request's next tokens to the request's row of the table."""
     first = 0
     for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
         table[row, start:end] = slots[first : first + end - start].to(table.dtype)
@@ -144,10 +147,11 @@ def build_chain(
     count: int,
     mask_mode: Any,
 ) -> None:
-    """Describe a chain: each token's only child is the next one. The attention is causal and reads
-    no mask."""
+    """Describe each draft as a chain, in which every token's only child is the next token. No mask
+    is built, because the attention is causal.
+    """
     if topk != 1:
-        raise NotImplementedError("drafts are chains on CPU: set speculative-eagle-topk to 1")
+        raise NotImplementedError("drafts on CPU must be chains: set speculative-eagle-topk to 1")
     steps_of = torch.arange(count)
     positions.copy_((lengths.long()[:, None] + steps_of).reshape(-1))
     index.copy_(torch.arange(index.numel()).view(index.shape))
@@ -165,7 +169,7 @@ def verify_greedy(
     target_predict: torch.Tensor,
     topk: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Accept the drafted tokens up to the first that is not the most likely one."""
+    """Accept the drafted tokens before the first one that is not the model's most likely token."""
     right = (candidates[:, 1:] == target_predict[:, :-1]).long().cumprod(1).sum(1)
     _accept(predicts, accept_index, accept_token_num, right, target_predict)
     return predicts, accept_index, accept_token_num
@@ -182,10 +186,12 @@ def verify_sampled(
     target_probs: torch.Tensor,
     **_: Any,
 ) -> None:
-    """Accept a drafted token with the model's probability of it. Where one is rejected, sample from
-    the other tokens; after the last, from all.
+    """Accept each drafted token with the probability that the model assigns to it. After a
+    rejection, sample from the other tokens; if all are accepted, sample the next token from the
+    whole vocabulary.
 
-    The tokens are then samples of the model, whatever was drafted. `target_probs` is [b, d, v].
+    The resulting tokens follow the model's distribution, whatever was drafted. `target_probs` is
+    [b, d, v].
     """
     drafted = candidates[:, 1:].long()
     chances = target_probs[:, :-1].gather(2, drafted[..., None])[..., 0]
@@ -210,8 +216,9 @@ def _accept(
     right: torch.Tensor,
     tokens: torch.Tensor,
 ) -> None:
-    """Write what is accepted: `right` [b] drafted tokens and one more; `tokens` [b, d] follow each
-    verified token."""
+    """Write the accepted tokens: the first `right` [b] drafted tokens and one more. `tokens` [b, d]
+    are the tokens that follow each verified token.
+    """
     count, width = tokens.shape
     kept = torch.arange(width) <= right[:, None]
     places = torch.arange(count * width).view(count, width)
