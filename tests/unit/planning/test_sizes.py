@@ -183,6 +183,22 @@ def test_heads_that_are_trained_next_to_the_model_cost_an_update_and_no_scoring(
     assert 1 / 61 < share < 3 / 61
 
 
+def test_an_engine_that_drafts_holds_the_head_and_its_cache() -> None:
+    hf: dict[str, Any] = published("deepseek-v3")
+    shape = EngineShape(16, expert=16)
+    plain, drafting = (
+        Engine(decoder_of(hf, mtp=mtp), shape, DEVICES["H200"]) for mtp in (False, True)
+    )
+    assert plain.draft.total == 0
+    assert drafting.numbers == plain.numbers
+    # a layer has 256 experts of 3 matrices, 16 on a rank; the projection is whole on every rank
+    assert drafting.draft.expert == 16 * 3 * 7168 * 2048
+    assert drafting.draft.dense > 2 * 7168 * 7168
+    assert drafting.weights - plain.weights == 2 * drafting.draft.total
+    assert drafting.kv_token / plain.kv_token == 62 / 61
+    assert 0 < drafting.kv_room < plain.kv_room
+
+
 def test_a_delta_net_costs_the_same_at_every_length() -> None:
     hf = FAMILIES["qwen3_next"]
     decoder = decoder_of(hf)
