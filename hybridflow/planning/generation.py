@@ -117,13 +117,25 @@ class Engine:
 
     @cached_property
     def kv_token(self) -> float:
-        """Bytes per token in a rank's KV cache, including that of the heads it drafts with."""
-        attention = self.shape.tensor // self.shape.data_attention
-        latent = isinstance(self.decoder.attention(0), LatentAttention)
-        groups = 1 if latent else min(attention, self.decoder.groups)
+        """Bytes per token in a rank's KV cache, including that of the heads it drafts with. Layers
+        with windows have all tokens too."""
         elements = sum(layer.kv for layer in self._layers) / self.shape.pipeline
         elements += sum(layer.kv for layer in head_shapes(self.decoder))
-        return elements / groups * self.kv_item
+        return elements * self._kv_element
+
+    def kv_read(self, context: float) -> float:
+        """Return the bytes of the cache that a rank reads for the next token of a request."""
+        read = 0.0
+        for layer in self._layers:
+            read += layer.kv * min(context, layer.window or context)
+        return read / self.shape.pipeline * self._kv_element
+
+    @property
+    def _kv_element(self) -> float:
+        """A rank's share of an element of the cache, in bytes."""
+        attention = self.shape.tensor // self.shape.data_attention
+        latent = isinstance(self.decoder.attention(0), LatentAttention)
+        return self.kv_item / (1 if latent else min(attention, self.decoder.groups))
 
     @cached_property
     def state_request(self) -> float:
@@ -163,7 +175,7 @@ class Engine:
         visited = 1 - (1 - topk / experts) ** running if experts else 1.0
         read = (self.numbers.dense + self.numbers.expert * visited) * self.item
         # every state is read and written
-        each = context * self.kv_token + 2 * self.state_request
+        each = self.kv_read(context) + 2 * self.state_request
         cached = running / shape.data_attention * each
         flops = self._flops * running / self.ranks / (device.peak(False) * c.gemm)
         wide = shape.tensor > device.domain
