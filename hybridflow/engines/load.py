@@ -42,8 +42,9 @@ class ReportsLoad(Protocol):
         """
 
     def take_drafts(self) -> dict[str, float]:
-        """Return the accepted fraction of drafted tokens and the mean number of tokens per pass of
-        the model, over the same requests; empty if the engine does not draft.
+        """Return the accepted fraction of drafted tokens, in total and by their depth in a draft,
+        and the mean number of tokens per pass of the model, over the same requests; empty if the
+        engine does not draft.
         """
 
 

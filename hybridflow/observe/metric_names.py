@@ -210,8 +210,10 @@ engine/kv_use/max | share | maximum share in use
 engine/prefix_hits | share | prompt tokens found in the prefix cache, over the finished requests
 engine/accepted_drafts | share | drafted tokens that the model accepted, with rollout.speculative;
   over the requests that ended
-engine/tokens_per_pass | tokens | from each pass that verifies a draft: the accepted ones and one
-  more
+engine/accepted_drafts/depth_K | share | passes that accepted the K-th token of their draft, and
+  hence those before it; if rollout.speculative.num_steps is more than 1
+engine/tokens_per_pass | tokens | mean accepted length: tokens from each pass that verifies a draft,
+  the accepted ones and one more
 """,
     "reward": """
 reward_extra/NAME/SPREAD | the reward's | a number that the reward returns in addition to

@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridflow.config.role_table import CRITICS
 from hybridflow.observe.charts import Chart, Point, Series
+from hybridflow.observe.head_charts import head_charts
 from hybridflow.observe.run_folder import RunFolder
 
 EXPECTED_METRICS: dict[str, tuple[str, ...]] = {
@@ -132,6 +133,7 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
                 _routes(run),
             ],
         ),
+        ("Prediction heads", head_charts(run)),
         (
             "Time",
             [

@@ -16,7 +16,7 @@ from hybridflow.models.layout import LocalTensor
 from hybridflow.models.mla import LatentAttention
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
-from hybridflow.planning.sizes import LayerShape, Numbers, layer_shapes
+from hybridflow.planning.sizes import LayerShape, Numbers, head_shapes, layer_shapes
 from hybridflow.reshard.engine_layouts import EngineRank, EngineShape
 
 SPREAD = 1.0  # standard deviation of log response length; p99 is ten times the median
@@ -59,6 +59,7 @@ class Engine:
     """An engine; all engines of a job are identical.
 
     Attributes:
+        decoder: the model; with its multi-token-prediction heads if the engine drafts with them.
         item: bytes per weight.
         kv_item: bytes per element of the KV cache.
         running: maximum number of concurrent requests.
@@ -87,7 +88,8 @@ class Engine:
 
     @cached_property
     def numbers(self) -> Numbers:
-        """Number of weights on the largest rank, derived from the layout used for weight syncs."""
+        """Number of the model's weights on the largest rank, derived from the layout used for
+        weight syncs."""
         most = Numbers()
         share = self.decoder.num_layers // self.shape.pipeline
         for stage in {0, self.shape.pipeline - 1}:
@@ -103,17 +105,37 @@ class Engine:
         return most
 
     @cached_property
+    def draft(self) -> Numbers:
+        """Number of weights that a rank has to draft with the model's heads."""
+        last = EngineRank(self.decoder, self.shape, self.ranks - 1)
+        return _numbers(last.draft())
+
+    @cached_property
     def weights(self) -> float:
         """Bytes of weights on the largest rank."""
-        return self.numbers.total * self.item
+        return (self.numbers.total + self.draft.total) * self.item
 
     @cached_property
     def kv_token(self) -> float:
-        """Bytes per token in a rank's KV cache."""
+        """Bytes per token in a rank's KV cache, including that of the heads it drafts with. Layers
+        with windows have all tokens too."""
+        elements = sum(layer.kv for layer in self._layers) / self.shape.pipeline
+        elements += sum(layer.kv for layer in head_shapes(self.decoder))
+        return elements * self._kv_element
+
+    def kv_read(self, context: float) -> float:
+        """Return the bytes of the cache that a rank reads for the next token of a request."""
+        read = 0.0
+        for layer in self._layers:
+            read += layer.kv * min(context, layer.window or context)
+        return read / self.shape.pipeline * self._kv_element
+
+    @property
+    def _kv_element(self) -> float:
+        """A rank's share of an element of the cache, in bytes."""
         attention = self.shape.tensor // self.shape.data_attention
         latent = isinstance(self.decoder.attention(0), LatentAttention)
-        groups = 1 if latent else min(attention, self.decoder.groups)
-        return sum(layer.kv for layer in self._layers) / self.shape.pipeline / groups * self.kv_item
+        return self.kv_item / (1 if latent else min(attention, self.decoder.groups))
 
     @cached_property
     def state_request(self) -> float:
@@ -153,7 +175,7 @@ class Engine:
         visited = 1 - (1 - topk / experts) ** running if experts else 1.0
         read = (self.numbers.dense + self.numbers.expert * visited) * self.item
         # every state is read and written
-        each = context * self.kv_token + 2 * self.state_request
+        each = self.kv_read(context) + 2 * self.state_request
         cached = running / shape.data_attention * each
         flops = self._flops * running / self.ranks / (device.peak(False) * c.gemm)
         wide = shape.tensor > device.domain

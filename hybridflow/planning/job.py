@@ -152,7 +152,7 @@ def job_of(
     rollout = config.rollout
     data = config.data
     engine = Engine(
-        decoder_of(sizes),
+        decoder_of(sizes, mtp=rollout.speculative.method == "mtp"),
         EngineShape(
             rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline
         ),

@@ -72,19 +72,23 @@ def chunk_layers(decoder: Decoder, at: Coordinates) -> range:
 
 
 @functools.lru_cache(maxsize=64)
-def layer_kinds(decoder: Decoder) -> tuple[tuple[int, ...], tuple[tuple[Block, Block], ...]]:
-    """Return (kind of each layer, (attention, MLP) of each kind)."""
-    numbers: dict[tuple[Block, Block], int] = {}
-    of = (
-        numbers.setdefault((decoder.attention(n), decoder.mlp(n)), len(numbers))
-        for n in range(decoder.num_layers)
-    )
-    return tuple(of), tuple(numbers)
+def layer_kinds(
+    decoder: Decoder,
+) -> tuple[tuple[int, ...], tuple[tuple[Block, Block], ...], tuple[int, ...]]:
+    """Return (kind of each layer, (attention, MLP) of each kind, window of each kind)."""
+    numbers: dict[tuple[Block, Block, int], int] = {}
+    of = []
+    for layer in range(decoder.num_layers):
+        window = decoder.windows[layer] if decoder.windows else 0
+        kind = (decoder.attention(layer), decoder.mlp(layer), window)
+        of.append(numbers.setdefault(kind, len(numbers)))
+    blocks = tuple((attention, mlp) for attention, mlp, _ in numbers)
+    return tuple(of), blocks, tuple(window for *_, window in numbers)
 
 
 def _stage_kinds(decoder: Decoder, at: Coordinates) -> Counter[int]:
     """Count the layers of each kind in the pipeline stage at `at`, over all its virtual stages."""
-    kinds, _ = layer_kinds(decoder)
+    kinds, _, _ = layer_kinds(decoder)
     return Counter(
         kinds[layer] for chunk in at.virtual_stages() for layer in chunk_layers(decoder, chunk)
     )
@@ -106,7 +110,7 @@ def stage_numbers(decoder: Decoder, at: Coordinates, scalar_head: bool = False) 
     """
     total = Numbers()
     cut = _cut(at)
-    _, blocks = layer_kinds(decoder)
+    _, blocks, _ = layer_kinds(decoder)
     for kind, count in _stage_kinds(decoder, at).items():
         attention, mlp = blocks[kind]
         each = block_numbers(attention, cut) + block_numbers(mlp, cut)
@@ -134,7 +138,7 @@ def adapter_numbers(decoder: Decoder, at: Coordinates, lora: LoraConfig) -> Adap
     """Count the adapters of the pipeline stage at `at`, over all its virtual stages."""
     factors = adapted = Numbers()
     cut = _cut(at)
-    _, blocks = layer_kinds(decoder)
+    _, blocks, _ = layer_kinds(decoder)
     for kind, count in _stage_kinds(decoder, at).items():
         for local in (one for block in blocks[kind] for one in block.local("", "", cut)):
             if is_adapted(local, lora.targets):
@@ -218,6 +222,7 @@ class LayerShape:
     Attributes:
         attention, mlp: matrix products.
         core: forward operations per query-key pair.
+        window: number of tokens that a query attends to; 0 for all before it.
         kv: elements in the KV cache.
         state: elements of a delta net's state per request (not per token), in float32.
         heads: activations divided by tensor parallelism: queries, keys, values and the attention
@@ -244,6 +249,12 @@ class LayerShape:
     routed_ffn: int
     experts: int
     topk: int
+    window: int = 0
+
+    def pairs(self, length: float) -> float:
+        """Return the mean number of keys that a token of a sequence attends to."""
+        window = min(self.window or length, length)
+        return window - window * window / (2 * length)
 
 
 def layer_shapes(decoder: Decoder) -> list[LayerShape]:
@@ -275,8 +286,10 @@ def embedding_copy(decoder: Decoder, at: Coordinates) -> Numbers:
 def _kind_shapes(decoder: Decoder) -> list[LayerShape]:
     topk = int(decoder.values.get("num_experts_per_tok") or 0)
     found: list[LayerShape] = []
-    for attention, mlp in layer_kinds(decoder)[1]:
-        found.append(layer_shape(attention, mlp, decoder.hidden, topk))
+    _, blocks, windows = layer_kinds(decoder)
+    for (attention, mlp), window in zip(blocks, windows, strict=True):
+        shape = layer_shape(attention, mlp, decoder.hidden, topk)
+        found.append(replace(shape, window=window))
     return found
 
 

@@ -355,7 +355,7 @@ class Training:
         routed = self._product_seconds(
             [p for p in layer.mlp if p.is_expert], mine, layer.topk, layer.experts
         )
-        pairs = mine * length / 2  # causal
+        pairs = mine * layer.pairs(length)
         core = layer.core / cut.tensor * pairs / (device.peak(False) * c.attention)
         moved = self.layer_activations(layer, micro_tokens, everything=True) / (
             device.memory_gbs * 1e9 * c.memory
@@ -549,9 +549,10 @@ class Training:
 
     def flops(self, tokens: float, length: float) -> float:
         """Return the number of operations in the whole model's forward and backward pass over
-        `tokens` tokens (causal attention, no recomputation)."""
+        `tokens` tokens (causal attention, with the layers' windows; no recomputation)."""
         each = sum(
-            sum(one.flops for one in (*layer.attention, *layer.mlp)) + layer.core * length / 2
+            sum(one.flops for one in (*layer.attention, *layer.mlp))
+            + layer.core * layer.pairs(length)
             for layer in (*layer_shapes(self.decoder), *self.heads)
         )
         head = 0 if self.scalar_head else 2 * self.decoder.vocab_size * self.decoder.hidden

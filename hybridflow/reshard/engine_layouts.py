@@ -304,6 +304,26 @@ class EngineRank:
             )
         return tensors
 
+    def draft(self) -> list[LocalTensor]:
+        """Return the buffers of the model that drafts with the decoder's multi-token-prediction
+        heads, on the last stage. It shares embedding and output layer with the decoder's."""
+        decoder = self.decoder
+        if self.stage < self.shape.pipeline - 1:
+            return []
+        tensors: list[LocalTensor] = []
+        for head in range(decoder.num_mtp):
+            names = decoder.head_names(head)
+            own = [_whole(f"{name}.weight", (decoder.hidden,)) for name in names.norms]
+            projection = (decoder.hidden, 2 * decoder.hidden)
+            own.append(_whole(f"{names.projection}.weight", projection))
+            layer = decoder.num_layers + head
+            inner = [*self._attention(names.layer, layer), *self._mlp(names.layer, layer)]
+            for target, locals_ in (("model.", own), ("model.decoder.", inner)):
+                for local in locals_:
+                    name = local.name.removeprefix(names.layer)
+                    tensors.append(replace(local, name=f"draft.{target}{name}"))
+        return tensors
+
     def _vocab(self, name: str, source: str, rank: int, size: int) -> LocalTensor:
         vocab = self.decoder.vocab_size
         hidden = self.decoder.hidden

@@ -139,6 +139,10 @@ class SftTrainer(SupervisedTrainer):
     load = PolicyWorker.load
     train = PolicyWorker.sft_step
 
+    def also(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of the prediction heads, which are trained along (`actor.mtp`)."""
+        return {name: value for name, value in means.items() if name.startswith("actor/mtp/")}
+
 
 class RewardTrainer(SupervisedTrainer):
     """Trains the reward model on preference pairs. `fit` saves a checkpoint at the end."""

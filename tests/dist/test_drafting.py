@@ -4,6 +4,7 @@ model as one that does not."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
@@ -19,6 +20,10 @@ from hybridflow.engines.sglang.engine import SglangEngine
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.models import family_of
 from hybridflow.models.weights import RandomWeights
+from hybridflow.planning.devices import DEVICES
+from hybridflow.planning.generation import Engine
+from hybridflow.planning.sizes import decoder_of
+from hybridflow.reshard.engine_layouts import EngineShape
 from tests.dist.harness.rounding import FACTOR
 from tests.dist.harness.sync_world import SyncWorld
 from tests.engine_weights import load_weights_from_disk, weights_checksum
@@ -27,6 +32,7 @@ from tests.models import FAMILIES
 pytestmark = pytest.mark.slow
 PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 60)), [9] * 25]
 STEPS = (0, 1, 3)
+CACHED = 1 << 18  # tokens: enough to see the size of a cache in a log that has GB with two decimals
 
 
 def write_model(folder: Path, name: str) -> Path:
@@ -68,7 +74,12 @@ def engines(
     folder = write_model(root / "model", request.param)
     found = {
         steps: SglangEngine(
-            EngineSpec(name=f"engine-{steps}", model_path=str(folder), draft_tokens=steps),
+            EngineSpec(
+                name=f"engine-{steps}",
+                model_path=str(folder),
+                draft_tokens=steps,
+                max_total_tokens=CACHED,
+            ),
             root / f"{steps}.log",
         )
         for steps in STEPS
@@ -102,6 +113,12 @@ def test_greedy_text_is_the_same(engines: dict[int, SglangEngine]) -> None:
         found = engines[steps].take_drafts()
         assert 0 < found["accepted_drafts"] < 1
         assert 1 < found["tokens_per_pass"] < 1 + steps
+        depths = [found.pop(f"accepted_drafts/depth_{k}", 0.0) for k in range(1, steps + 1)]
+        assert found.keys() == {"accepted_drafts", "tokens_per_pass"}
+        if steps > 1:
+            assert depths == sorted(depths, reverse=True) and depths[0] < 1
+            assert sum(depths) == pytest.approx(steps * found["accepted_drafts"])
+            assert sum(depths) == pytest.approx(found["tokens_per_pass"] - 1)
 
 
 @pytest.mark.full
@@ -119,11 +136,37 @@ def test_log_probs_of_sampled_tokens_are_those_of_the_model(
         np.testing.assert_allclose(one.log_probs, scored, atol=1e-4)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("steps", STEPS)
+def test_the_planner_counts_the_cache_that_an_engine_allocates(
+    engines: dict[int, SglangEngine], steps: int
+) -> None:
+    """The model's, and that of the head that drafts."""
+    engine = engines[steps]
+    line = r"KV Cache is allocated\..*#tokens: (\d+),(.*)"
+    logged = re.findall(line, Path(engine.log_path).read_text())
+    sizes = [float(size) for _, one in logged for size in re.findall(r"size: ([0-9.]+) GB", one)]
+    assert len(logged) == (2 if steps else 1)
+    [tokens] = {int(number) for number, _ in logged}  # fewer than asked for if memory is short
+    hf = json.loads((Path(engine.spec.model_path) / "config.json").read_text())
+    planned, alone = (
+        Engine(decoder_of(hf, mtp=mtp), EngineShape(), DEVICES["H100"], kv_item=4).kv_token
+        for mtp in (steps > 0, False)
+    )
+    rounding = 0.005 * len(sizes) + 1e-4
+    assert planned * tokens / 2**30 == pytest.approx(sum(sizes), abs=rounding)
+    assert (planned > alone) == (steps > 0)
+    if steps:
+        assert (planned - alone) * tokens / 2**30 > rounding
+
+
 def test_syncs_bring_the_head_as_a_cold_start_does(tmp_path: Path) -> None:
     """From two pipeline stages, of which the last one has the head, to an engine of two ranks. Both
-    of its models are in the checksum."""
+    of its models are in the checksum, and the planner counts the bytes of both."""
+    hf = {**FAMILIES["glm4_moe"], "num_nextn_predict_layers": 1, "vocab_size": 384}
+    planned = Engine(decoder_of(hf, mtp=True), EngineShape(2), DEVICES["H100"], item=4)
     world = SyncWorld(
-        {**FAMILIES["glm4_moe"], "num_nextn_predict_layers": 1},
+        hf,
         {"ranks": 2, "pipeline": 2},
         [{"tensor": 2, "speculative": SpeculativeConfig("mtp", 2)}],
         tmp_path,
@@ -133,7 +176,9 @@ def test_syncs_bring_the_head_as_a_cold_start_does(tmp_path: Path) -> None:
         client = world.client(0, 60.0)
         checksums = []
         for seed in (1, 2):
-            assert world.sync(world.train(seed)).stale == {}
+            report = world.sync(world.train(seed))
+            assert report.stale == {}
+            assert report.nbytes == 2 * planned.weights  # the vocabulary needs no padding
             checksums.append(weights_checksum(client))
             assert world.difference(0, seed) <= FACTOR
             load_weights_from_disk(client, str(world.exported(seed)))

@@ -18,7 +18,9 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.models import family_of
 from hybridflow.models.fp8 import FP8, BlockQuantisation
 from hybridflow.models.layout import ParallelShape
-from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
+from hybridflow.planning.devices import DEVICES
+from hybridflow.planning.generation import Engine
+from hybridflow.reshard.engine_layouts import EngineRank, EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import prove
@@ -245,6 +247,33 @@ def test_plans_reach_a_model_and_the_head_that_drafts_for_it(
         assert not any("embed_tokens" in name or "lm_head" in name for name in rank.names
                        if name.startswith("draft."))  # fmt: skip
     check_plans(decoder, catalog, ranks)
+
+
+@pytest.mark.parametrize("model", DRAFTING)
+def test_the_planner_counts_the_buffers_that_draft(
+    model: str, traces: dict[tuple[str, str], list[TracedLayout]]
+) -> None:
+    """By the hand-written layout, whose buffers have the names and the contents of SGLang's."""
+    hf = {**SYNCED[model], **ONE_HEAD}
+    decoder: Any = family_of(hf, mtp=True)
+    without: Any = family_of(hf)
+    shape = SHAPES["tp2"][0]
+    catalog = Catalog.of(decoder.tensors())
+    weights = cases.random_weights(decoder)
+    for rank, traced in enumerate(traces[model, "drafts"]):
+        written = RankLayout.of(
+            EngineRank(decoder, shape, rank).draft(), catalog.index(), "float32"
+        )
+        expected = contents(written, catalog, weights)
+        real = contents(traced.rank_layout(catalog), catalog, weights)
+        found = {name: values for name, values in real.items() if name.startswith("draft.")}
+        assert sorted(found) == sorted(expected)
+        for buffer, values in expected.items():
+            np.testing.assert_array_equal(found[buffer], values, err_msg=buffer)
+        planned = Engine(decoder, shape, DEVICES["H100"], item=4)
+        assert planned.draft.total == sum(values.size for values in found.values())
+        alone = Engine(without, shape, DEVICES["H100"], item=4)
+        assert planned.weights - alone.weights == sum(values.nbytes for values in found.values())
 
 
 def test_scales_that_an_engine_would_drop_are_found(

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dist.cases.families import LAYOUTS
+from tests.dist.harness.exact import wide
 from tests.dist.harness.ranks import run_ranks
+from tests.dist.harness.rounding import FACTOR
 from tests.models import ODD_FAMILIES
+from tests.unit.mcore.delta_recurrence import inputs, recurrent
 
 pytestmark = pytest.mark.slow
 BOUND = 1e-5
@@ -18,18 +22,56 @@ SHORT = [1, 2, 3, 5, 8, 13]
 LONG = [1, 2, 7, 8, 9, 31, 64, 65, 200, 1]
 
 
-def wrong(cases: list[list[Any]], folder: Path, lengths: list[int], timeout_s: float) -> list[str]:
-    """What differs from transformers, of all cases in one set of ranks."""
+def wrong(
+    cases: list[list[Any]],
+    folder: Path,
+    lengths: list[int],
+    timeout_s: float,
+    with_rounding: bool = False,
+) -> list[str]:
+    """What differs from transformers, of all cases in one set of ranks.
+
+    `with_rounding` bounds differences by the rounding of transformers' own float32 if it is larger.
+    On long rows it often is: of a delta net with random weights, half a unit in the last place of
+    the embeddings moves a log-prob by up to 2.8e-5, whatever the width of its heads.
+    """
     found = run_ranks(
         2,
         "tests.dist.cases.families:run_cases",
         cases=cases,
         folder=str(folder),
         lengths=lengths,
+        with_rounding=with_rounding,
         timeout_s=timeout_s,
     )[0]
     assert len(found) == len(cases)
-    return [str(one) for one in found for value in list(one.values())[1:] if not value < BOUND]
+    bad = []
+    for one in found:
+        rounding = one.get("rounding", {})
+        bad += [
+            str(one)
+            for name, value in one.items()
+            if name not in ("name", "rounding")
+            and not value < max(BOUND, FACTOR * rounding.get(name, 0.0))
+        ]
+    return bad
+
+
+def test_the_oracles_delta_nets_are_in_float64() -> None:
+    """transformers' rule by itself rounds to float32, whatever it is given."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    query, key, value, decay, beta = inputs(100, torch.float64)
+    expected = recurrent([query, key, value, decay, beta])
+    parts = {"query": query, "key": key, "value": value, "g": decay, "beta": beta}
+    named = {name: part[None] for name, part in parts.items()}
+
+    def rule() -> torch.Tensor:
+        out, _ = torch_chunk_gated_delta_rule(**named, use_qk_l2norm_in_kernel=True)
+        return out[0]
+
+    assert float((wide(rule)() - expected).abs().max()) < 1e-13
+    assert float((rule() - expected).abs().max()) > 1e-8
 
 
 def test_one_configuration_of_each_family_in_tensor_parallel_ranks(tmp_path: Path) -> None:
@@ -49,4 +91,4 @@ def test_every_configuration_in_every_layout(name: str, tmp_path: Path) -> None:
         for layout in LAYOUTS
         if layout != "EP2" or any("experts" in key for key in hf)
     ]
-    assert wrong(cases, tmp_path, LONG, 1500) == []
+    assert wrong(cases, tmp_path, LONG, 1500, with_rounding=True) == []

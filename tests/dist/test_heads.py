@@ -11,6 +11,8 @@ import torch
 
 from tests.dist.cases.heads import LAYOUTS
 from tests.dist.harness.ranks import run_ranks
+from tests.dist.harness.rounding import FACTOR
+from tests.models import FAMILIES
 
 pytestmark = pytest.mark.slow
 CASES = "tests.dist.cases.heads"
@@ -32,7 +34,8 @@ def differing(cases: list[list[Any]], folder: Path, timeout_s: float) -> list[st
         str(one)
         for one in found
         if one["targets"] != [0, 0]
-        or max(one["log_probs"], one["metric"], one["gradient"]) >= BOUND
+        or max(one["metric"], one["gradient"]) >= BOUND
+        or one["log_probs"] >= max(BOUND, FACTOR * one["rounding"])
     ]
 
 
@@ -51,7 +54,8 @@ def test_heads_compute_the_formula_in_every_layout(name: str, tmp_path: Path) ->
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
 def test_heads_of_hybrid_models_compute_the_formula(name: str, tmp_path: Path) -> None:
-    cases = [[name, 1, layout] for layout in LAYOUTS]
+    has_experts = "num_experts" in FAMILIES[name]
+    cases = [[name, 1, layout] for layout in LAYOUTS if has_experts or "EP2" not in layout]
     assert differing(cases, tmp_path, 900) == []
 
 

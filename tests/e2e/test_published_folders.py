@@ -143,19 +143,27 @@ def test_the_heads_of_a_folder_are_trained_and_exported(family: str, tmp_path: P
     assert "GRPO 2/2" in train(prepared(tmp_path), "first", *words)
     run = tmp_path / "runs" / "first"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    trained = [one for one in records if one["phase"] == "train"]
-    assert len(trained) == 2
+    trained = [one for one in records if one["phase"] in ("sft", "train")]
+    assert [one["phase"] for one in trained] == ["sft", "sft", "train", "train"]
     assert all(one["actor/mtp/loss"] > 0 and one["actor/mtp/grad_norm"] > 0 for one in trained)
     assert all(0 <= one["actor/mtp/accuracy"] <= 1 for one in trained)
     before, after = SafetensorsFolder(source), SafetensorsFolder(run / "export")
     assert before.names() == after.names()
     heads = sorted(name for name in after.names() if name.startswith("model.layers.2."))
     assert any(name.endswith("eh_proj.weight") for name in heads)
+    changes: dict[str, set[bool]] = {}  # of every tensor, or of all of an expert
     for name in heads:
         shape = after.form(name)[0]
         start = (0,) * len(shape)
         is_same = torch.equal(before.read(name, start, shape), after.read(name, start, shape))
-        assert is_same == name.endswith("e_score_correction_bias"), name
+        one = name.rsplit(".", 2)[0] if ".experts." in name else name
+        changes.setdefault(one, set()).add(not is_same)
+    # the router may have left out some experts, but not all; an expert is trained as a whole
+    experts = [changes.pop(one) for one in [*changes] if ".experts." in one]
+    assert len(experts) > 1 and {True} in experts
+    assert all(len(of_expert) == 1 for of_expert in experts)
+    for name, found in changes.items():
+        assert found == {not name.endswith("e_score_correction_bias")}, name
     words = (f"model.path={run / 'export'}", "sft=none", "trainer.total_steps=1", words[0])
     assert "GRPO 1/1" in train(tmp_path, "second", *words)
 

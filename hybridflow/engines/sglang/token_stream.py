@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ _REFUSED = 400  # statuses from this one upward mean that SGLang ended the reque
 # that token is dropped, and the earlier ones are valid
 # (managers/scheduler_components/batch_result_processor.py:1333)
 _OVERFLOW = "Sampling support exceeds"
-# what a response says of its drafts: verifying passes, drafted tokens, accepted ones
-_DRAFTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
+# a response's number of drafted tokens, and of passes that accepted 0, 1, 2, ... of a draft
+# (managers/tokenizer_manager.py:3171 and 3196)
+_DRAFTED = "spec_num_proposed_drafts"
+_ACCEPTED = "spec_correct_drafts_histogram"
 
 
 class SglangStreams(TokenStreams):
@@ -30,8 +33,9 @@ class SglangStreams(TokenStreams):
     # with --enable-metrics, which needs prometheus_client
     _prompt_tokens = 0
     _cached_tokens = 0
-    # of the same requests: verifying passes, drafted tokens and accepted ones
-    _drafts: tuple[int, ...] = (0, 0, 0)
+    # of the same requests: drafted tokens, and passes by how many tokens of a draft they accepted
+    _drafted = 0
+    _passes: Mapping[int, int] = MappingProxyType({})
 
     def take_prefix_hits(self) -> float | None:
         """Return the fraction of prompt tokens that were cached, over all requests since the last
@@ -44,19 +48,31 @@ class SglangStreams(TokenStreams):
     def take_drafts(self) -> dict[str, float]:
         """Return {accepted_drafts: share of the drafted tokens, tokens_per_pass: mean number of
         tokens that a verifying pass yields}, over all requests since the last call; empty without
-        drafts.
+        drafts. If drafts have several tokens, also `accepted_drafts/depth_K`, the share of passes
+        that accepted the K-th token of their draft and hence those before it.
         """
-        passes, drafted, accepted = self._drafts
-        self._drafts = (0, 0, 0)
-        if not passes:
+        drafted, self._drafted = self._drafted, 0
+        passes, self._passes = self._passes, {}
+        count = sum(passes.values())
+        if not count:
             return {}
-        return {"accepted_drafts": accepted / drafted, "tokens_per_pass": 1 + accepted / passes}
+        depths = range(1, drafted // count + 1)
+        accepted = [sum(n for most, n in passes.items() if most >= depth) for depth in depths]
+        found = {
+            "accepted_drafts": sum(accepted) / drafted,
+            "tokens_per_pass": 1 + sum(accepted) / count,
+        }
+        if len(depths) > 1:
+            for depth, number in zip(depths, accepted, strict=True):
+                found[f"accepted_drafts/depth_{depth}"] = number / count
+        return found
 
     def _count_drafts(self, meta: dict[str, Any]) -> None:
-        self._drafts = tuple(
-            before + int(meta.get(name) or 0)
-            for before, name in zip(self._drafts, _DRAFTS, strict=True)
-        )
+        self._drafted += int(meta.get(_DRAFTED) or 0)
+        passes = dict(self._passes)
+        for accepted, count in enumerate(meta.get(_ACCEPTED) or ()):
+            passes[accepted] = passes.get(accepted, 0) + int(count)
+        self._passes = passes
 
     def _body(self, asked: Asked, numbers: range) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.data.image_tokens import GRIDS, PIXELS
+from tests.dist.harness.exact import exact_layers
 from tests.dist.harness.policies import policy_of, share_of, weights_of
 from tests.models import IMAGE_TOKEN
 
@@ -29,7 +30,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 TEMPERATURE = 0.8
 
 
-def run_cases(cases: list[list[Any]], folder: str, lengths: list[int]) -> list[dict[str, Any]]:
+def run_cases(
+    cases: list[list[Any]], folder: str, lengths: list[int], with_rounding: bool = False
+) -> list[dict[str, Any]]:
     """On each rank: every case [name, config, layout, whether with a gradient] in order; what was
     measured, on the rank that collects."""
     from tests.dist.harness.worlds import Worlds
@@ -42,7 +45,10 @@ def run_cases(cases: list[list[Any]], folder: str, lengths: list[int]) -> list[d
             with worlds.world(ranks):
                 policy = policy_of({**LAYOUTS[layout], "distributed_optimizer": False}, hf)
                 batch = batch_of_lengths(lengths, hf["vocab_size"])
-                result = measure(policy, hf, Path(folder, str(number)), batch, with_gradient)
+                place = Path(folder, str(number))
+                result = measure(
+                    policy, hf, place, batch, with_gradient, with_rounding=with_rounding
+                )
             found.append({"name": f"{name}, {layout}", **result})
     worlds.finish()
     return found
@@ -69,8 +75,12 @@ def measure(
     batch: DataProto,
     with_gradient: bool,
     max_tokens: int = 4096,
+    with_rounding: bool = False,
 ) -> dict[str, Any]:
-    """The largest differences of log-probs, and of the gradient in units of the largest one."""
+    """The largest differences of log-probs, and of the gradient in units of the largest one.
+
+    With rounding, those of transformers in float32 too.
+    """
     from hybridflow.mcore.parallel import data_parallel_position
 
     found = policy.log_probs(
@@ -90,9 +100,15 @@ def measure(
     expected, model = _oracle(folder, batch)
     result = {"log_probs": float((ours - expected.detach()).abs().max())}
     result["missing in a checkpoint"] = _missing(policy)
-    if with_gradient:
-        (-expected.mean()).backward()
-        result["gradient"] = _gradient_difference(policy, batch, model, max_tokens)
+    gradient = _gradient(model, expected) if with_gradient else None
+    if gradient is not None:
+        result["gradient"] = _gradient_difference(policy, batch, gradient, max_tokens)
+    if with_rounding:
+        rounded, other = _oracle(folder, batch, torch.float32)
+        result["rounding"] = {"log_probs": float((rounded - expected).detach().abs().max())}
+        if gradient is not None:
+            found = _gradient(other, rounded)
+            result["rounding"]["gradient"] = _largest(found, gradient)
     return result
 
 
@@ -123,19 +139,23 @@ def _write(family: Any, hf: dict[str, Any], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(hf))
 
 
-def _oracle(folder: Path, batch: DataProto) -> tuple[torch.Tensor, Any]:
-    """Response log-probs by transformers in float64, one sequence at a time, and its model."""
+def _oracle(
+    folder: Path, batch: DataProto, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, Any]:
+    """Response log-probs by transformers, one sequence at a time, and its model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto = AutoModelForImageTextToText if GRIDS in batch else AutoModelForCausalLM
     model, loaded = auto.from_pretrained(
         folder,
-        dtype=torch.float64,
+        dtype=dtype,
         attn_implementation="eager",
         experts_implementation="eager",
         output_loading_info=True,
     )
     assert not loaded["missing_keys"] and not loaded["unexpected_keys"], loaded
+    if dtype == torch.float64:
+        exact_layers(model)
     found = []
     for i in range(len(batch)):
         prompt, response = batch["prompt_ids"].row(i), batch["response_ids"].row(i)
@@ -162,14 +182,31 @@ def _images(batch: DataProto, row: int, length: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _gradient_difference(policy: Any, batch: DataProto, model: Any, max_tokens: int) -> float:
+def _gradient(model: Any, log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """transformers' gradient as HF tensors."""
     from hybridflow.engines.hf.engine import checkpoint_tensors
-    from tests.dist.cases.gradient import reduced_gradient
 
+    (-log_probs.mean()).backward()  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.data = parameter.grad
-    expected = dict(checkpoint_tensors(model))
+    return dict(checkpoint_tensors(model))
+
+
+def _largest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any tensor, in units of the largest value of all."""
+    scale = max(float(tensor.abs().max()) for tensor in expected.values())
+    differences = [
+        float((tensor.double() - expected[name]).abs().max()) for name, tensor in found.items()
+    ]
+    return max(differences, default=0.0) / scale
+
+
+def _gradient_difference(
+    policy: Any, batch: DataProto, expected: dict[str, torch.Tensor], max_tokens: int
+) -> float:
+    from tests.dist.cases.gradient import reduced_gradient
+
     ours = reduced_gradient(policy, share_of(batch), None, max_tokens, TEMPERATURE)
     frozen = {
         piece.source
@@ -177,19 +214,10 @@ def _gradient_difference(policy: Any, batch: DataProto, model: Any, max_tokens: 
         if local.is_buffer
         for piece in local.pieces
     }
-    scale = max(float(tensor.abs().max()) for tensor in expected.values())
-    worst = torch.tensor(
-        max(
-            (
-                float((tensor.double() - expected[name]).abs().max())
-                for name, tensor in ours.items()
-                if name not in frozen
-            ),
-            default=0.0,
-        )
-    )
+    trained = {name: tensor for name, tensor in ours.items() if name not in frozen}
+    worst = torch.tensor(_largest(trained, expected))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst) / scale
+    return float(worst)
 
 
 def _alone() -> Any:

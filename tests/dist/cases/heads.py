@@ -16,6 +16,7 @@ from hybridflow.config.schema import OptimConfig
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from tests import models
 from tests.dist.cases.gradient import batch_with_columns, with_mask
+from tests.dist.harness.exact import exact_layers
 from tests.dist.harness.policies import policy_of, share_of, weights_of
 
 COEF = 0.7
@@ -82,8 +83,10 @@ def against_the_formula(cases: list[list[Any]], folder: str) -> list[dict[str, A
 
 
 def _measure(hf: dict[str, Any], parallel: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The largest differences of log-probs and, in units of the largest one, of gradients."""
+    """The largest differences of log-probs (with delta nets, also that of the formula in float32)
+    and, in units of the largest one, of gradients."""
     from hybridflow.mcore.parallel import data_parallel_position
+    from hybridflow.models.delta_net import has_delta_net
 
     policy = policy_of({**parallel, "distributed_optimizer": False}, hf, heads={"coef": COEF})
     policy.set_optimizer(OptimConfig(lr=1e-9, clip_grad=0.0))
@@ -100,11 +103,15 @@ def _measure(hf: dict[str, Any], parallel: dict[str, Any], folder: Path) -> dict
     if dist.get_rank() == 0:
         write(policy.family, hf, folder)
         expected, oracle = formula(policy.family, folder, batch, COEF)
+        rounded = expected
+        if has_delta_net(policy.family):
+            rounded, _ = formula(policy.family, folder, batch, COEF, torch.float32)
     result = {}
     if expected is not None:
         sizes = [len(ours), len(expected)]
         result["targets"] = sizes if sizes[0] != sizes[1] else [0, 0]
         result["log_probs"] = float((ours - expected).abs().max()) if len(set(sizes)) == 1 else 1e9
+        result["rounding"] = float((rounded - expected).abs().max())
         result["metric"] = abs(float(totals[0] / totals[1] + expected.mean()))
     scale = [max((float(tensor.abs().max()) for tensor in oracle.values()), default=0.0)]
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -198,10 +205,10 @@ def write(family: Any, hf: dict[str, Any], folder: Path, aliases: bool = False) 
 
 
 def formula(
-    family: Any, folder: Path, batch: DataProto, coef: float
+    family: Any, folder: Path, batch: DataProto, coef: float, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs of all targets in ascending order, and the gradient of the heads' parameters, in
-    float64 and one row at a time.
+    """Log-probs of all targets in ascending order, and the gradient of the heads' parameters, one
+    row at a time.
 
     The layers are transformers', in a model that has those of the heads as further ones. The rest
     is equations 21 to 23 of arXiv 2412.19437.
@@ -214,12 +221,13 @@ def formula(
     names = [family.head_names(head) for head in range(heads)]
     prefixes = {f"model.layers.{number + k}.": one.layer for k, one in enumerate(names)}
     tensors = load_file(folder / "model.safetensors")
-    model = _with_more_layers(family, tensors, prefixes, folder.with_name(f"{folder.name}-more"))
+    more = folder.with_name(f"{folder.name}-{dtype}")
+    model = _with_more_layers(family, tensors, prefixes, more, dtype)
     layers = model.model.layers
     model.model.layers = layers[:number]
     model.config.num_hidden_layers = number
     own = {
-        f"{name}.weight": tensors[f"{name}.weight"].double().requires_grad_()
+        f"{name}.weight": tensors[f"{name}.weight"].to(dtype).requires_grad_()
         for one in names
         for name in (*one.norms, one.projection)
     }
@@ -259,15 +267,21 @@ def formula(
 
 
 def _with_more_layers(
-    family: Any, tensors: dict[str, torch.Tensor], prefixes: dict[str, str], folder: Path
+    family: Any,
+    tensors: dict[str, torch.Tensor],
+    prefixes: dict[str, str],
+    folder: Path,
+    dtype: torch.dtype,
 ) -> Any:
-    """transformers' model in float64 with the layers of the heads after its own."""
+    """transformers' model with the layers of the heads after its own."""
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     renamed = dict(tensors)
     for theirs, ours in prefixes.items():
-        renamed |= {n.replace(ours, theirs): t for n, t in tensors.items() if n.startswith(ours)}
+        for name in tensors:
+            if ours != theirs and name.startswith(ours):
+                renamed[name.replace(ours, theirs)] = renamed.pop(name)
     folder.mkdir()
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(family.hf))
@@ -279,13 +293,13 @@ def _with_more_layers(
     model, loaded = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
-        dtype=torch.float64,
+        dtype=dtype,
         attn_implementation="eager",
         experts_implementation="eager",
         output_loading_info=True,
     )
     assert not loaded["missing_keys"], loaded
-    return model.eval()
+    return (exact_layers(model) if dtype == torch.float64 else model).eval()
 
 
 def _head(
@@ -308,7 +322,7 @@ def _head(
     joined = torch.cat([norm(embedded, enorm), norm(states, hnorm)], -1) @ eh_proj.T
     length = joined.shape[1]
     positions = torch.arange(length)[None]
-    causal = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    causal = torch.full((length, length), -torch.inf, dtype=joined.dtype).triu(1)[None, None]
     output = layer(
         joined,
         attention_mask=causal,

@@ -97,21 +97,38 @@ def test_cached_prompt_tokens_are_counted_once_a_request(stub: Stub, client: Eng
 
 
 def test_drafts_are_counted_once_a_request(stub: Stub, client: EngineClient) -> None:
-    counts = {
-        "spec_verify_ct": 4,
-        "spec_num_proposed_drafts": 12,
-        "spec_num_correct_drafts": 6,
-    }
+    def counts(*passes: int) -> dict[str, Any]:
+        """Drafts of three tokens: passes that accepted none, one, ... SGLang leaves out zeros at
+        the end."""
+        return {
+            "spec_num_proposed_drafts": 3 * sum(passes),
+            "spec_correct_drafts_histogram": [*passes],
+        }
+
     events = [
-        answer_of([5], None, number=0, **counts),
-        answer_of([6], number=0, **counts),
+        answer_of([5], None, number=0, **counts(1, 1, 1)),
+        answer_of([6], number=0, **counts(1, 1, 1, 1)),
         answer_of([7], number=1),  # its only token came from the prompt's own pass
+        answer_of([8], number=2, **counts(3, 1)),
     ]
     assert client.tokens.take_drafts() == {}
     stub.answers_with("/generate", events)
-    generate(client, 2)
-    assert client.tokens.take_drafts() == {"accepted_drafts": 0.5, "tokens_per_pass": 2.5}
+    generate(client, 3)
+    assert client.tokens.take_drafts() == {
+        "accepted_drafts": 7 / 24,
+        "tokens_per_pass": 1 + 7 / 8,
+        "accepted_drafts/depth_1": 4 / 8,
+        "accepted_drafts/depth_2": 2 / 8,
+        "accepted_drafts/depth_3": 1 / 8,
+    }
     assert client.tokens.take_drafts() == {}
+
+
+def test_drafts_of_one_token_have_no_depths(stub: Stub, client: EngineClient) -> None:
+    drafts = {"spec_num_proposed_drafts": 4, "spec_correct_drafts_histogram": [4]}
+    stub.answers_with("/generate", [answer_of([5], number=0, **drafts)])
+    generate(client, 1)
+    assert client.tokens.take_drafts() == {"accepted_drafts": 0.0, "tokens_per_pass": 1.0}
 
 
 def test_what_tokens_were_sampled_among_comes_with_them(stub: Stub, client: EngineClient) -> None:

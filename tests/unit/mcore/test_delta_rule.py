@@ -11,41 +11,14 @@ import torch.nn.functional as F
 
 from hybridflow.mcore.delta_rule import chunked_delta_rule, convolved, delta_rule
 from hybridflow.mcore.packed import _segments
+from tests.unit.mcore.delta_recurrence import inputs, recurrent
 
 LENGTHS = [1, 2, 7, 8, 9, 31, 63, 64, 65, 128, 129, 200, 1]
-HEADS, KEY, VALUE = 3, 6, 10
 
 
 def params_of(lengths: list[int]) -> Any:
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return _segments(bounds, np.ones(bounds[-1], bool))
-
-
-def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    decay = -F.softplus(normal(tokens, HEADS)) * torch.tensor([0.01, 1.0, 16.0], dtype=dtype)
-    beta = normal(tokens, HEADS).sigmoid()
-    rows = [normal(tokens, HEADS, width) for width in (KEY, KEY, VALUE)]
-    return [*rows, decay, beta]
-
-
-def recurrent(parts: list[torch.Tensor]) -> torch.Tensor:
-    """One row after another: decay the state, replace a share of the value under the key, read."""
-    query, key, value, decay, beta = parts
-    query = query / (query.square().sum(-1, keepdim=True) + 1e-6).sqrt() / KEY**0.5
-    key = key / (key.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    state = value.new_zeros(HEADS, KEY, VALUE)
-    outs = []
-    for q, k, v, g, b in zip(query, key, value, decay, beta, strict=True):
-        state = state * g.exp()[:, None, None]
-        held = torch.einsum("hk,hkv->hv", k, state)
-        state = state + torch.einsum("hk,hv->hkv", k, b[:, None] * (v - held))
-        outs.append(torch.einsum("hk,hkv->hv", q, state))
-    return torch.stack(outs)
 
 
 def test_packed_rows_are_as_each_row_alone_and_so_are_gradients() -> None:

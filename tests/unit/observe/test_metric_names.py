@@ -22,6 +22,7 @@ PARTS = {
     "rollout/mismatch/",
     "rollout/mismatch/*",
     "rollout_correction/weight_squared",
+    "actor/mtp/",
     "actor/mtp/depth_",
     "actor/router_replay/",
     "actor/router_replay/*",

@@ -376,6 +376,32 @@ def test_phases_that_overlap_are_said_to(tmp_path: Path, values: float, overlap:
     assert ("overlap" in chart.about) == overlap
 
 
+def test_drafts_and_heads_are_drawn_by_depth(tmp_path: Path) -> None:
+    with Tracker(tmp_path, ("jsonl",)) as tracker:
+        for step in (1, 2, 3):
+            depths = {f"engine/accepted_drafts/depth_{k}": 0.8 / k for k in (1, 2, 10)}
+            shares = {"engine/accepted_drafts": 0.4, "actor/mtp/accuracy": 0.1 * step}
+            tracker.log(
+                step, {"engine/tokens_per_pass": 2.2, "actor/mtp/loss": 3.0} | depths | shares
+            )
+    groups = dict(chart_groups(load_run(tmp_path)))
+    accepted, tokens, accuracy, loss = map(drawn, groups["Prediction heads"])
+    labels = [label for label, _, _ in accepted.legend]
+    assert labels == ["all", "depth 1", "depth 2", "depth 10"]
+    assert len({color for _, color, _ in accepted.legend}) == 4
+    assert "engine/accepted_drafts/depth_K" in accepted.about
+    assert [len(line) for line in polylines(accepted.svg)] == [3] * 4
+    assert accuracy.about == "actor/mtp/accuracy"
+    assert [len(polylines(one.svg)) for one in (tokens, accuracy, loss)] == [1, 1, 1]
+
+
+def test_a_run_without_heads_has_no_charts_of_them(tmp_path: Path) -> None:
+    whole_run(tmp_path)
+    charts = dict(chart_groups(load_run(tmp_path)))["Prediction heads"]
+    assert [draw(chart) for chart in charts] == [None] * 4
+    assert "Prediction heads" not in write_report(tmp_path).read_text(encoding="utf-8")
+
+
 def test_step_times_come_from_the_timeline_when_no_metric_has_them(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.jsonl")
     with timeline.phase("step", 1), timeline.phase("gen"), timeline.phase("wait"):

@@ -60,6 +60,24 @@ def test_figures_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     } <= {phase["name"] for phase in found["phases"]}
 
 
+def test_engines_that_draft_need_more_memory() -> None:
+    """Weights and cache of the head, in the engines; generation takes as long as without."""
+    name = "grpo-glm-4.5-air-8x8"
+    words = ["actor.mtp.train=true"]
+    plain, drafting = (
+        make_plan(job_of(load_config(name, [*words, *more]), read_cluster(None, 8, 8)))
+        for more in ([], ["rollout.speculative.method=mtp"])
+    )
+    generation, with_drafts = (one.phases[0] for one in (plain, drafting))
+    assert generation.name == "generation"
+    head = drafting.job.engine.draft.total * 2
+    assert head > 0 and plain.job.engine.draft.total == 0
+    weights = (one.memory["engine weights"] for one in (with_drafts, generation))
+    assert next(weights) - next(weights) == head
+    assert drafting.job.engine.kv_token > plain.job.engine.kv_token
+    assert with_drafts.seconds == pytest.approx(generation.seconds, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),

@@ -3,9 +3,11 @@ layout."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridflow.config.schema import LoraConfig
@@ -183,6 +185,22 @@ def test_heads_that_are_trained_next_to_the_model_cost_an_update_and_no_scoring(
     assert 1 / 61 < share < 3 / 61
 
 
+def test_an_engine_that_drafts_holds_the_head_and_its_cache() -> None:
+    hf: dict[str, Any] = published("deepseek-v3")
+    shape = EngineShape(16, expert=16)
+    plain, drafting = (
+        Engine(decoder_of(hf, mtp=mtp), shape, DEVICES["H200"]) for mtp in (False, True)
+    )
+    assert plain.draft.total == 0
+    assert drafting.numbers == plain.numbers
+    # a layer has 256 experts of 3 matrices, 16 on a rank; the projection is whole on every rank
+    assert drafting.draft.expert == 16 * 3 * 7168 * 2048
+    assert drafting.draft.dense > 2 * 7168 * 7168
+    assert drafting.weights - plain.weights == 2 * drafting.draft.total
+    assert drafting.kv_token / plain.kv_token == 62 / 61
+    assert 0 < drafting.kv_room < plain.kv_room
+
+
 def test_a_delta_net_costs_the_same_at_every_length() -> None:
     hf = FAMILIES["qwen3_next"]
     decoder = decoder_of(hf)
@@ -197,6 +215,30 @@ def test_a_delta_net_costs_the_same_at_every_length() -> None:
     # queries are twice as wide: each has a gate
     weights = 64 * (2 * 128 + 2 * 64) + 64 * 128
     assert sum(one.flops for one in attention.attention) == 2 * weights
+
+
+def test_windows_bound_pairs_and_what_a_step_reads() -> None:
+    """The oracle: the pairs of a causal mask with the window, token by token."""
+    hf = {**FAMILIES["gpt_oss"], "sliding_window": 16}
+    decoder = decoder_of(hf)
+    sliding, full = layer_shapes(decoder)[:2]
+    assert (sliding.window, full.window) == (16, 0)
+    assert replace(sliding, window=0) == full
+    for length in (1, 5, 16, 17, 100, 1000):
+        tokens = np.arange(1, length + 1)
+        # a token's own key counts half, as in the pairs of full attention, length / 2
+        for shape, seen in ((sliding, np.minimum(tokens, 16)), (full, tokens)):
+            assert abs(shape.pairs(length) - float(seen.mean())) <= 0.5
+    assert full.pairs(100) == 50 and sliding.pairs(16) == 8 and sliding.pairs(8) == 4
+    engine = Engine(decoder, EngineShape(), DEVICES["H100"])
+    assert engine.kv_read(16) == 16 * engine.kv_token
+    assert engine.kv_read(1016) == engine.kv_read(16) + 1000 * engine.kv_token / 2
+    wide = Engine(decoder_of({**hf, "sliding_window": 1000}), EngineShape(), DEVICES["H100"])
+    assert wide.kv_token == engine.kv_token
+    assert wide.step_seconds(64, 900) > engine.step_seconds(64, 900)
+    training, attending = (Training(one.decoder, Cut(1), DEVICES["H100"]) for one in (engine, wide))
+    saved = attending.flops(1, 1000) - training.flops(1, 1000)
+    assert saved == pytest.approx(3 * 2 * sliding.core * (500 - sliding.pairs(1000)))
 
 
 def test_states_of_requests_leave_less_room_for_their_cache() -> None:

@@ -1,11 +1,11 @@
-"""The loop over preference pairs with a small stand-in for the model: order, resume, records,
-held-out accuracy."""
+"""The loops of supervised and reward training with a small stand-in for the model: order, resume,
+records, held-out accuracy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from hybridflow.config.schema import (
     OptimConfig,
     RewardTrainingConfig,
     RunConfig,
+    SftConfig,
     TrainerConfig,
 )
 from hybridflow.errors import ConfigError, HybridFlowError
@@ -24,8 +25,9 @@ from hybridflow.saving.manifest import say_saved
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
-from hybridflow.trainer.supervised import RewardTrainer, pair_accuracy
+from hybridflow.trainer.supervised import RewardTrainer, SftTrainer, pair_accuracy
 from hybridflow.workers.model_role import ModelWorker
+from hybridflow.workers.policy import PolicyWorker
 from tests.unit.trainer.worlds import Immediate
 
 PAIRS = 10
@@ -160,3 +162,39 @@ def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
         few: Any = Pairs()
         few.__class__ = type("Few", (Pairs,), {"__len__": lambda self: 3})
         RewardTrainer(RewardTrainingConfig(steps=1, batch_size=4), session, Model(), few, seed=1)
+
+
+class Policy(Immediate):
+    """Reports what an update of a policy with prediction heads does."""
+
+    means: ClassVar[dict[str, float]] = {
+        "loss": 0.5,
+        "actor/mtp/loss": 2.0,
+        "actor/mtp/depth_1/accuracy": 0.25,
+        "actor/load_balancing_loss": 1.0,
+    }
+
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> list[Update]:
+        assert method is PolicyWorker.sft_step
+        return [Update(self.means, 1.5, 1e-3, True)]
+
+
+def test_supervised_steps_record_what_the_heads_learn(tmp_path: Path) -> None:
+    config = SftConfig(steps=2, batch_size=4)
+    session = Session(
+        RunConfig(output_dir=str(tmp_path), sft=config, trainer=TrainerConfig(loggers=("jsonl",)))
+    )
+    session.folder.mkdir(parents=True, exist_ok=True)
+    policy: Any = Policy()
+    pairs: Any = Pairs()
+    block_on(SftTrainer(config, session, policy, pairs, seed=1).fit())
+    session.close()
+    records = list(read_jsonl(session.folder / "metrics.jsonl"))
+    assert len(records) == 2
+    for record in records:
+        assert record["phase"] == "sft" and record["sft/loss"] == 0.5
+        assert record["actor/mtp/loss"] == 2.0
+        assert record["actor/mtp/depth_1/accuracy"] == 0.25
+        assert "actor/load_balancing_loss" not in record
