@@ -71,6 +71,28 @@ def measure(
     max_tokens: int = 4096,
 ) -> dict[str, Any]:
     """The largest differences of log-probs, and of the gradient in units of the largest one."""
+    ours = _log_probs(policy, batch, max_tokens)
+    if dist.get_rank() == 0:
+        _write(policy.family, hf, folder)
+    dist.barrier()
+    expected, model = _oracle(folder, batch)
+    result = {"log_probs": float((ours - expected.detach()).abs().max())}
+    result["missing in a checkpoint"] = _missing(policy)
+    if with_gradient:
+        (-expected.mean()).backward()
+        result["gradient"] = _gradient_difference(policy, batch, model, max_tokens)
+    return result
+
+
+def largest_difference(policy: Any, folder: Path, batch: DataProto) -> float:
+    """The largest difference of log-probs from those of transformers' multimodal class."""
+    ours = _log_probs(policy, batch, 4096)
+    expected, _ = _oracle(folder, batch, multimodal=True)
+    return float((ours - expected.detach()).abs().max())
+
+
+def _log_probs(policy: Any, batch: DataProto, max_tokens: int) -> torch.Tensor:
+    """The log-probs of all rows of the batch, on every rank."""
     from hybridflow.mcore.parallel import data_parallel_position
 
     found = policy.log_probs(
@@ -84,16 +106,7 @@ def measure(
         start = sum(counts[:rank])
         ours[start : start + counts[rank]] = torch.from_numpy(found[0].values.copy())
     dist.all_reduce(ours)
-    if dist.get_rank() == 0:
-        _write(policy.family, hf, folder)
-    dist.barrier()
-    expected, model = _oracle(folder, batch)
-    result = {"log_probs": float((ours - expected.detach()).abs().max())}
-    result["missing in a checkpoint"] = _missing(policy)
-    if with_gradient:
-        (-expected.mean()).backward()
-        result["gradient"] = _gradient_difference(policy, batch, model, max_tokens)
-    return result
+    return ours
 
 
 def _missing(policy: Any) -> float:
@@ -123,11 +136,14 @@ def _write(family: Any, hf: dict[str, Any], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(hf))
 
 
-def _oracle(folder: Path, batch: DataProto) -> tuple[torch.Tensor, Any]:
+def _oracle(
+    folder: Path, batch: DataProto, *, multimodal: bool = False
+) -> tuple[torch.Tensor, Any]:
     """Response log-probs by transformers in float64, one sequence at a time, and its model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    auto = AutoModelForImageTextToText if GRIDS in batch else AutoModelForCausalLM
+    is_multimodal = multimodal or GRIDS in batch
+    auto = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
     model, loaded = auto.from_pretrained(
         folder,
         dtype=torch.float64,
