@@ -121,6 +121,11 @@ def test_a_field_of_the_folder_holds_for_the_text_model() -> None:
     assert folder_form(flattened(hf))["tie_word_embeddings"] is False
 
 
+def test_a_folders_config_without_that_of_its_text_model_is_refused() -> None:
+    with pytest.raises(ModelError, match="model_type gemma3 has no text_config"):
+        family_of({"model_type": "gemma3", "vision_config": {}})
+
+
 def test_a_wrong_size_in_a_text_config_is_named(tmp_path: Path) -> None:
     hf = MULTIMODAL["qwen3_5"]
     text = hf["text_config"] | {"hidden_size": -1}
