@@ -24,7 +24,7 @@ from tests.published.multimodal import (
     tensors_in,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 
 
 def walks_through(kind: str, folder: Path, prefix: str | None = None) -> None:
@@ -57,22 +57,26 @@ def test_a_folder_with_stacked_experts(tmp_path: Path) -> None:
     walks_through("qwen3_5_moe", tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("prefix", [OLDER, NEWER])
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3", "ministral3"])
 def test_both_forms_of_names(kind: str, prefix: str, tmp_path: Path) -> None:
     walks_through(kind, tmp_path, prefix)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", MULTIMODAL)
 def test_every_kind_passes_the_doctor(kind: str, tmp_path: Path) -> None:
     source = multimodal_folder(kind, tmp_path / "hf", tokenizer=True)
     assert main(["doctor", "--model", str(source)]) == 0
 
 
+@pytest.mark.full
 def test_the_dense_qwen(tmp_path: Path) -> None:
     walks_through("qwen3_5", tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
 def test_an_engine_of_its_own_has_only_the_text_model(kind: str, tmp_path: Path) -> None:
     multimodal_folder(kind, tmp_path / "hf", tokenizer=True)
