@@ -180,6 +180,124 @@ VISION: HfConfig = {
     },
 }
 
+# folders whose text model is trained alone, next to a vision tower
+_QWEN35_TEXT: HfConfig = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 331,
+    "max_position_embeddings": 256,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 777.5,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+}
+_QWEN35_TOWER: HfConfig = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+_TOWER_SIZES: HfConfig = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_MISTRAL_TEXT: HfConfig = {**SIZES, "vocab_size": 331, "head_dim": 8}
+_MISTRAL3: HfConfig = {
+    "model_type": "mistral3",
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "tie_word_embeddings": False,
+    "image_token_index": 10,
+    "vision_config": {**_TOWER_SIZES, "model_type": "pixtral", "head_dim": 8},
+}
+MULTIMODAL: dict[str, HfConfig] = {
+    "qwen3_5": {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "tie_word_embeddings": True,
+        "text_config": {
+            **_QWEN35_TEXT,
+            "model_type": "qwen3_5_text",
+            "intermediate_size": 48,
+            "mtp_num_hidden_layers": 1,
+        },
+        "vision_config": {**_QWEN35_TOWER, "model_type": "qwen3_5"},
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "tie_word_embeddings": False,
+        "text_config": {
+            **_QWEN35_TEXT,
+            "model_type": "qwen3_5_moe_text",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+        },
+        "vision_config": {**_QWEN35_TOWER, "model_type": "qwen3_5_moe"},
+    },
+    "gemma3": {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "mm_tokens_per_image": 4,
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 331,
+            "max_position_embeddings": 256,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        "vision_config": {**_TOWER_SIZES, "model_type": "siglip_vision_model"},
+    },
+    "mistral3": {
+        **_MISTRAL3,
+        "text_config": {**_MISTRAL_TEXT, "model_type": "mistral", "sliding_window": None},
+    },
+    "ministral3": {
+        **_MISTRAL3,
+        "text_config": {
+            **{key: _MISTRAL_TEXT[key] for key in _MISTRAL_TEXT if key != "rope_theta"},
+            "model_type": "ministral3",
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    },
+}
+
 # large enough that what stays (a Python process) does not drown what goes
 LARGE: HfConfig = {
     **TINY,

@@ -4,6 +4,9 @@ checked, so that an untrusted or corrupt file causes a one-line error and cannot
 The config of a model with a vision tower has its language model's fields in `text_config`. All
 other code reads them at the top level: `flattened` moves them there, `published_form` moves them
 back when a config.json is written.
+
+Of the folders in `TEXT_TYPES` the text model is trained alone. Their config is flattened to that of
+the text model, with the rest under `MULTIMODAL`; `folder_form` is its inverse (ADR 0070).
 """
 
 from __future__ import annotations
@@ -69,6 +72,25 @@ _ROTARY = ("rope_scaling", "rope_parameters")
 _QUANTISATION = "quantization_config"
 _TEXT = "text_config"
 _VISION = "vision_config"
+# {model_type of a folder whose text model is trained alone: its text_config's default model_type}
+TEXT_TYPES: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+MULTIMODAL = "multimodal_config"  # the folder's config without that of its text model
+# fields that published configs leave to transformers' defaults (Gemma3TextConfig)
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    }
+}
+# fields that hold for the text model where the folder's config has them
+_SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", _QUANTISATION)
 # fields of a config with a vision tower that are not its language model's
 _OF_THE_WHOLE = frozenset(
     {
@@ -94,7 +116,9 @@ def read_model_config(file: Path) -> dict[str, Any]:
         ValueError: as for `read_outside_json`, or a field has the wrong type or an absurd value.
             The message names the field but not the file.
     """
-    values = flattened(read_outside_json(file))
+    given = read_outside_json(file)
+    given.pop(MULTIMODAL, None)  # only `flattened` writes it
+    values = flattened(given)
     if wrong := wrong_fields(values):
         raise ValueError(f"not a model config: {wrong[0]}")
     return values
@@ -102,18 +126,28 @@ def read_model_config(file: Path) -> dict[str, Any]:
 
 def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the fields of its `text_config`, if any, at the top level. A field that
-    is in both keeps its value at the top level, which transformers uses."""
+    is in both keeps its value at the top level, which transformers uses. That of a folder whose
+    text model is trained alone becomes the text model's, with the other fields under
+    `MULTIMODAL`."""
     text = values.get(_TEXT)
     if not isinstance(text, Mapping):
         return dict(values)
+    if (kind := str(values.get("model_type"))) in TEXT_TYPES:
+        shared = {name: values[name] for name in _SHARED if values.get(name) is not None}
+        left = (_TEXT, _QUANTISATION, "auto_map")
+        whole = {name: value for name, value in values.items() if name not in left}
+        default = {"model_type": TEXT_TYPES[kind], **_DEFAULTS.get(kind, {})}
+        return {**default, **text, **shared, MULTIMODAL: whole}
     return {**text, **{name: value for name, value in values.items() if name != _TEXT}}
 
 
 def published_form(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config in the form of a published config.json, which transformers and the engines
-    expect. Inverse of `flattened`, except for fields that are in both places.
+    expect. Inverse of `flattened`, except for fields that are in both places, and for a text model
+    that is trained alone, whose config this returns.
     """
     values = flattened(values)
+    values.pop(MULTIMODAL, None)
     if _VISION not in values:
         return values
     whole = {name: value for name, value in values.items() if name in _OF_THE_WHOLE}
@@ -122,6 +156,18 @@ def published_form(values: Mapping[str, Any]) -> dict[str, Any]:
     both = ("dtype", "torch_dtype", "tie_word_embeddings")
     text |= {name: values[name] for name in both if name in values}
     return {**whole, _TEXT: {"model_type": f"{values['model_type']}_text", **text}}
+
+
+def folder_form(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config as in the config.json of a folder that also has the weights of the vision
+    tower, i.e. `published_form` with the fields under `MULTIMODAL`, if any."""
+    values = flattened(values)
+    whole = values.pop(MULTIMODAL, None)
+    if not isinstance(whole, Mapping):
+        return published_form(values)
+    shared = {name: values[name] for name in _SHARED if name in values}
+    text = {name: value for name, value in values.items() if name != _QUANTISATION}
+    return {**whole, **shared, _TEXT: text}
 
 
 def wrong_fields(values: Mapping[str, Any]) -> list[str]:

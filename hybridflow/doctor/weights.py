@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 
 from hybridflow.doctor.findings import Finding
@@ -12,6 +13,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models import Family
 from hybridflow.models.fp8 import SCALE_SUFFIX
 from hybridflow.models.model_folder import check_weights
+from hybridflow.models.stored_names import tower_part
 from hybridflow.models.weights import SafetensorsFolder
 from hybridflow.saving.carried import carried_from
 
@@ -60,7 +62,19 @@ def findings(folder: Path, family: Family) -> Iterator[Finding]:
         "ok",
         f"{len(tensors)} tensors in {len(set(source.files.values()))} files: {kinds}",
     )
-    for line in carried_from(folder, family).lines:
+    yield from _others(folder, family)
+
+
+def _others(folder: Path, family: Family) -> Iterator[Finding]:
+    """Yield findings on tensors that the family does not map."""
+    carried = carried_from(folder, family)
+    tower = [entry for entry in carried.entries if tower_part(entry.name)]
+    if tower:
+        many = sum(prod(entry.shape) for entry in tower) / 1e6
+        yield Finding(
+            "vision tower", "ok", f"{many:,.1f} million parameters, which are not trained"
+        )
+    for line in carried.lines:
         yield Finding(
             "other weights",
             "ok",
@@ -71,5 +85,8 @@ def findings(folder: Path, family: Family) -> Iterator[Finding]:
 
 
 def _is_read(source: SafetensorsFolder, name: str, kind: str) -> bool:
-    scaled = source.quantisation is not None and f"{name}{SCALE_SUFFIX}" in source.files
+    scaled = (
+        source.quantisation is not None
+        and f"{source.place(name).tensor}{SCALE_SUFFIX}" in source.files
+    )
     return kind in _READ or (kind == _FP8 and scaled)

@@ -1,5 +1,6 @@
 """The folder from which engines start, with a model's config, tokenizer and weights. The weights of
-a checkpoint are exported to a temporary folder; those of a Hugging Face folder are linked.
+a checkpoint are exported to a temporary folder; those of a Hugging Face folder are linked. Of a
+folder whose text model is trained alone, engines start from a copy of the text model.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.config.model_config import MULTIMODAL
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ResourceError
@@ -80,13 +82,21 @@ def opened(source: Source, config: RunConfig, progress: Progress) -> Iterator[Mo
     if family is not None:
         check_served(family, config)
     tokenizer = assets.open_tokenizer(_with_tokenizer(config, source))
+    alone = MULTIMODAL in source.hf_config
     with temporary_private_folder("hf-model-") as temporary:
         weights = source.folder
         if source.manifest is not None:
             _check_room(source, temporary)
             weights = temporary / "weights"
             with progress.stage(f"export the weights of {source.folder.parent.name}"):
-                tools.export(source.folder, weights, None, _SHARD_BYTES, tokenizer.path)
+                tools.export(
+                    source.folder, weights, None, _SHARD_BYTES, tokenizer.path, alone=alone
+                )
+        elif alone:
+            _check_room(source, temporary)
+            weights = temporary / "weights"
+            with progress.stage(f"copy the text model of {source.folder}"):
+                tools.import_(source.folder, weights, None, _SHARD_BYTES, alone=True)
         else:
             check_weights(weights, family.tensors() if family else ())
         given = replace(config.model, path=str(weights), hf_config={})

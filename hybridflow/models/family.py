@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridflow.config.model_config import flattened
+from hybridflow.config.model_config import TEXT_TYPES, flattened
 from hybridflow.config.registry import Registry
 from hybridflow.errors import ModelError
 from hybridflow.models.layout import Coordinates, LocalTensor
@@ -63,15 +63,21 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
         ModelError: `model_type` is missing or unsupported, or the config lacks a field or has an
             unsupported value.
     """
+    hf_config = flattened(hf_config)
     model_type = str(hf_config.get("model_type"))
-    if model_type not in FAMILIES.names():
+    if model_type in TEXT_TYPES:
         raise ModelError(
-            f"model_type {model_type!r} is not supported; supported: "
-            f"{', '.join(FAMILIES.names())}. Set it in model.hf_config or config.json, or add your "
-            f"own parameter map: model.family=path/to/file.py:{model_type} (for `hybridflow "
-            "checkpoint`: --family)"
+            f"the config of model_type {model_type} has no text_config; use the config.json of the "
+            "model's folder"
         )
-    return FAMILIES.get(model_type)(flattened(hf_config), mtp)
+    if model_type not in FAMILIES.names():
+        supported = ", ".join(sorted([*FAMILIES.names(), *TEXT_TYPES]))
+        raise ModelError(
+            f"model_type {model_type!r} is not supported; supported: {supported}. Set it in "
+            "model.hf_config or config.json, or add your own parameter map: "
+            f"model.family=path/to/file.py:{model_type} (for `hybridflow checkpoint`: --family)"
+        )
+    return FAMILIES.get(model_type)(hf_config, mtp)
 
 
 def num_prediction_heads(family: Family) -> int:

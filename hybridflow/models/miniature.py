@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hybridflow.config.model_config import MULTIMODAL
 from hybridflow.models.windows import FULL
 
 _VOCABULARY = 160
@@ -40,7 +41,10 @@ _SECTIONS = (4, 2, 2)  # in sum, half the elements of a head
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k")
 # these refer to other sizes, to code, or to parts that the copy does not have
-_DROPPED = ("auto_map", "quantization_config", "num_nextn_predict_layers", "num_mtp_layers")
+_DROPPED = (
+    *("auto_map", "quantization_config", "num_nextn_predict_layers", "num_mtp_layers"),
+    MULTIMODAL,
+)
 
 
 def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from hybridflow.config.outside_json import parse_outside_json, read_outside_json
 from hybridflow.errors import ModelError
 from hybridflow.models.mxfp4 import packed_names
+from hybridflow.models.stored_names import place_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -25,7 +26,7 @@ def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
 
     Args:
         folder: the Hugging Face folder.
-        tensors: names of required tensors.
+        tensors: names of required tensors, in the model.
 
     Raises:
         ModelError: a file is missing, truncated or a git-lfs pointer, or a tensor is missing. The
@@ -47,7 +48,7 @@ def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
         held[name] = present if name == SINGLE else held[name]
     known = set().union(*held.values())
     known |= packed_names(known)
-    if absent := set(tensors) - known:
+    if absent := {name for name in tensors if place_of(name, known) is None}:
         where = folder / (INDEX if (folder / INDEX).exists() else SINGLE)
         raise ModelError(
             f"{where} lacks {len(absent)} of the {len(set(tensors))} tensors that config.json "

@@ -196,7 +196,7 @@ def check_training(family: Any, recompute: str, *, frozen: bool) -> None:
     if tower_of(family) is None:
         raise ModelError(
             f"actor.freeze_vision_tower=false, but model_type {family.hf['model_type']!r} has no "
-            "vision tower; remove the key"
+            "vision tower that can be trained; remove the key"
         )
     if recompute == "full":
         # each recomputed layer would run the backward pass of the tower, which frees its graph

@@ -16,6 +16,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
 from hybridflow.models.model_folder import INDEX, SINGLE, read_weight_map
 from hybridflow.models.mxfp4 import BLOCKS, SCALES, packed_names, read_packed
+from hybridflow.models.stored_names import Place, place_of
 
 # files copied together with weights: tokenizers, templates, image processors, generation settings,
 # remote code, licences
@@ -36,7 +37,8 @@ _COMPANIONS = (
         "*.jinja",
         "additional_chat_templates/*.jinja",
     ),
-    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+    *("chat_template.json", "preprocessor_config.json"),
+    *("video_preprocessor_config.json", "processor_config.json"),
     *("generation_config.json", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 _MOST_COMPANION_BYTES = 256 << 20  # the largest published tokenizers are 40 MB
@@ -106,6 +108,7 @@ class SafetensorsFolder:
     """A Hugging Face folder: `model.safetensors`, or shards listed in
     `model.safetensors.index.json`.
 
+    Tensors are read under the model's names, wherever the folder has them (`stored_names`).
     Block-wise fp8 weights and MXFP4 experts are dequantised with their scales on read.
 
     Raises:
@@ -147,16 +150,19 @@ class SafetensorsFolder:
         return (self.files.keys() | self.packed) - scales - parts
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Read only this region from disk.
+        """Read only this region of a tensor of the model from disk.
 
         For an fp8 weight, also reads the scales of the region's blocks and returns fp32.
         """
         if name in self.packed:
             return read_packed(self._region, name, start, shape)
-        values = self._region(name, start, shape)
+        place = self.place(name)
+        values = self._region(place.tensor, *self._in_file(place, start, shape))
+        if place.expert is not None:
+            values = values[0]
         if values.element_size() > 1:
             return values
-        scales = f"{name}{SCALE_SUFFIX}"
+        scales = f"{place.tensor}{SCALE_SUFFIX}"
         if self.quantisation is None or scales not in self.files:
             raise ModelError(
                 f"{self.folder}: {name} is {str(values.dtype).removeprefix('torch.')} without "
@@ -166,20 +172,36 @@ class SafetensorsFolder:
         factors = self._region(scales, *self.quantisation.blocks_of(start, shape))
         return self.quantisation.dequantise(values, factors, start)
 
+    def place(self, name: str) -> Place:
+        """Return where the folder has a tensor of the model."""
+        return place_of(name, self.files) or Place(name)
+
+    def _in_file(
+        self, place: Place, start: tuple[int, ...], shape: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        stored = () if place.expert is None else self.stored_shape(place.tensor)
+        return place.region(start, shape, stored)
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor of the folder."""
+        with self._view(name) as view:
+            return tuple(view.get_shape())
+
     def raw(self, name: str) -> torch.Tensor:
-        """Return the whole tensor as stored."""
+        """Return a whole tensor of the folder as stored."""
         with self._view(name) as view:
             return view[...]
 
     def form(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return the shape and the safetensors dtype name that a tensor has when returned by
-        `read`.
+        """Return the shape and the safetensors dtype name that a tensor of the model has when
+        returned by `read`.
         """
         if name in self.packed:
             (experts, columns, groups, half), _ = self.form(f"{name}{BLOCKS}")
             return (experts, 2 * groups * half, columns), "BF16"
-        with self._view(name) as view:
-            return tuple(view.get_shape()), view.get_dtype()
+        place = self.place(name)
+        with self._view(place.tensor) as view:
+            return place.shape(view.get_shape()), view.get_dtype()
 
     @contextmanager
     def _view(self, name: str) -> Iterator[Any]:

@@ -1,7 +1,8 @@
 """Weights of a published folder that training does not use, such as multi-token-prediction layers
-(unless `actor.mtp.train` is set) and tensors that the family does not map. Checkpoints do not
-contain them. An export copies them unchanged from that folder, and adjusts its config.json
-accordingly.
+(unless `actor.mtp.train` is set), the vision tower next to a text model, and tensors that the
+family does not map. Checkpoints do not contain them. An export copies them unchanged from that
+folder, and adjusts its config.json accordingly. It has the model's tensors where that folder has
+them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.config.model_config import published_form
+from hybridflow.config.model_config import MULTIMODAL, folder_form, published_form
 from hybridflow.errors import ModelError
 from hybridflow.models.family import Family, family_of
 from hybridflow.models.fp8 import FP8, SCALE_SUFFIX
 from hybridflow.models.mxfp4 import BLOCKS, SCALES
 from hybridflow.models.scalar_head import ScalarHead
+from hybridflow.models.stored_names import Place, tower_part
 from hybridflow.models.weights import SafetensorsFolder
+from hybridflow.saving.ownership import OwnedPiece
 from hybridflow.saving.safetensors_file import Entry, dtype_of
 
 if TYPE_CHECKING:
@@ -41,6 +44,14 @@ class Carried:
     # {tensor of the folder: the tensor of the model that it duplicates}, e.g. the embedding of a
     # trained multi-token-prediction layer; an export writes the model's values
     aliases: Mapping[str, str] = field(default_factory=dict)
+    # {tensor of the model: its place in the folder}, if that is not the whole tensor of this name
+    places: Mapping[str, Place] = field(default_factory=dict)
+    # whether the export has the form of a folder whose text model is trained alone
+    is_multimodal: bool = False
+
+    def place(self, name: str) -> Place:
+        """Return where an export has a tensor of the model."""
+        return self.places.get(name) or Place(name)
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor exactly as stored in the folder."""
@@ -49,16 +60,18 @@ class Carried:
 
     def digest(self) -> str:
         """Return a digest that is equal on all ranks that see the same folder."""
-        return sha256(repr((self.entries, sorted(self.aliases.items()))).encode()).hexdigest()
+        held = (self.entries, sorted(self.aliases.items()), sorted(self.places.items()))
+        return sha256(repr(held).encode()).hexdigest()
 
 
 def _unmapped(source: SafetensorsFolder, mapped: Set[str]) -> list[str]:
-    """Return the tensors of the folder that the model has under none of its names."""
+    """Return the tensors of the folder that the model does not have."""
+    held = {source.place(name).tensor for name in mapped}
     return [
         name
         for name in source.files
-        if name not in mapped
-        and name.removesuffix(SCALE_SUFFIX) not in mapped
+        if name not in held
+        and name.removesuffix(SCALE_SUFFIX) not in held
         and name.removesuffix(BLOCKS).removesuffix(SCALES) not in source.packed
     ]
 
@@ -72,30 +85,40 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
     try:
         source = SafetensorsFolder(folder)
     except ModelError as error:
-        return Carried(
-            lines=(f"weights that training does not use are not in the export: {error}",)
-        )
+        return nothing_from(family, error)
     known: Mapping[str, str] = getattr(family, "aliases", dict)()
     aliases = {name: original for name, original in known.items() if name in source.files}
     mapped = family.tensors().keys() | known.keys()
     names = _unmapped(source, mapped)
     lines = []
     # a copy would hold the values from before training
-    if _TIED in names and family.hf.get("tie_word_embeddings"):
-        names.remove(_TIED)
+    tied = source.place(_TIED).tensor
+    if tied in names and family.hf.get("tie_word_embeddings"):
+        names.remove(tied)
         lines.append(
-            f"{_TIED} is not in the export: with tie_word_embeddings it equals "
-            "model.embed_tokens.weight"
+            f"{tied} is not in the export: with tie_word_embeddings it equals "
+            f"{source.place('model.embed_tokens.weight').tensor}"
         )
+    try:
+        entries, said = _copied(source, names)
+    except ModelError as error:
+        return nothing_from(family, error)
+    lines += said
+    is_multimodal = MULTIMODAL in family.hf
+    if is_multimodal and not any(map(tower_part, names)):
+        return nothing_from(family, f"{folder} has no vision tower")
+    places = {name: source.place(name) for name in family.tensors()}
+    moved = {name: place for name, place in places.items() if place != Place(name)}
+    return Carried(source, tuple(entries), tuple(lines), aliases, moved, is_multimodal)
+
+
+def _copied(source: SafetensorsFolder, names: Iterable[str]) -> tuple[list[Entry], list[str]]:
+    """Return an entry for each of these tensors of the folder that can be written, and messages."""
     entries = []
     unknown = []
+    lines = []
     for name in names:
-        try:
-            shape, dtype = source.form(name)
-        except ModelError as error:
-            return Carried(
-                lines=(f"weights that training does not use are not in the export: {error}",)
-            )
+        shape, dtype = source.form(name)
         if (precision := dtype_of(dtype)) is None:
             unknown.append(f"{name} ({dtype})")
         else:
@@ -103,29 +126,90 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
     if entries:
         lines.append(
             f"{len(entries)} tensors that training does not use were copied unchanged from "
-            f"{folder}: {_groups(entry.name for entry in entries)}"
+            f"{source.folder}: {_groups(entry.name for entry in entries)}"
         )
     if unknown:
         lines.append(
             "not in the export, because safetensors cannot store their precision: "
             f"{', '.join(unknown[:4])}"
         )
-    return Carried(source, tuple(entries), tuple(lines), aliases)
+    return entries, lines
 
 
-def duplicates(carried: Carried, entries: Sequence[Entry]) -> list[Entry]:
-    """Return an entry for each alias, in the form of the tensor that it duplicates."""
-    written = {entry.name: entry for entry in entries}
-    return [replace(written[original], name=alias) for alias, original in carried.aliases.items()]
+def nothing_from(family: Family, why: object) -> Carried:
+    """Return an empty result with the reason for which nothing is copied from a folder."""
+    alone = f", which is the text model alone (model_type {family.hf['model_type']})"
+    which = alone if MULTIMODAL in family.hf else ""
+    return Carried(
+        lines=(f"weights that training does not use are not in the export{which}: {why}",)
+    )
+
+
+def entries_with(carried: Carried, entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries of an export: those of the model where the folder has them, one for each
+    alias, and those that are copied."""
+    written: dict[str, Entry] = {}
+    for entry in entries:
+        place = carried.place(entry.name)
+        shape = entry.shape
+        if place.expert is not None:
+            assert carried.source is not None  # there are no places without it
+            shape = carried.source.stored_shape(place.tensor)
+        written[place.tensor] = Entry(place.tensor, shape, entry.dtype)
+    aliases = (
+        replace(written[carried.place(original).tensor], name=alias)
+        for alias, original in carried.aliases.items()
+    )
+    return [*written.values(), *aliases, *carried.entries]
+
+
+def sources_with(carried: Carried, names: Iterable[str]) -> dict[str, list[tuple[str, Place]]]:
+    """Return {tensor of an export: the tensors of the model that it consists of, and the place of
+    each}, without those that are copied.
+
+    Args:
+        names: the tensors of the model.
+    """
+    found: dict[str, list[tuple[str, Place]]] = {}
+    for name in names:
+        place = carried.place(name)
+        found.setdefault(place.tensor, []).append((name, place))
+    aliases = {
+        alias: found[carried.place(original).tensor] for alias, original in carried.aliases.items()
+    }
+    return found | aliases
+
+
+def owners_with(
+    carried: Carried, owners: Mapping[str, Sequence[OwnedPiece]]
+) -> dict[str, list[OwnedPiece]]:
+    """Return {tensor of an export: its slices, ordered by rank}, given those of the model's
+    tensors."""
+    return {
+        stored: sorted(
+            (replace(one, place=place) for name, place in parts for one in owners[name]),
+            key=lambda one: one.rank,
+        )
+        for stored, parts in sources_with(carried, owners).items()
+    }
 
 
 def exported_config(
-    hf_config: Mapping[str, Any], dtype: torch.dtype, entries: Iterable[Entry], folder: Path
+    hf_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    entries: Iterable[Entry],
+    folder: Path,
+    *,
+    is_multimodal: bool = False,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config.json for an export of these tensors, and a line for each changed field. The
     config sets one precision, under the key names of transformers 4 and 5. It declares quantisation
     only if there are fp8 tensors, multi-token prediction only if its layers are present, and custom
     code only if its files are in `folder`.
+
+    Args:
+        is_multimodal: `Carried.is_multimodal`; if False, a text model that is trained alone has a
+            config of its own.
     """
     written = {entry.name: entry for entry in entries}
     lines = []
@@ -144,13 +228,17 @@ def exported_config(
     for key, name in (config.pop("auto_map", None) or {}).items():
         if _is_there(name, folder):
             code[key] = name
-    return published_form({**config, "auto_map": code} if code else config), lines
+    form = folder_form if is_multimodal else published_form
+    return form({**config, "auto_map": code} if code else config), lines
 
 
 def _groups(names: Iterable[str]) -> str:
-    """Group tensor names by layer, and format them with counts, such as `model.layers.61 (784)`."""
+    """Group tensor names by layer or part of a vision tower, and format them with counts, such as
+    `model.layers.61 (784)`."""
     found = Counter(
-        ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name
+        ".".join(name.split(".")[:3])
+        if name.startswith("model.layers.")
+        else tower_part(name) or name
         for name in names
     )
     shown = []

@@ -19,7 +19,14 @@ import torch.distributed as dist
 from hybridflow.models.family import Family
 from hybridflow.models.weights import copy_companions
 from hybridflow.process.exchange import Exchange, shared_exchange
-from hybridflow.saving.carried import Carried, carried_from, duplicates, exported_config
+from hybridflow.saving.carried import (
+    Carried,
+    carried_from,
+    entries_with,
+    exported_config,
+    nothing_from,
+    owners_with,
+)
 from hybridflow.saving.manifest import sync_folder
 from hybridflow.saving.ownership import OwnedPiece
 from hybridflow.saving.safetensors_file import (
@@ -79,11 +86,9 @@ def export_held(
         OSError: the disk is full or the folder cannot be written; `folder` is then unchanged.
     """
     exchange = shared_exchange()
-    carried = _agreed(carried_from(source, held.family), exchange)
-    entries = entries_of(held.family, held.dtype)
-    entries += [*duplicates(carried, entries), *carried.entries]
-    owners = {alias: held.owners[original] for alias, original in carried.aliases.items()}
-    held = replace(held, owners={**held.owners, **owners})
+    carried = _agreed(carried_from(source, held.family), held.family, exchange)
+    entries = entries_with(carried, entries_of(held.family, held.dtype))
+    held = replace(held, owners=owners_with(carried, held.owners))
     shards = shards_of(entries, max_shard_bytes)
     files = []
     for number, (name, own) in enumerate(shards.items()):
@@ -104,7 +109,9 @@ def export_held(
     if dist.get_rank() == 0:
         if tokenizer is not None:
             copy_companions(tokenizer, partial)
-        config, changed = exported_config(hf_config, held.dtype, entries, partial)
+        config, changed = exported_config(
+            hf_config, held.dtype, entries, partial, is_multimodal=carried.is_multimodal
+        )
         write_surroundings(partial, shards, checksums, config)
         _put_in_place(partial, folder)
         lines += changed
@@ -125,21 +132,14 @@ def _put_in_place(partial: Path, folder: Path) -> None:
     shutil.rmtree(earlier, ignore_errors=True)
 
 
-def _agreed(carried: Carried, exchange: Exchange) -> Carried:
+def _agreed(carried: Carried, family: Family, exchange: Exchange) -> Carried:
     """Return the tensors to copy from the source folder, or none if the ranks see different files
     there.
     """
     if len(set(exchange.gather(carried.digest()))) == 1:
         return carried
     where = carried.source.folder if carried.source else "the model's original folder"
-    return Carried(
-        lines=(
-            (
-                "weights that training does not use are not in the export: the ranks see different "
-                f"files in {where}"
-            ),
-        )
-    )
+    return nothing_from(family, f"the ranks see different files in {where}")
 
 
 def _write_files(
@@ -207,19 +207,16 @@ def _assembled(
     """Assemble the whole tensor on the rank that writes it."""
     whole = torch.empty(entry.shape, dtype=entry.dtype)
     for sender, group in groupby(owned, key=lambda one: one.rank):
-        pieces = [one.piece for one in group]
+        slices = list(group)
         if sender == rank:
             packed = _packed(owned, parameters, entry, rank)
             assert packed is not None
         else:
-            packed = torch.empty(sum(piece.numel for piece in pieces), dtype=entry.dtype)
+            packed = torch.empty(sum(one.piece.numel for one in slices), dtype=entry.dtype)
             dist.recv(packed, sender, group=exchange.group)
-        for piece, values in zip(
-            pieces, packed.split([piece.numel for piece in pieces]), strict=True
+        for one, values in zip(
+            slices, packed.split([one.piece.numel for one in slices]), strict=True
         ):
-            ranges = []
-            for start, size in zip(piece.source_start, piece.shape, strict=True):
-                ranges.append(slice(start, start + size))
-            region = tuple(ranges)
-            whole[region] = values.view(piece.shape)
+            into = whole[one.region(entry.shape)]
+            into.copy_(values.view(into.shape))
     return whole

@@ -23,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from hybridflow.config.model_config import wrong_fields
+from hybridflow.config.model_config import MULTIMODAL, wrong_fields
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import CheckpointError
 
@@ -53,6 +53,7 @@ _INCIDENTAL = frozenset(
         "initializer_range",
         "_name_or_path",
         "auto_map",
+        MULTIMODAL,
     )
 ) | frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
 

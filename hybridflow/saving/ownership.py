@@ -16,6 +16,7 @@ import numpy as np
 from hybridflow.errors import ModelError
 from hybridflow.models import Family
 from hybridflow.models.layout import Coordinates, Piece
+from hybridflow.models.stored_names import Place
 from hybridflow.reshard.fsdp_layout import fsdp_tensors
 from hybridflow.reshard.layout import rank_tensors
 from hybridflow.reshard.proof import cover_faults
@@ -26,12 +27,19 @@ Owners = dict[str, list["OwnedPiece"]]  # slices of each HF tensor, ordered by r
 @dataclass(frozen=True)
 class OwnedPiece:
     """A slice of a Hugging Face tensor, its owner, and the owner's local parameter from which it is
-    read.
+    read. `place` is where the export has the tensor, if that is not under its own name.
     """
 
     rank: int
     parameter: str
     piece: Piece
+    place: Place | None = None
+
+    def region(self, written: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return the slices that index the tensor of the export, of shape `written`."""
+        place = self.place or Place(self.piece.source)
+        start, shape = place.region(self.piece.source_start, self.piece.shape, written)
+        return tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
 
 
 def megatron_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:

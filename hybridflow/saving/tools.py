@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +41,10 @@ from hybridflow.saving.store import (
 if TYPE_CHECKING:
     import torch
 
+    from hybridflow.models.stored_names import Place
+    from hybridflow.models.weights import WeightSource
     from hybridflow.saving.reader import CheckpointFolder
+    from hybridflow.saving.safetensors_file import Entry
 
 _MOST_LIST_BYTES = 16 << 20
 
@@ -258,6 +261,8 @@ def export(
     max_shard_bytes: int,
     tokenizer: Path | None,
     published: Path | None = None,
+    *,
+    alone: bool = False,
 ) -> Written:
     """Export a checkpoint's model to a Hugging Face folder. At most one tensor and its source
     rectangles are in memory at a time.
@@ -266,6 +271,7 @@ def export(
         tokenizer: folder from which to copy tokenizer files; None for the run's.
         published: the model's original folder, from which weights that training does not use are
             copied; None for the run's `model.path`.
+        alone: True to copy none, so that a text model has a folder of its own.
 
     Raises:
         CheckpointError: a file of the checkpoint does not match the manifest.
@@ -274,7 +280,10 @@ def export(
     # a run keeps a copy of its tokenizer next to the config from which its engines start
     if tokenizer is None:
         tokenizer = next(filter(Path.is_dir, _above(folder, "model")), None)
-    published = _published_folder(folder) if published is None else published
+    if alone:
+        published = None
+    elif published is None:
+        published = _published_folder(folder)
     hf_config = source.manifest.hf_config
     precision = dtype or source.manifest.dtype
     with_heads = "heads" in source.manifest.contains
@@ -361,12 +370,15 @@ def _verified(folder: Path) -> CheckpointFolder:
     return CheckpointFolder(folder)
 
 
-def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) -> Written:
+def import_(
+    folder: Path, out: Path, dtype: str | None, max_shard_bytes: int, *, alone: bool = False
+) -> Written:
     """Check a Hugging Face folder against its family's map, and write a copy that can be used as
     `model.path`.
 
     The new folder contains every tensor that training needs, in one precision, with checksums.
-    Other tensors are copied unchanged and reported.
+    Other tensors are copied unchanged and reported, or with `alone` left out, so that a text model
+    has a folder of its own.
 
     Raises:
         ModelError: a tensor is missing, or a file does not match the folder's checksums.sha256 (if
@@ -388,7 +400,8 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
     check_weights(folder, family_of(hf_config).tensors())
     source = SafetensorsFolder(folder)
     chosen = dtype or str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
-    return _write(source, hf_config, out, chosen, max_shard_bytes, folder, folder)
+    published = None if alone else folder
+    return _write(source, hf_config, out, chosen, max_shard_bytes, folder, published)
 
 
 def _write(
@@ -403,7 +416,12 @@ def _write(
 ) -> Written:
     from hybridflow.models import family_of
     from hybridflow.models.weights import copy_companions
-    from hybridflow.saving.carried import carried_from, duplicates, exported_config
+    from hybridflow.saving.carried import (
+        carried_from,
+        entries_with,
+        exported_config,
+        sources_with,
+    )
     from hybridflow.saving.safetensors_file import (
         ShardWriter,
         entries_of,
@@ -414,31 +432,45 @@ def _write(
     precision = _precision(dtype)
     family = family_of(hf_config, mtp=with_heads)
     carried = carried_from(published, family)
-    copied = {entry.name for entry in carried.entries}
-    entries = entries_of(family, precision)
-    entries += [*duplicates(carried, entries), *carried.entries]
+    sources = sources_with(carried, family.tensors())
+    entries = entries_with(carried, entries_of(family, precision))
     files = shards_of(entries, max_shard_bytes)
     checksums = {}
     with _whole_or_nothing(out) as partial:
         for name, own in files.items():
             writer = ShardWriter(partial / name, own)
             for entry in own:
-                is_copied = entry.name in copied
-                read = carried.read(entry.name) if is_copied else _trained(entry, source, carried)
-                writer.add(entry.name, read)
+                parts = sources.get(entry.name)
+                whole = _trained(entry, source, parts) if parts else carried.read(entry.name)
+                writer.add(entry.name, whole)
             checksums[name] = writer.close()
         if tokenizer is not None:
             copy_companions(tokenizer, partial)
-        config, changed = exported_config(hf_config, precision, entries, partial)
+        config, changed = exported_config(
+            hf_config, precision, entries, partial, is_multimodal=carried.is_multimodal
+        )
         write_surroundings(partial, files, checksums, config)
     size = sum(entry.size for entry in entries)
     return Written(out, len(entries), len(files), size, (*carried.lines, *changed))
 
 
-def _trained(entry: Any, source: Any, carried: Any) -> torch.Tensor:
-    name = carried.aliases.get(entry.name, entry.name)
-    read: torch.Tensor = source.read(name, (0,) * len(entry.shape), entry.shape)
-    return read
+def _trained(
+    entry: Entry, source: WeightSource, parts: Sequence[tuple[str, Place]]
+) -> torch.Tensor:
+    """Return a tensor of an export from the tensors of the model of which it consists."""
+    import torch
+
+    [(name, place), *others] = parts
+    if place.expert is None and not others:
+        return source.read(name, (0,) * len(entry.shape), entry.shape)
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    for name, place in parts:
+        shape = place.shape(entry.shape)
+        start = (0,) * len(shape)
+        first, size = place.region(start, shape, entry.shape)
+        region = tuple(slice(low, low + many) for low, many in zip(first, size, strict=True))
+        whole[region].copy_(source.read(name, start, shape).view(size))
+    return whole
 
 
 def _precision(dtype: str) -> torch.dtype:

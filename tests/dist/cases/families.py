@@ -81,19 +81,7 @@ def measure(
 
     With rounding, those of transformers in float32 too.
     """
-    from hybridflow.mcore.parallel import data_parallel_position
-
-    found = policy.log_probs(
-        share_of(batch), max_tokens=max_tokens, temperature=TEMPERATURE, with_entropy=False
-    )
-    rank, size, collects = data_parallel_position()
-    ours = torch.zeros(len(batch["response_ids"].values), dtype=torch.float64)
-    if collects:
-        # of the rows, data-parallel ranks have consecutive ones
-        counts = [len(part["response_ids"].values) for part in batch.chunk(size)]
-        start = sum(counts[:rank])
-        ours[start : start + counts[rank]] = torch.from_numpy(found[0].values.copy())
-    dist.all_reduce(ours)
+    ours = _log_probs(policy, batch, max_tokens)
     if dist.get_rank() == 0:
         _write(policy.family, hf, folder)
     dist.barrier()
@@ -110,6 +98,31 @@ def measure(
             found = _gradient(other, rounded)
             result["rounding"]["gradient"] = _largest(found, gradient)
     return result
+
+
+def largest_difference(policy: Any, folder: Path, batch: DataProto) -> float:
+    """The largest difference of log-probs from those of transformers' multimodal class."""
+    ours = _log_probs(policy, batch, 4096)
+    expected, _ = _oracle(folder, batch, multimodal=True)
+    return float((ours - expected.detach()).abs().max())
+
+
+def _log_probs(policy: Any, batch: DataProto, max_tokens: int) -> torch.Tensor:
+    """The log-probs of all rows of the batch, on every rank."""
+    from hybridflow.mcore.parallel import data_parallel_position
+
+    found = policy.log_probs(
+        share_of(batch), max_tokens=max_tokens, temperature=TEMPERATURE, with_entropy=False
+    )
+    rank, size, collects = data_parallel_position()
+    ours = torch.zeros(len(batch["response_ids"].values), dtype=torch.float64)
+    if collects:
+        # of the rows, data-parallel ranks have consecutive ones
+        counts = [len(part["response_ids"].values) for part in batch.chunk(size)]
+        start = sum(counts[:rank])
+        ours[start : start + counts[rank]] = torch.from_numpy(found[0].values.copy())
+    dist.all_reduce(ours)
+    return ours
 
 
 def _missing(policy: Any) -> float:
@@ -140,12 +153,17 @@ def _write(family: Any, hf: dict[str, Any], folder: Path) -> None:
 
 
 def _oracle(
-    folder: Path, batch: DataProto, dtype: torch.dtype = torch.float64
+    folder: Path,
+    batch: DataProto,
+    dtype: torch.dtype = torch.float64,
+    *,
+    multimodal: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """Response log-probs by transformers, one sequence at a time, and its model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    auto = AutoModelForImageTextToText if GRIDS in batch else AutoModelForCausalLM
+    is_multimodal = multimodal or GRIDS in batch
+    auto = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
     model, loaded = auto.from_pretrained(
         folder,
         dtype=dtype,

@@ -17,7 +17,7 @@ from hybridflow.config.schema import (
     SftConfig,
     TrainerConfig,
 )
-from tests.models import DENSE, VISION
+from tests.models import DENSE, MULTIMODAL, VISION
 
 
 def run_of(hf: dict[str, Any] = VISION, **sections: Any) -> RunConfig:
@@ -48,6 +48,10 @@ def test_a_run_with_images_is_accepted() -> None:
         (
             run_of(in_process=False),
             "only an engine in the trainer's process can receive images; set",
+        ),
+        (
+            run_of(MULTIMODAL["gemma3"]),
+            "but of a folder of model_type=gemma3 only the text model is trained",
         ),
         (run_of(data={"answers": "pairs"}), "data.answers=pairs"),
         (run_of(data={"truncation": "left"}), "data.truncation=left would cut images"),

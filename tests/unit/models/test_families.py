@@ -52,6 +52,7 @@ BILLIONS = {
     **{"mistral-small-24b": 23.6, "olmo-3-32b": 32.2, "seed-oss-36b": 36.2},
     # without the vision tower, and without the layer for multi-token prediction
     **{"gemma-3-27b": 27.0, "glm-4.7-flash": 29.9},
+    **{"qwen3.5-4b": 4.2, "qwen3.5-9b": 9.0, "qwen3.5-27b": 26.9, "qwen3.5-35b-a3b": 34.7},
 }
 
 
