@@ -292,9 +292,7 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
         vision.attach(model, tower, config)
     if at.is_first_stage:
         scale_embeddings(model, getattr(decoder, "embedding_scale", 1.0))
-    routing.shape_biases(model, family.local_tensors(at))
-    if family.latent_norm_eps is not None:
-        set_latent_norm_eps(model, family.latent_norm_eps)
+    adapt_modules(model, family, family.local_tensors(at))
     if isinstance(family, ScalarHead):
         replace_output_layer(model, family.hidden, family.bias)
     elif at.is_last_stage:
@@ -304,7 +302,17 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
     return model
 
 
-def set_latent_norm_eps(model: torch.nn.Module, eps: float) -> None:
+def adapt_modules(
+    model: torch.nn.Module, family: Family, described: Sequence[LocalTensor]
+) -> None:
+    """Adapt the modules of a model chunk, or of the prediction heads, to the family where Megatron
+    has no setting for it. `described` are their tensors in the family's map."""
+    routing.shape_biases(model, described)
+    if family.latent_norm_eps is not None:
+        _set_latent_norm_eps(model, family.latent_norm_eps)
+
+
+def _set_latent_norm_eps(model: torch.nn.Module, eps: float) -> None:
     """Set the eps of the latent norms, which are fused into the up projections."""
     for name, module in model.named_modules():
         if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")):

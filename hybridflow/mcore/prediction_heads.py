@@ -34,9 +34,9 @@ from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.device.platform import Platform
-from hybridflow.mcore import rotary, routing
+from hybridflow.mcore import rotary
 from hybridflow.mcore.layers import head_spec
-from hybridflow.mcore.model import hidden_states, output_weight, set_latent_norm_eps
+from hybridflow.mcore.model import adapt_modules, hidden_states, output_weight
 from hybridflow.mcore.parallel import coordinates
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import Family, num_prediction_heads
@@ -155,10 +155,8 @@ class Heads(MegatronModule):
             ).requires_grad_(False)
         if decoder.rotary.kind != "default":
             rotary.use_frequencies(self, config, decoder.rotary)
-        if decoder.latent_norm_eps is not None:
-            set_latent_norm_eps(self, decoder.latent_norm_eps)
         own = [local for local in decoder.local_tensors(at) if local.name.startswith("mtp.")]
-        routing.shape_biases(self, own)
+        adapt_modules(self, decoder, own)
 
     @property
     def layers(self) -> Sequence[Head]:

@@ -344,10 +344,9 @@ class Experts:
             shape = self.bias_shape or (self.num_experts,)
             bias = whole(f"{mlp}router.expert_bias", f"{hf}{self.bias}", shape)
             tensors.append(replace(bias, dtype="float32", is_buffer=True))
-        share = self.num_experts // at.ep_size
-        for local in range(share):
+        for local, number in enumerate(at.experts(self.num_experts)):
             fc1, fc2 = self._expert_names(mlp, local)
-            expert = f"{hf}experts.{at.ep_rank * share + local}."
+            expert = f"{hf}experts.{number}."
             tensors += gated_local(
                 fc1, fc2, expert, self.hidden, self.ffn, self.names, at.etp_rank, at.etp_size
             )

@@ -59,6 +59,7 @@ class FusedExperts:
         """Return a rank's share of the experts: expert parallelism assigns it whole experts, and
         expert tensor parallelism a part of each."""
         wide = 2 * self.ffn
+        held = at.experts(self.num_experts)
         found = []
         for name, shape, dim in (
             ("gate_up_proj", (self.num_experts, self.hidden, wide), 2),
@@ -68,8 +69,8 @@ class FusedExperts:
         ):
             local = list(shape)
             start = [0] * len(shape)
-            local[0] //= at.ep_size
-            start[0] = at.ep_rank * local[0]
+            local[0] = len(held)
+            start[0] = held.start
             if dim is not None:
                 local[dim] //= at.etp_size
                 start[dim] = at.etp_rank * local[dim]

@@ -137,6 +137,13 @@ class Coordinates:
         start = sum(counts[:chunk])
         return range(start, start + counts[chunk])
 
+    def experts(self, num_experts: int) -> range:
+        """Return which of a layer's routed experts this rank has, in the order of its local
+        experts. All code that needs a rank's experts calls this method.
+        """
+        share = num_experts // self.ep_size
+        return range(self.ep_rank * share, (self.ep_rank + 1) * share)
+
     @property
     def is_first_stage(self) -> bool:
         """True if this stage contains the embedding."""

@@ -44,6 +44,12 @@ def test_layers_of_each_virtual_stage(sizes: dict[str, Any], layers: list[list[r
     assert [[chunk.layers(8) for chunk in at.virtual_stages()] for at in stages] == layers
 
 
+def test_experts_of_each_rank() -> None:
+    ranks = [Coordinates(ep_rank=rank, ep_size=2) for rank in range(2)]
+    assert [list(at.experts(6)) for at in ranks] == [[0, 1, 2], [3, 4, 5]]
+    assert list(Coordinates().experts(3)) == [0, 1, 2]
+
+
 def test_coordinates_travel_as_integers() -> None:
     at = Coordinates(1, 2, 1, 2, vpp_rank=1, vpp_size=2, first_stage_layers=3)
     assert Coordinates.of_row(at.row()) == at
