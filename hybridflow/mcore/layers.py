@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import megatron.core.models.gpt.gpt_layer_specs as layer_specs
@@ -94,10 +95,10 @@ def _adapted(spec: ModuleSpec, attention: Block, mlp: Block) -> ModuleSpec:
         after[1] = bool(mlp.norms.after)
         if not mlp.norms.before:
             linear = layer_specs.TESpecProvider().column_parallel_linear()
-            parts.mlp.submodules.linear_fc1 = linear
+            _submodules(parts.mlp).linear_fc1 = linear
             is_changed = True
     if isinstance(mlp, FusedExperts):
-        parts.mlp.submodules.experts = ModuleSpec(
+        _submodules(parts.mlp).experts = ModuleSpec(
             FusedExpertsMlp, params={"alpha": mlp.alpha, "limit": mlp.limit}
         )
         is_changed = True
@@ -106,6 +107,12 @@ def _adapted(spec: ModuleSpec, attention: Block, mlp: Block) -> ModuleSpec:
         layer.params = {**layer.params, "after": tuple(after)}
         is_changed = True
     return layer if is_changed else spec
+
+
+def _submodules(part: Any) -> Any:
+    """Return the submodules of a part of a layer's spec. Megatron 0.16 describes the part by a
+    ModuleSpec, and 0.19 by a partial of its class."""
+    return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
 class LayerWithNormsAfter(TransformerLayer):

@@ -302,9 +302,7 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
     return model
 
 
-def adapt_modules(
-    model: torch.nn.Module, family: Family, described: Sequence[LocalTensor]
-) -> None:
+def adapt_modules(model: torch.nn.Module, family: Family, described: Sequence[LocalTensor]) -> None:
     """Adapt the modules of a model chunk, or of the prediction heads, to the family where Megatron
     has no setting for it. `described` are their tensors in the family's map."""
     routing.shape_biases(model, described)

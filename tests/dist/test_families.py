@@ -74,7 +74,10 @@ def test_the_oracles_delta_nets_are_in_float64() -> None:
     assert float((rule() - expected).abs().max()) > 1e-8
 
 
+@pytest.mark.usefixtures("megatron")
 def test_one_configuration_of_each_family_in_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """With the Megatron-Core of both lanes: layers that its specification cannot express are
+    written into it, and its form differs."""
     cases = [
         [name, configs[0], "TP2", number % 3 == 0]
         for number, (name, configs) in enumerate(ODD_FAMILIES.items())

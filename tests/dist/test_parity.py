@@ -9,7 +9,6 @@ tests/dist` runs other tests against it.
 from __future__ import annotations
 
 import os
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,23 +20,6 @@ from tests.dist.harness.ranks import run_ranks
 
 TOLERANCE = 1e-5
 LONG_S = 1500  # for all layouts in one set of processes, 8 of them on 2 cores
-# by requirements/setup.sh on the cpu lane; the gpu lane has it installed
-UNPACKED = Path(sys.prefix) / "megatron-0.19"
-
-
-@pytest.fixture(params=["installed", "0.19"])
-def megatron(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The version of Megatron-Core that ranks import."""
-    installed = metadata.version("megatron-core")
-    if request.param == "installed":
-        return installed
-    if installed.startswith("0.19."):
-        pytest.skip("the installed Megatron-Core is the one of the gpu lane")
-    # absent: run `make setup-dev`
-    [unpacked] = metadata.distributions(name="megatron-core", path=[str(UNPACKED)])
-    path = [str(UNPACKED), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    return unpacked.version
 
 
 def run(names: list[str], folder: Path, timeout_s: float = 230) -> list[dict[str, Any]]:
