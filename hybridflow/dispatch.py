@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -66,7 +66,8 @@ class MeshPosition:
 @dataclass(frozen=True)
 class WorkerContext:
     """The first argument of a worker's constructor: `cls(context, *args)`. `log_path` receives the
-    worker's stdout and stderr; servers that it starts listen on `ports`."""
+    worker's stdout and stderr; servers that it starts listen on `ports`. `neighbours` are the
+    workers that share its process, by role, as soon as each has been constructed."""
 
     rank: int
     world_size: int
@@ -76,6 +77,7 @@ class WorkerContext:
     node: str
     log_path: Path
     ports: range = range(20000, 32500)
+    neighbours: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

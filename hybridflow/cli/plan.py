@@ -119,13 +119,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_recipe(args: argparse.Namespace) -> int:
-    from hybridflow.config import derived
     from hybridflow.config.hub import located
     from hybridflow.config.load import load_config
     from hybridflow.planning import advice
     from hybridflow.planning.devices import read_cluster
-    from hybridflow.planning.job import Assumed, job_of
-    from hybridflow.planning.plan import make_plan
+    from hybridflow.planning.job import Assumed
+    from hybridflow.planning.policies import make_plans
     from hybridflow.planning.table import table
     from hybridflow.planning.transfer import transfer_of
 
@@ -147,12 +146,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
     hf = _sizes(config)
     if args.auto:
         return _run_auto(args, config, machines, assumed, hf)
-    plan = make_plan(job_of(config, machines, assumed, hf))
-    further = {}
-    for role in config.roles:
-        view = derived.policy_view(config, role)
-        frozen = config.roles[role].frozen
-        further[role] = make_plan(job_of(view, machines, assumed, _sizes(view), frozen))
+    plan, further = make_plans(config, machines, assumed, _sizes)
     transfer = transfer_of(config, hf, args.link_gbps) if args.transfer else None
     name = args.config_name.removesuffix(".yaml")
     change = (
@@ -160,7 +154,10 @@ def _run_recipe(args: argparse.Namespace) -> int:
     )
     text = table(plan, name, change)
     for role, own in further.items():
-        text += f"\n\nFurther policy {role}, in separate processes\n{table(own, f'roles.{role}')}"
+        where = "in separate processes"
+        if config.roles[role].base is not None:
+            where = "adapters on the policy's ranks and weights, which exist once"
+        text += f"\n\nFurther policy {role}, {where}\n{table(own, f'roles.{role}')}"
     _write_page(args, name, plan, text)
     if args.json:
         figures = plan.figures() | ({"transfer": transfer.figures()} if transfer else {})

@@ -380,6 +380,15 @@ def pool_of(config: RunConfig, section: str) -> str:
     return getattr(config, section).pool or section
 
 
+def devices_of(config: RunConfig, role: str) -> str:
+    """Return the name of the device pool of a role or of an additional policy. The latter has
+    separate devices, unless it shares the first policy's weights.
+    """
+    if role in config.roles:
+        return role if config.roles[role].base is None else "actor"
+    return pool_of(config, role)
+
+
 def shares_devices(config: RunConfig) -> bool:
     """Return True if engines share devices with the trainer's ranks."""
     return pool_of(config, "rollout") == "actor"
@@ -450,6 +459,9 @@ def policy_view(config: RunConfig, name: str) -> RunConfig:
     """
     own = config.roles[name]
     batch = own.train_batch_size or config.data.train_batch_size
+    cluster = config.cluster
+    if own.base is None:
+        cluster = replace(cluster, nodes=1, procs_per_node=own.procs or world_size(config))
     return replace(
         config,
         data=replace(config.data, train_batch_size=batch),
@@ -460,7 +472,7 @@ def policy_view(config: RunConfig, name: str) -> RunConfig:
         **{name: type(getattr(config, name))() for name in ROLES if name != "actor"},
         sft=SftConfig(),
         algorithm=replace(config.algorithm, flow=None, flow_options={}),
-        cluster=replace(config.cluster, nodes=1, procs_per_node=own.procs or world_size(config)),
+        cluster=cluster,
     )
 
 

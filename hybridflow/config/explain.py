@@ -82,7 +82,10 @@ def explain(config: RunConfig, origins: Origins) -> str:
         view = derived.policy_view(config, name)
         own = config.roles[name]
         kind = "a frozen policy" if own.frozen else "a further policy"
-        lines += ["", f"roles.{name}: {kind}, {view.cluster.procs_per_node} processes"]
+        processes = f"{derived.world_size(view)} processes"
+        if own.base is not None:
+            processes = f"adapters in the policy's {processes}, on its weights"
+        lines += ["", f"roles.{name}: {kind}, {processes}"]
         for part in (_rollout,) if own.frozen else (_rollout, _actor, _reference):
             lines += [f"  {line}" for line in part(view)]
     return "\n".join(lines)

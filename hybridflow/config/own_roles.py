@@ -5,10 +5,14 @@ of `config.check`.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.entries import ESTIMATORS
+from hybridflow.config.keys import value_at
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 
@@ -40,6 +44,8 @@ def problems(
     yield from _unsupported(config)
     for name in config.roles:
         yield from _pool(config, name)
+        if config.roles[name].base is not None:
+            yield from _base(config, name)
         where = f"roles.{name} (its procs are cluster.procs_per_node here): "
         for line in own_problems(derived.policy_view(config, name)):
             yield where + line
@@ -71,3 +77,73 @@ def _pool(config: RunConfig, name: str) -> Iterator[str]:
             f"roles.{name}.rollout.pool={config.roles[name].rollout.pool}: must be null (separate "
             "devices) or actor (the devices of its own ranks)"
         )
+
+
+def _base(config: RunConfig, name: str) -> Iterator[str]:
+    """Yield the reasons why the adapters of `roles.NAME` cannot share the first policy's
+    weights."""
+    own = config.roles[name]
+    where = f"roles.{name}.base={own.base}"
+    for key, lora in (
+        ("actor.lora.rank", config.actor.lora),
+        (f"roles.{name}.actor.lora.rank", own.actor.lora),
+    ):
+        if not lora.rank:
+            yield (
+                f"{where} requires adapters: without them, training would change the weights that "
+                f"the policies share; set {key}, for example to 8, or remove roles.{name}.base"
+            )
+    for key in ("model", "actor.backend", "actor.parallel"):
+        for path, given, wanted in _differing(own, config, key):
+            yield (
+                f"{where}: roles.{name}.{path}={given} differs from {path}={wanted}, but the two "
+                f"policies share weights and processes; remove roles.{name}.{path}, or "
+                f"roles.{name}.base"
+            )
+    if config.actor.backend != "megatron":
+        yield (
+            f"{where} is not supported with actor.backend={config.actor.backend}; set "
+            f"actor.backend=megatron, or remove roles.{name}.base"
+        )
+    if own.procs is not None:
+        yield (
+            f"{where}: roles.{name}.procs={own.procs} has no effect, because its adapters are on "
+            f"the first policy's ranks; remove roles.{name}.procs"
+        )
+    for key, actor in (("actor", config.actor), (f"roles.{name}.actor", own.actor)):
+        if actor.offload.weights:
+            yield (
+                f"{where} is not supported with {key}.offload.weights=true, because one policy "
+                "would offload weights that another one computes with; set it to false"
+            )
+    if not config.cluster.in_process:
+        yield from _engines(config, name)
+
+
+def _engines(config: RunConfig, name: str) -> Iterator[str]:
+    """Yield the problems with the engines of two policies that share weights."""
+    where = f"roles.{name}.base={config.roles[name].base}"
+    if config.roles[name].rollout.pool is not None:
+        yield (
+            f"{where}: roles.{name}.rollout.pool={config.roles[name].rollout.pool} must be null, "
+            "because the devices of its ranks are the first policy's"
+        )
+    if derived.alternates(config):
+        yield (
+            f"{where} is not supported with rollout.pool=actor and "
+            f"rollout.sleep_while_training=true, because the first policy's engines do not release "
+            f"memory for passes of the {name}; set rollout.pool=null"
+        )
+
+
+def _differing(own: Any, first: Any, key: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, value of the additional policy, value of the first one) for each key at or under
+    `key` whose values differ."""
+    ours, theirs = value_at(own, key), value_at(first, key)
+    if not dataclasses.is_dataclass(ours):
+        if ours != theirs:
+            ours, theirs = (x if isinstance(x, str) else json.dumps(x) for x in (ours, theirs))
+            yield key, ours, theirs
+        return
+    for field in dataclasses.fields(ours):
+        yield from _differing(own, first, f"{key}.{field.name}")

@@ -433,6 +433,9 @@ class PolicyConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    # policy: its adapters are trained on the first policy's ranks and share that policy's frozen
+    # weights (docs/lora.md); null: separate weights and ranks
+    base: Literal["policy"] | None = None
     # total number of training processes; null: same as the first policy
     procs: PositiveInt | None = None
     # no gradients and no optimizer: the weights change only by run.NAME.take(policy)

@@ -45,6 +45,15 @@ class HoldsReference(ABC):
             raise RuntimeError("no reference weights: freeze_reference was not called")
         return self._reference
 
+    @torch.no_grad()
+    def take_trained(self, other: HoldsReference) -> None:
+        """Copy the weights of another model with the same ones and the same layout, and drop the
+        optimizer. Call `set_optimizer` again afterwards."""
+        theirs = other.weights()
+        for name, tensor in self.weights().items():
+            tensor.copy_(theirs[name])
+        self.optimizer = None
+
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Return a context manager that swaps in the reference weights.

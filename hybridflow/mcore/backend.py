@@ -86,6 +86,11 @@ class MegatronPolicy(Policy):
         return hf_export.export(self, folder, hf_config, tokenizer, source=source)
 
     def load_from(self, source: WeightSource) -> None:
-        """Replace all weights and drop the optimizer. Call `set_optimizer` again afterwards."""
+        """Replace all weights and drop the optimizer. Call `set_optimizer` again afterwards.
+
+        Raises RuntimeError if the weights are another policy's.
+        """
+        if self.base is not None:
+            raise RuntimeError("load_from would change the weights of the policy that shares them")
         load_weights(self.stages, self.family, source, self.heads)
         self.optimizer = None

@@ -26,7 +26,10 @@ def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Ten
 
 
 def _held(policy: Policy) -> list[torch.Tensor]:
-    """Return the parameters and buffers of every model chunk."""
+    """Return the parameters and buffers of every model chunk. Those that another policy shares
+    with this one are the other's."""
+    if policy.base is not None and policy.adapters is not None:
+        return [factor for factor, _ in policy.adapters.parameters().values()]
     held: list[torch.Tensor] = []
     for _, stage in by_chunk(policy.stages, policy.heads):
         held.extend((*stage.parameters(), *stage.buffers()))

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches
 from hybridflow.mcore.prediction_heads import build_heads
 from hybridflow.mcore.router_losses import RouterLosses
 from hybridflow.mcore.router_replay import RouterReplay
+from hybridflow.mcore.shared_base import share_weights, without_linears
 from hybridflow.mcore.step import (
     LossFunction,
     Metrics,
@@ -87,6 +89,7 @@ class Policy(HoldsReference):
         heads: HeadSettings | None = None,
         freeze_vision_tower: bool = True,
         trains: bool = True,
+        base: Policy | None = None,
     ) -> None:
         """Build the stage and load it from `source`. Process groups must exist already
         (`parallel.initialize`).
@@ -103,18 +106,18 @@ class Policy(HoldsReference):
             heads: how the family's multi-token-prediction heads are trained, if it has any.
             trains: if False, no gradient buffers are allocated and the policy cannot have an
                 optimizer.
+            base: the policy whose frozen weights this one shares; both have adapters. `source` is
+                not read then.
         """
+        self.base = base
         self.family = family
         self.trunk = without_prediction_heads(family)
         self.config = parallel_config
         self.dtype = DTYPES[dtype]
         self.logits_chunk_tokens = logits_chunk_tokens
         self.on_nonfinite = on_nonfinite
-        self.stages = build_model(
-            self.trunk, parallel_config, dtype, recompute, recompute_modules, megatron
-        )
-        self.heads = build_heads(family, self.stages)
-        load_weights(self.stages, family, source, self.heads)
+        self.stages = self._build(dtype, recompute, recompute_modules, megatron)
+        self._fill(source)
         self._add_tower(freeze_vision_tower)
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
         self.replay = RouterReplay(self.stages)
@@ -128,6 +131,19 @@ class Policy(HoldsReference):
         learning = self.heads if trains else None
         self.head_training = train_heads(learning, self.stages, parallel_config, heads)
         self.optimizer = None
+
+    def _build(self, *settings: Any) -> list[Any]:
+        """Build the stage; a stage that will share weights does not allocate its own linears'."""
+        with nullcontext() if self.base is None else without_linears():
+            return build_model(self.trunk, self.config, *settings)
+
+    def _fill(self, source: WeightSource) -> None:
+        """Add the prediction heads, and load the weights from `source` or use those of the base."""
+        self.heads = build_heads(self.family, self.stages)
+        if self.base is None:
+            load_weights(self.stages, self.family, source, self.heads)
+        else:
+            share_weights(self.stages, self.base.stages)
 
     def _add_tower(self, is_frozen: bool) -> None:
         """Set up image input if the model has a vision tower, and freeze the tower if requested."""

@@ -78,7 +78,8 @@ def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tupl
             pools.append(Pool(name, tuple(sharing), getattr(config, name).packing))
     if job == "train":
         for name in config.roles:
-            pools += _pools_of_policy(name, pools_of(derived.policy_view(config, name), job, kind))
+            own = pools_of(derived.policy_view(config, name), job, kind)
+            pools += _pools_of_policy(name, own, config.roles[name].base is not None)
     return tuple(pools)
 
 
@@ -92,11 +93,13 @@ def policy_pool(name: str, section: str) -> str:
     return name if section == "actor" else f"{name}.{section}"
 
 
-def _pools_of_policy(name: str, pools: tuple[Pool, ...]) -> list[Pool]:
+def _pools_of_policy(name: str, pools: tuple[Pool, ...], has_base: bool) -> list[Pool]:
     """Return an additional policy's pools, with names derived from the policy's. Its ranks need not
-    fill whole nodes."""
+    fill whole nodes; with a base, they are the first policy's."""
     renamed = []
     for pool in pools:
+        if has_base and pool.name == "actor":
+            continue
         groups = [replace(group, role=policy_pool(name, group.role)) for group in pool.groups]
         renamed.append(Pool(policy_pool(name, pool.name), tuple(groups), pool.packing))
     return renamed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.config import derived
@@ -66,6 +67,7 @@ class Job:
         engines: number of engines.
         engine_pool: section whose devices the engines use.
         sleeps: True if engines release memory while the policy trains.
+        others: {part: bytes} that other policies with the same base keep on the actor's devices.
     """
 
     roles: tuple[RolePlan, ...]
@@ -84,6 +86,7 @@ class Job:
     sends_slices: bool
     save_every: int
     placed: str | None = None  # why the processes cannot be placed on the cluster, or None
+    others: Mapping[str, float] = field(default_factory=dict)
     constants: Constants = FITTED
 
     def role(self, name: str) -> RolePlan | None:
@@ -130,6 +133,7 @@ def job_of(
     assumed: Assumed | None = None,
     hf: Any = None,
     frozen: bool = False,
+    shares_base: bool = False,
 ) -> Job:
     """Build the job of a checked configuration.
 
@@ -137,6 +141,7 @@ def job_of(
         hf: the policy's Hugging Face config, needed if the configuration does not determine it (the
             vocabulary size may come from the tokenizer).
         frozen: True if the policy has no optimizer (`roles.NAME.frozen`).
+        shares_base: True if its adapters share another policy's weights (`roles.NAME.base`).
 
     Raises:
         ConfigError, ModelError: the model's folder or sizes are incomplete.
@@ -148,7 +153,7 @@ def job_of(
             "model.hf_config.vocab_size is not set (a run reads it from the tokenizer); set "
             "model.hf_config.vocab_size=N to plan this recipe"
         )
-    roles = _roles(config, machines, sizes, frozen)
+    roles = _roles(config, machines, sizes, frozen, shares_base)
     rollout = config.rollout
     data = config.data
     engine = Engine(
@@ -201,11 +206,16 @@ def _placement_problem(config: RunConfig, machines: Machines) -> str | None:
     return None
 
 
-def _roles(config: RunConfig, machines: Machines, sizes: Any, frozen: bool) -> list[RolePlan]:
+def _roles(
+    config: RunConfig, machines: Machines, sizes: Any, frozen: bool, shares_base: bool
+) -> list[RolePlan]:
     roles = []
     for name in derived.models_in_use(config):
         trains = derived.trains(config, name) and not (frozen and name == "actor")
         roles.append(_role(config, machines, name, sizes, trains))
+    if frozen and shares_base:  # it computes with the adapters that it takes
+        training = replace(roles[0].training, lora=config.actor.lora)
+        roles[0] = replace(roles[0], training=training)
     return roles
 
 

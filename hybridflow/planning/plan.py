@@ -323,7 +323,7 @@ def _held(
     """Return {part: bytes} of training processes on a pool's fullest device while the role
     `computing` uses its `parts`. Offloaded parts are excluded.
     """
-    found: dict[str, float] = {}
+    found = dict(job.others) if pool == "actor" else {}
     for role in job.roles:
         if role.pool != pool:
             continue

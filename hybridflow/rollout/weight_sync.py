@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
@@ -38,8 +39,15 @@ class SliceSync:
     engine rank that needs it. The plan is verified before the first step.
     """
 
-    def __init__(self, policy: WorkerGroup, engines: EngineGroup, config: RunConfig) -> None:
-        self.policy = policy
+    def __init__(
+        self,
+        policy: WorkerGroup,
+        engines: EngineGroup,
+        config: RunConfig,
+        role: str | None = None,
+    ) -> None:
+        """`role`: the policy's name within its processes, if they contain several workers."""
+        self._call = policy.call if role is None else partial(policy.call, role=role)
         self.engines = engines
         self.config = config
         self.sync_config = config.rollout.sync
@@ -65,16 +73,16 @@ class SliceSync:
             WeightSyncError: the plan could not be verified, so no sync is possible.
         """
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
-        platform = Platform(await self.policy.call(PolicyWorker.device_kind))
+        platform = Platform(await self._call(PolicyWorker.device_kind))
         self._transport = chosen(
             self.sync_config.transport, platform, derived.shares_devices(self.config)
         )
         self._staged = derived.is_staged(self.config, platform.kind)
-        self._at = await self.policy.call(PolicyWorker.open_sync_store)
+        self._at = await self._call(PolicyWorker.open_sync_store)
         described = await self.engines.group.call(
             RolloutWorker.describe_weights, *self._at, timeout=2 * wait
         )
-        self._plan = (await self.policy.call(PolicyWorker.plan_weights, *self._at, described))[0]
+        self._plan = (await self._call(PolicyWorker.plan_weights, *self._at, described))[0]
         assert self._plan is not None
         await self.engines.group.call(RolloutWorker.adopt_plan, *self._plan.digests)
         self._has_weights = [False] * len(self._sessions)
@@ -143,7 +151,7 @@ class SliceSync:
         patience = answer_deadline(self.sync_config.timeout_s)
         # calls in an attempt: announce or pause, begin, load, a pipeline's reports, end
         wait = 5 * patience + _MARGIN_S
-        sending = self.policy.call(PolicyWorker.send_weights, orders, 3 * patience, timeout=wait)
+        sending = self._call(PolicyWorker.send_weights, orders, 3 * patience, timeout=wait)
         try:
             received: list[Outcome] = await self.engines.group.call(
                 RolloutWorker.receive_weights, orders, timeout=wait, only=numbers

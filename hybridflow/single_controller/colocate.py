@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from hybridflow.dispatch import MethodSpec, WorkerContext, method_spec
@@ -19,9 +20,12 @@ class Colocated:
     roles: ClassVar[Mapping[str, type]] = {}
 
     def __init__(self, context: WorkerContext, *arguments: Sequence[Any]) -> None:
-        """Construct each role as `role(context, *arguments[i])`."""
-        pairs = zip(self.roles.items(), arguments, strict=True)
-        self._workers = {name: role(context, *args) for (name, role), args in pairs}
+        """Construct each role as `role(context, *arguments[i])`. Later roles find earlier ones in
+        `context.neighbours`."""
+        self._workers: dict[str, Any] = {}
+        inside = replace(context, neighbours=self._workers)
+        for (name, role), args in zip(self.roles.items(), arguments, strict=True):
+            self._workers[name] = role(inside, *args)
 
     def __getattr__(self, address: str) -> Any:
         """Look up `ROLE.METHOD`, the format returned by `address_of`."""

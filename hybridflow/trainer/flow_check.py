@@ -298,6 +298,7 @@ class _Invented:
             name=name,
             config=config,
             frozen=self.config.roles[name].frozen,
+            base=self.config.roles[name].base,
             policy=_Role(own, "actor"),
             keep=lambda batch: batch,
             advantages=Advantages(config),

@@ -155,7 +155,7 @@ class EngineProcesses:
         all engines are lost, they are restarted.
         """
         assert isinstance(policy, WorkerGroup)
-        self._weights = weights = SliceSync(policy, self.engines, self.config)
+        self._weights = weights = SliceSync(policy, self.engines, self.config, role)
         policy.on_restart(weights.reconnect)
         self.workers.on_restart(self.engines.begin_again)
         self.workers.on_restart(weights.reconnect)

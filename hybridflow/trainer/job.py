@@ -68,6 +68,7 @@ class Job:
         self.config = self._given = config
         self.name = ""  # of a further policy
         self.frozen = False
+        self.base: str | None = None  # see `PolicyConfig.base`
         self.logs = session.folder / "logs"
         self.model_folder = session.folder / "model"
         self.preload = preload
@@ -107,6 +108,7 @@ class Job:
         own = copy.copy(self)
         own.name = name
         own.frozen = self.config.roles[name].frozen
+        own.base = self.config.roles[name].base
         config = derived.policy_view(self._given, name)
         own.logs = self.logs / name
         own.logs.mkdir(parents=True, exist_ok=True)
@@ -118,7 +120,8 @@ class Job:
         own.config = StartAllowance.of(config, own.hf_config).applied(config)
         if not config.cluster.in_process:
             own.pools = {
-                section: self.pools[policy_pool(name, section)] for section in ("actor", "rollout")
+                "actor": self.pools["actor" if own.base else name],
+                "rollout": self.pools[policy_pool(name, "rollout")],
             }
         return own
 
@@ -147,8 +150,8 @@ class Job:
     ) -> dict[str, WorkerGroup | InProcessGroup]:
         """Start the ranks of `roles` and return {role: group}. Roles in the policy's processes
         (those of the first role, `actor`) share a group; each of the others has its own group. Only
-        `trained` roles may update their weights. `guests` are further policies in a single-process
-        job."""
+        `trained` roles may update their weights. `guests` are further policies in the policy's
+        processes."""
         specs = {role: self._role_spec(role, role in trained) for role in roles}
         shared = [role for role in roles if derived.is_colocated(self.config, role)]
         groups: dict[str, WorkerGroup | InProcessGroup] = {}
@@ -209,7 +212,9 @@ class Job:
         if model.family is not None:
             model = replace(model, family=absolute_entry(model.family))
         config = replace(self.config, actor=actor, model=model)
-        return RoleSpec(config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
+        base = "actor" if role == "actor" and self.base else None
+        tokenizer = self.tokenizer.path.resolve()
+        return RoleSpec(config, role, hf_config, path, tokenizer, trains, base)
 
     def start_engines(self, cluster: Cluster | None) -> Generation:
         """Start the engines. Engines in separate processes keep starting up in the background."""

@@ -15,6 +15,7 @@ references, and reading a column fetches it. One step consumes `data.train_batch
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,11 +103,7 @@ class RLTrainer:
         self.others = {name: role for name, role in roles.items() if name != "actor"}
         self.reference = self.others.get("reference")
         self.advantages = Advantages(config)
-        self.devices = Devices(
-            # a further policy has separate devices
-            lambda role: role if role in config.roles else derived.pool_of(config, role),
-            session.timeline,
-        )
+        self.devices = Devices(partial(derived.devices_of, config), session.timeline)
         self.phases = Phases(config, self.policy, engines, self.others, self.devices.is_busy)
         self.records = Records(config, session, self.others, samples, validator)
         self.last = derived.total_steps(config, samples.num_rows) or 1

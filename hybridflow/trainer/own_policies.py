@@ -51,6 +51,7 @@ class Learner:
             them.
         folder: folder for weights copied from another policy.
         frozen: True if it has no optimizer.
+        base: the policy whose weights it shares (`PolicyConfig.base`).
         left_out: engines excluded from the last sync.
     """
 
@@ -62,6 +63,7 @@ class Learner:
     keep: Callable[[DataProto], DataProto]
     folder: Path
     frozen: bool = False
+    base: str | None = None
     advantages: Advantages = field(init=False)
     phases: Phases = field(init=False)
     left_out: set[str] = field(default_factory=set)
@@ -75,10 +77,14 @@ class Learner:
         data = self.config.data
         return self.keep(await samples(self.engines, self.tokenizer, data, prompts, n))
 
-    async def take(self, other: Policy) -> None:
+    async def take(self, other: Policy, address: str = "") -> None:
         """Copy the weights of another policy that uses the same model. The two parallel layouts may
-        differ.
+        differ. From one with the same base, only adapters are copied; `address` is its name within
+        the processes.
         """
+        if self.base is not None:
+            await self.policy.call(PolicyWorker.take_adapters, address)
+            return
         await other.call(RoleWorker.export, self.folder)
         await self.policy.call(PolicyWorker.fill, self.folder)
 
@@ -141,7 +147,32 @@ class OwnPolicy(TrainedPolicy):
             raise FlowError(f"{name}: expected another policy of the run, for example run.policy")
         if part.trained is not None:
             raise FlowError(f"{name} is not supported in a step that has updated the {self.name}")
-        return Pending(part, name, lambda: part.take(other.role))
+        address = self._address(other, name)
+        return Pending(part, name, lambda: part.take(other.role, address))
+
+    def _address(self, other: TrainedPolicy, call: str) -> str:
+        """Return the name of another policy within its processes.
+
+        Raises:
+            FlowError: this policy shares the first one's weights, and the other one's adapters do
+                not fit it.
+        """
+        further = other.part.learner if isinstance(other, OwnPolicy) else None
+        if self.part.learner.base is None:
+            return ""
+        if further is not None and further.base is None:
+            raise FlowError(
+                f"{call} would replace the weights that the {self.name} shares with the policy; "
+                f"take those of a policy with the same base, or remove roles.{self.name}.base"
+            )
+        ours, theirs = self.part.config.actor.lora, other.run.config.actor.lora
+        for key in ("rank", "alpha", "targets"):
+            if (own := getattr(ours, key)) != (given := getattr(theirs, key)):
+                raise FlowError(
+                    f"{call} copies adapters, but roles.{self.name}.actor.lora.{key}={own} differs "
+                    f"from the other policy's {given}; set them to the same value"
+                )
+        return "actor" if further is None else further.name
 
     def _of_reference(self, batch: DataProto) -> list[asyncio.Task[DataProto]]:
         """Return the tasks that compute ref_log_probs with the policy's initial weights; empty if
@@ -255,10 +286,10 @@ class PolicyPart:
         with self.whole.phase(f"{self.name}/gen"):
             return await self.learner.generate(prompts, n)
 
-    async def take(self, other: Policy) -> None:
-        """Copy the weights of another policy via a Hugging Face folder."""
+    async def take(self, other: Policy, address: str) -> None:
+        """Copy the weights of another policy (see `Learner.take`)."""
         with self.whole.phase(f"{self.name}/take"):
-            await self.learner.take(other)
+            await self.learner.take(other, address)
         await self.sync()
 
     def add_advantages(self, batch: DataProto) -> DataProto:

@@ -33,8 +33,8 @@ class FurtherPolicies:
 
     @property
     def guests(self) -> list[Job]:
-        """Policies whose rank runs in the first policy's process."""
-        return self.jobs if self._cluster is None else []
+        """Policies whose ranks run in the first policy's processes."""
+        return [job for job in self.jobs if self._cluster is None or job.base]
 
     def start(
         self, shared: WorkerGroup | InProcessGroup, keep: Callable[[DataProto], DataProto]
@@ -44,8 +44,9 @@ class FurtherPolicies:
         for job in self.jobs:
             engines = job.start_engines(self._cluster)
             self._engines.append(engines)
-            group = shared if self._cluster is None else job.start_policy(self._cluster)
-            address = job.name if self._cluster is None else "actor"
+            is_guest = job in self.guests
+            group = shared if is_guest else job.start_policy(self._cluster)
+            address = job.name if is_guest else "actor"
             answering = engines.connect(group, job.tokenizer, job.logs, address)
             job.stack.callback(partial(_close, answering))
             folder = job.model_folder / "taken"
@@ -54,9 +55,10 @@ class FurtherPolicies:
                 Learner(
                     *(job.name, job.config, policy, answering, job.tokenizer, keep, folder),
                     frozen=job.frozen,
+                    base=job.base,
                 )
             )
-            if self._cluster is not None and isinstance(group, WorkerGroup):
+            if isinstance(group, WorkerGroup) and not is_guest:
                 self.groups[job.name] = group
 
     async def wait_ready(self, progress: Progress) -> None:

@@ -125,6 +125,11 @@ class Backend(Model, Protocol):
     def load_from(self, source: WeightSource) -> None:
         """Replace all weights. Call `set_optimizer` again afterwards."""
 
+    def take_trained(self, other: Any) -> None:
+        """Copy the weights that training may change (the adapters, if there are any) from another
+        policy with the same ones, and drop the optimizer. Call `set_optimizer` again afterwards.
+        """
+
     def freeze_reference(self) -> None:
         """Save a copy of the current weights as the reference."""
 
@@ -171,9 +176,15 @@ def open_backend(
     platform: Platform,
     local_rank: int,
     trains: bool = True,
+    base: Backend | None = None,
 ) -> Backend:
     """Join the process group and build the policy with the backend selected by `actor.backend`.
-    Collective. If `trains` is False, the policy cannot have an optimizer.
+    Collective.
+
+    Args:
+        trains: if False, the policy cannot have an optimizer.
+        base: the policy whose frozen weights this one shares; it has the same model, layout and
+            backend, which is Megatron.
     """
     use_family(config.model.family)
     family = family_of(hf_config, mtp=config.actor.mtp.train and trains)
@@ -184,11 +195,16 @@ def open_backend(
         source = SafetensorsFolder(config.model.path)
     if config.actor.backend == "fsdp":
         return _fsdp(config, family, source, platform, local_rank, trains)
-    return _megatron(config, family, source, platform, trains)
+    return _megatron(config, family, source, platform, trains, base)
 
 
 def _megatron(
-    config: RunConfig, family: Family, source: WeightSource, platform: Platform, trains: bool
+    config: RunConfig,
+    family: Family,
+    source: WeightSource,
+    platform: Platform,
+    trains: bool,
+    base: Any,
 ) -> Backend:
     from hybridflow.mcore import parallel
     from hybridflow.mcore.backend import MegatronPolicy
@@ -211,18 +227,19 @@ def _megatron(
         megatron=actor.megatron,
         logits_chunk_tokens=actor.logits_chunk_tokens,
         on_nonfinite=actor.on_nonfinite,
-        lora=_adapters(config, family, trains),
+        lora=_adapters(config, family, trains or base is not None),
         heads=HeadSettings(actor.mtp.coef, actor.mtp.lr),
         freeze_vision_tower=actor.freeze_vision_tower,
         trains=trains,
+        base=base,
     )
     policy.serves_heads = config.rollout.speculative.method is not None
     return policy
 
 
-def _adapters(config: RunConfig, family: Family, trains: bool) -> AdapterMap | None:
+def _adapters(config: RunConfig, family: Family, is_adapted: bool) -> AdapterMap | None:
     lora = config.actor.lora
-    return AdapterMap(family, lora, config.seed) if lora.rank and trains else None
+    return AdapterMap(family, lora, config.seed) if lora.rank and is_adapted else None
 
 
 def _fsdp(

@@ -57,8 +57,10 @@ class PolicyWorker(RoleWorker):
         config = spec.config
         platform = Platform.detect()
         platform.set_device(context.local_rank)
+        self._neighbours = context.neighbours
+        base = None if spec.base is None else context.neighbours[spec.base].model
         self.model: Backend = open_backend(
-            config, spec.hf_config, platform, context.local_rank, spec.trains
+            config, spec.hf_config, platform, context.local_rank, spec.trains, base
         )
         super().__init__(spec, self.model, spec.hf_config, platform)
         # frozen policies are saved too, because they may have copied another policy's weights
@@ -156,6 +158,15 @@ class PolicyWorker(RoleWorker):
         """Load the weights of a Hugging Face folder of the same model, with a fresh optimizer if
         the policy trains."""
         self.model.load_from(SafetensorsFolder(folder))
+        if self.spec.trains:
+            self.model.set_optimizer(self.spec.config.actor.optim)
+
+    @register(Dispatch.ONE_TO_ALL)
+    @needs("weights", "gradients", "optimizer")
+    def take_adapters(self, role: str) -> None:
+        """Copy the adapters of the policy `role` of these processes, which has the same base, with
+        a fresh optimizer if this one trains."""
+        self.model.take_trained(self._neighbours[role].model)
         if self.spec.trains:
             self.model.set_optimizer(self.spec.config.actor.optim)
 

@@ -37,6 +37,8 @@ class RoleSpec:
         tokenizer: the folder from which an export copies the tokenizer.
         trains: whether the role ever updates its weights. If False, it has no gradients and, unless
             it is a policy, no checkpoints.
+        base: the policy in the same processes whose frozen weights this policy's adapters share;
+            None for separate weights.
     """
 
     config: RunConfig
@@ -45,6 +47,7 @@ class RoleSpec:
     path: str | None
     tokenizer: Path | None
     trains: bool = True
+    base: str | None = None
 
 
 class RoleWorker:

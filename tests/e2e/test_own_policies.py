@@ -113,6 +113,39 @@ def test_two_policies_in_one_process_learn_and_go_on(tmp_path: Path, settings: l
         assert weights(half / name) == weights(whole / name)
 
 
+@pytest.mark.full
+def test_two_policies_on_one_base_are_those_on_two(tmp_path: Path, settings: list[str]) -> None:
+    """With adapters, a run whose tester shares the policy's base ends as one with two copies, bit
+    for bit; so does one that goes on after step 2."""
+    (tmp_path / "tested.py").write_text(TESTED)
+    words = [
+        *(*settings, "cluster=in-process", "sft.steps=0", "actor.kl_loss_coef=0"),
+        *("actor.lora.rank=4", "actor.optim.lr=5e-2"),
+        f"algorithm.flow={tmp_path}/tested.py:tested",
+        *("trainer.total_steps=4", "trainer.save_every_steps=2"),
+        "trainer.max_checkpoints_to_keep=0",
+    ]
+    shared = f"+roles={{tester: {{base: policy, {TESTER}}}}}"
+    _, apart = train(tmp_path, [*words, f"+roles={{tester: {{{TESTER}}}}}"], "apart")
+    _, whole = train(tmp_path, [*words, shared], "whole")
+    assert computed(whole) == computed(apart)
+    assert computed(whole)[-1]["tester/actor/grad_norm"] > 0
+    for name in ("export", "export-tester"):
+        assert weights(whole / name) == weights(apart / name)
+    assert weights(whole / "export") != weights(whole / "export-tester")
+
+    half = tmp_path / "half"
+    shutil.copytree(
+        whole, half, ignore=shutil.ignore_patterns("summary.json", "export*", "global_step_4")
+    )
+    (half / "checkpoints" / "latest.json").write_text(json.dumps({"folder": "global_step_2"}))
+    out, _ = train(tmp_path, [*words, shared], "half")
+    assert "resuming from" in out
+    assert computed(half) == computed(whole)
+    for name in ("export", "export-tester"):
+        assert weights(half / name) == weights(whole / name)
+
+
 def test_an_opponent_takes_the_weights_of_the_policy(tmp_path: Path, settings: list[str]) -> None:
     (tmp_path / "played.py").write_text(PLAYED)
     words = [
@@ -131,6 +164,25 @@ def test_an_opponent_takes_the_weights_of_the_policy(tmp_path: Path, settings: l
         for name in ("policy", "opponent")
     )
     assert opponent < 0.4 * policy  # in float32, without the two moments
+
+
+def test_an_opponent_on_the_policys_base_takes_its_adapters(
+    tmp_path: Path, settings: list[str]
+) -> None:
+    (tmp_path / "played.py").write_text(PLAYED)
+    words = [
+        *(*settings, "cluster=in-process", "sft.steps=0", "actor.kl_loss_coef=0"),
+        *("actor.lora.rank=4", "actor.optim.lr=5e-2"),
+        f"algorithm.flow={tmp_path}/played.py:played",
+        "+roles={opponent: {base: policy, frozen: true}}",
+    ]
+    train(tmp_path, [*words, "trainer.total_steps=3"], "play")
+    out, folder = train(tmp_path, [*words, "trainer.total_steps=4"], "play")
+    assert "resuming from" in out and "synthetic rows" not in out
+    steps = numbers(folder)
+    assert len(steps) == 4 and any(step["actor/grad_norm"] > 0 for step in steps)
+    assert weights(folder / "export") == weights(folder / "export-opponent")
+    assert not list((folder / "model" / "opponent").glob("taken*"))  # no weights were written
 
 
 @pytest.mark.full
@@ -163,3 +215,36 @@ def test_policies_of_other_layouts_over_ray_killed_and_resumed(
             assert run.end(300) == 0, run.out + run.err
     for name in ("export", "export-tester"):
         assert weights(killed / name) == weights(tmp_path / "whole" / name)
+
+
+@pytest.mark.full
+def test_policies_on_one_base_over_ray_killed_and_resumed(
+    tmp_path: Path, settings: list[str]
+) -> None:
+    """Both on the same ranks of TP 2, with engines of their own; with greedy answers a killed run
+    ends as one that goes through."""
+    (tmp_path / "tested.py").write_text(TESTED)
+
+    def words(name: str) -> list[str]:
+        return [
+            *(*settings, f"output_dir={tmp_path}", f"name={name}", "sft.steps=0"),
+            *("actor.kl_loss_coef=0", "actor.lora.rank=4", "actor.optim.lr=5e-2"),
+            *("cluster.procs_per_node=2", "actor.parallel.pipeline=1", "rollout.num_engines=1"),
+            f"algorithm.flow={tmp_path}/tested.py:tested",
+            f"+roles={{tester: {{base: policy, {TESTER}}}}}",
+            *("trainer.total_steps=4", "trainer.save_every_steps=1", "rollout.sampling.top_k=1"),
+            # greedy answers of a group have no advantages
+            *("rollout.logprob_diff_bound=null", "actor.entropy_coef=0.01"),
+        ]
+
+    killed = tmp_path / "killed"
+    with Run(tmp_path / "output", "train", *words("killed")) as run:
+        run.wait_for((killed / "checkpoints" / "global_step_2").exists)
+        run.send(signal.SIGKILL)
+        run.end(60)
+    for name in ("killed", "whole"):
+        with Run(tmp_path / "output", "train", *words(name)) as run:
+            assert run.end(300) == 0, run.out + run.err
+    for name in ("export", "export-tester"):
+        assert weights(killed / name) == weights(tmp_path / "whole" / name)
+    assert weights(killed / "export") != weights(killed / "export-tester")

@@ -9,6 +9,7 @@ import pytest
 
 from hybridflow.config import derived
 from hybridflow.config.check import problems
+from hybridflow.config.explain import Origins, explain
 from hybridflow.config.load import dump_yaml, load_config
 from hybridflow.config.schema import ModelConfig, RunConfig
 from hybridflow.errors import ConfigError
@@ -24,6 +25,7 @@ from hybridflow import flow
 async def two(run):
     pass
 """
+LORA = "actor.lora.rank=4"
 ONE = "actor: {parallel: {tensor: 1, pipeline: 1, expert: 1, sequence: false}}"
 
 
@@ -72,6 +74,70 @@ def test_a_policy_has_devices_of_its_own(tmp_path: Path) -> None:
     assert groups["tester"] == ["tester", "tester.rollout"]
     allowance = StartAllowance.of(config, {"vocab_size": 32, **config.model.hf_config})
     assert allowance.applied(config).roles == config.roles
+
+
+def test_a_policy_on_the_first_ones_base_has_its_ranks(tmp_path: Path) -> None:
+    config = given(tmp_path, "{tester: {base: policy, actor: {lora: {rank: 2}}}}", LORA)
+    assert not problems(config)
+    assert (config.roles["tester"].actor.lora.rank, config.actor.lora.rank) == (2, 4)
+    view = derived.policy_view(config, "tester")
+    assert view.cluster == config.cluster
+    pools = {pool.name: [one.role for one in pool.groups] for pool in pools_of(config)}
+    assert pools == {
+        "actor": ["actor"],
+        "rollout": ["rollout"],
+        "tester.rollout": ["tester.rollout"],
+    }
+    assert derived.devices_of(config, "tester") == "actor"
+    said = explain(config, Origins(frozenset(), {}))
+    assert "roles.tester: a further policy, adapters in the policy's 4 processes" in said
+    apart = given(tmp_path, f"{{tester: {{procs: 2, {ONE}}}}}")
+    assert derived.devices_of(apart, "tester") == "tester"
+
+
+@pytest.mark.parametrize(
+    ("tester", "words", "message"),
+    [
+        ("", (), "requires adapters: .* set actor.lora.rank"),
+        ("actor: {lora: {rank: 0}}", (LORA,), "set roles.tester.actor.lora.rank"),
+        (
+            "actor: {parallel: {tensor: 1}}",
+            (LORA,),
+            "roles.tester.actor.parallel.tensor=1 differs from actor.parallel.tensor=2",
+        ),
+        (
+            "model: {dtype: bfloat16}",
+            (LORA,),
+            "roles.tester.model.dtype=bfloat16 differs from model.dtype=float32",
+        ),
+        (
+            "actor: {backend: fsdp}",
+            (LORA,),
+            "roles.tester.actor.backend=fsdp differs from actor.backend=megatron",
+        ),
+        ("", (LORA, "actor.backend=fsdp"), "not supported with actor.backend=fsdp"),
+        ("procs: 4", (LORA,), "roles.tester.procs=4 has no effect"),
+        ("", (LORA, "actor.offload.weights=true"), "with actor.offload.weights=true, because"),
+        (
+            "actor: {offload: {weights: true}}",
+            (LORA,),
+            "with roles.tester.actor.offload.weights=true",
+        ),
+        ("rollout: {pool: actor}", (LORA,), "roles.tester.rollout.pool=actor must be null"),
+        (
+            "rollout: {pool: null, sleep_while_training: false}",
+            (LORA, "rollout.pool=actor", "rollout.sleep_while_training=true"),
+            "set rollout.pool=null",
+        ),
+    ],
+)
+def test_adapters_that_cannot_share_a_base_are_refused(
+    tmp_path: Path, tester: str, words: tuple[str, ...], message: str
+) -> None:
+    roles = f"{{tester: {{base: policy{', ' if tester else ''}{tester}}}}}"
+    found = problems(given(tmp_path, roles, *words))
+    lines = [line for line in found if line.startswith("roles.tester.base=policy")]
+    assert any(re.search(message, line) for line in lines), found
 
 
 @pytest.mark.parametrize(

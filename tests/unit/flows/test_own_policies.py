@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config.schema import PolicyConfig, RunConfig
+from hybridflow.config.schema import LoraConfig, PolicyConfig, RunConfig
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.flows.base import flow
 from hybridflow.saving.store import Checkpoint
@@ -94,6 +94,22 @@ def test_a_frozen_policy_takes_weights_and_is_never_updated(tmp_path: Path) -> N
         freezing(tmp_path / "updated", BODY)
     takes = BODY.replace("tester.update(tests)", "tester.take(run.policy)")
     assert freezing(tmp_path / "taking", takes) == []
+
+
+def test_policies_on_one_base_take_adapters_that_fit(tmp_path: Path) -> None:
+    takes = BODY.replace("tester.update(tests)", "tester.take(run.policy)")
+    config = following(config_of(tmp_path / "run"), own(tmp_path, takes, ROLES))
+
+    def says(ours: LoraConfig, theirs: LoraConfig) -> None:
+        first, second = (replace(config.actor, lora=lora) for lora in (theirs, ours))
+        tester = PolicyConfig(config.model, second, config.rollout, "policy", frozen=True)
+        check_flow(replace(config, actor=first, roles={"tester": tester}), lambda line: None)
+
+    says(LoraConfig(rank=4), LoraConfig(rank=4))
+    with pytest.raises(
+        ConfigError, match=r"roles.tester.actor.lora.rank=2 differs from the other policy's 4"
+    ):
+        says(LoraConfig(rank=2), LoraConfig(rank=4))
 
 
 def test_a_policy_that_the_flow_does_not_call_is_refused(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from hybridflow.cli.main import main
+from hybridflow.config import derived
 from hybridflow.config.load import load_config
 from hybridflow.planning.devices import read_cluster
 from hybridflow.planning.generation import Lengths
 from hybridflow.planning.job import Assumed, job_of
-from hybridflow.planning.plan import make_plan, resident
+from hybridflow.planning.plan import Plan, make_plan, resident
+from hybridflow.planning.policies import make_plans
 
 
 @pytest.mark.slow
@@ -214,6 +216,32 @@ def test_the_demo_holds_what_its_formulas_say() -> None:
     heaviest = max(numbers, key=lambda one: one.total)
     assert parts["weights"] == parts["gradients"] == 4 * heaviest.total == parts["reference"]
     assert parts["optimizer"] == 8 * heaviest.total  # one data-parallel rank
+
+
+def test_policies_on_one_base_are_planned_with_one_base() -> None:
+    """A plan contains the base once and, in every phase of the ranks, the other's adapters."""
+    stays = [f"actor.offload.{part}=false" for part in ("weights", "gradients", "optimizer")]
+    words = ["actor.lora.rank=16", "actor.kl_loss_coef=0.001", "rollout.pool=null", *stays]
+    machines = read_cluster(None, 1, 8, "H100")
+
+    def update_of(plan: Plan) -> dict[str, float]:
+        return next(phase.memory for phase in plan.phases if phase.name == "update actor")
+
+    def plans(*further: str) -> tuple[Plan, dict[str, Plan]]:
+        run = load_config("grpo-qwen3-8b-1x8", [*words, *further])
+        return make_plans(run, machines, Assumed(), lambda one: derived.hf_config(one.model))
+
+    alone = update_of(plans()[0])
+    shared, further = plans("+roles={tester: {base: policy}}")
+    other = alone["actor gradients"] + alone["actor optimizer"]
+    for plan, name in ((shared, "tester"), (further["tester"], "policy")):
+        memory = update_of(plan)
+        added = memory.pop(f"{name} adapters")
+        assert memory == alone
+        # the factors, and the reference's copy of them
+        assert other < added < 2 * other < 0.2 * alone["actor weights"]
+    separate, further = plans("+roles={tester: {}}")
+    assert update_of(separate) == update_of(further["tester"]) == alone
 
 
 def test_a_step_without_a_pass_for_old_log_probs_is_planned_without_one(

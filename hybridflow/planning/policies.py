@@ -1,0 +1,59 @@
+"""Plans of a run with several policies (`roles`): one of each. Policies whose adapters share the
+first policy's weights are on its devices, so each of their plans includes what the others keep
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+from hybridflow.planning.devices import Machines
+from hybridflow.planning.job import Assumed, Job, job_of
+from hybridflow.planning.plan import Plan, make_plan, resident
+
+
+def make_plans(
+    config: RunConfig,
+    machines: Machines,
+    assumed: Assumed,
+    sizes_of: Callable[[RunConfig], Mapping[str, Any]],
+) -> tuple[Plan, dict[str, Plan]]:
+    """Return the plan of a step of the first policy, and {name: plan} of the further ones.
+
+    Args:
+        sizes_of: returns the Hugging Face config of a policy's model.
+
+    Raises:
+        ConfigError, ModelError: a model's folder or sizes are incomplete.
+    """
+    first = job_of(config, machines, assumed, sizes_of(config))
+    further: dict[str, Job] = {}
+    for name, own in config.roles.items():
+        view = derived.policy_view(config, name)
+        is_on_base = own.base is not None
+        further[name] = job_of(view, machines, assumed, sizes_of(view), own.frozen, is_on_base)
+    sharing = {name: _adapters(further[name]) for name in further if config.roles[name].base}
+    if not sharing:
+        return make_plan(first), {name: make_plan(job) for name, job in further.items()}
+    sizes = {"policy": _adapters(first), **sharing}
+    plans = {}
+    for name, job in {"policy": first, **further}.items():
+        others = {f"{one} adapters": size for one, size in sizes.items() if one != name}
+        plans[name] = make_plan(replace(job, others=others) if name in sizes else job)
+    return plans.pop("policy"), plans
+
+
+def _adapters(job: Job) -> float:
+    """Return the bytes that a policy's adapters, and what belongs to them, always occupy on its
+    fullest device."""
+    training = job.actor.training
+    factors = max(map(training.trained_weights, range(training.cut.pipeline)))
+    offload = job.actor.offload
+    leaves = {"weights": True, "gradients": offload.gradients, "optimizer": offload.optimizer}
+    parts = resident(job)["actor"]
+    state = sum(size for part, size in parts.items() if not leaves.get(part, False))
+    return (factors + state) * job.constants.fragmentation
