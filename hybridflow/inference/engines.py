@@ -54,7 +54,7 @@ def started(
 
     Args:
         version: version number of the weights; an engine in this process derives its seeds from it.
-            logs: folder for the engines' logs.
+        logs: folder for the engines' logs.
 
     Raises:
         EngineError: an engine did not start; also raised by `wait`.

@@ -38,7 +38,7 @@ class Cut:
 
     Attributes:
         segment_multiple: each sequence is padded to a multiple of this (2 x context ranks).
-            multiple: each micro-batch is padded to a multiple of this, because sequence parallelism
+        multiple: each micro-batch is padded to a multiple of this, because sequence parallelism
             splits a rank's tokens across tensor ranks.
         rank, size: rank and size of the context-parallel group.
     """

@@ -100,8 +100,8 @@ def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], tex
     """Write a page about a plan. Nothing needs to have run.
 
     Args:
-        plan: `phases` and `device_bytes` from `Plan.figures()`. text: the plan formatted as a text
-            table.
+        plan: `phases` and `device_bytes` from `Plan.figures()`.
+        text: the plan formatted as a text table.
     """
     groups = [("Plan", pictures(plan["phases"], plan["device_bytes"], {}))]
     page = _page(

@@ -76,7 +76,8 @@ class Call(Pending[DataProto]):
     """A call on a batch. Its result is the batch with the columns that the call adds.
 
     Args:
-        tasks: tasks that write columns. others: further tasks to wait for.
+        tasks: tasks that write columns.
+        others: further tasks to wait for.
     """
 
     def __init__(

@@ -65,8 +65,8 @@ class ModelGroup:
     processes.
 
     Args:
-        role: name of the role's section in `config`. address: name of the role within its
-            processes, if different.
+        role: name of the role's section in `config`.
+        address: name of the role within its processes, if different.
     """
 
     def __init__(

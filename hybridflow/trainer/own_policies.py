@@ -155,10 +155,16 @@ class OwnPolicy(TrainedPolicy):
 
         Raises:
             FlowError: this policy shares the first one's weights, and the other one's adapters do
-                not fit it.
+                not fit it; or it trains adapters on weights of its own, which would be replaced.
         """
         further = other.part.learner if isinstance(other, OwnPolicy) else None
         if self.part.learner.base is None:
+            if self.part.config.actor.lora.rank and not self.part.learner.frozen:
+                raise FlowError(
+                    f"{call} would replace the weights below the adapters of the {self.name}, and "
+                    f"keep the adapters; set roles.{self.name}.base=policy to take adapters, or "
+                    f"roles.{self.name}.actor.lora.rank=0"
+                )
             return ""
         if further is not None and further.base is None:
             raise FlowError(

@@ -46,8 +46,8 @@ class Trained:
     Attributes:
         scored: the rows of `batch` that have old_log_probs: all rows, or only the first mini-batch
             if no separate pass computed them.
-        updates: finished updates, keyed by role. critics: the critics' updates, which may still be
-            running.
+        updates: finished updates, keyed by role.
+        critics: the critics' updates, which may still be running.
         metrics: metrics captured now because the next step overwrites them.
         own: metrics recorded by the flow, which are also displayed.
     """

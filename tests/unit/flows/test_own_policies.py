@@ -112,6 +112,15 @@ def test_policies_on_one_base_take_adapters_that_fit(tmp_path: Path) -> None:
         says(LoraConfig(rank=2), LoraConfig(rank=4))
 
 
+def test_a_trained_policy_with_adapters_on_weights_of_its_own_takes_none(tmp_path: Path) -> None:
+    takes = BODY.replace("tester.update(tests)", "tester.take(run.policy)")
+    config = following(config_of(tmp_path / "run"), own(tmp_path, takes, ROLES))
+    adapted = replace(config.actor, lora=LoraConfig(rank=4))
+    tester = PolicyConfig(config.model, adapted, config.rollout)
+    with pytest.raises(ConfigError, match=r"set roles.tester.base=policy to take adapters"):
+        check_flow(replace(config, roles={"tester": tester}), lambda line: None)
+
+
 def test_a_policy_that_the_flow_does_not_call_is_refused(tmp_path: Path) -> None:
     body = "\n".join(line for line in BODY.splitlines() if "test" not in line)
     with pytest.raises(ConfigError, match=r"never calls run.tester.*roles.tester"):
