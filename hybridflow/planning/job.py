@@ -156,22 +156,10 @@ def job_of(
     roles = _roles(config, machines, sizes, frozen, shares_base)
     rollout = config.rollout
     data = config.data
-    engine = Engine(
-        decoder_of(sizes, mtp=rollout.speculative.method == "mtp"),
-        EngineShape(
-            rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline
-        ),
-        machines.device,
-        item=1.03 if rollout.quantization == "fp8" else Precision.of(config.model.dtype).weight,
-        kv_item=Precision.of(config.model.dtype).weight,
-        running=rollout.max_running_requests,
-        kv_tokens=rollout.max_total_tokens,
-        memory_fraction=rollout.mem_fraction_static,
-    )
     response = given.response or max(data.max_response_length / 2, 1.0)
     return Job(
         roles=tuple(roles),
-        engine=engine,
+        engine=_engine(config, machines, sizes),
         engines=rollout.num_engines,
         engine_pool=derived.pool_of(config, "rollout"),
         placed=_placement_problem(config, machines),
@@ -185,6 +173,23 @@ def job_of(
         is_staged=derived.is_staged(config, "cuda" if machines.is_gpu else "cpu"),
         sends_slices=_sends_slices(config, machines),
         save_every=config.trainer.save_every_steps,
+    )
+
+
+def _engine(config: RunConfig, machines: Machines, sizes: Any) -> Engine:
+    rollout = config.rollout
+    weight = Precision.of(config.model.dtype).weight
+    return Engine(
+        decoder_of(sizes, mtp=rollout.speculative.method == "mtp"),
+        EngineShape(
+            rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline
+        ),
+        machines.device,
+        item=1.03 if rollout.quantization == "fp8" else weight,
+        kv_item=weight,
+        running=rollout.max_running_requests,
+        kv_tokens=rollout.max_total_tokens,
+        memory_fraction=rollout.mem_fraction_static,
     )
 
 
