@@ -93,7 +93,7 @@ def say_error(text: object) -> None:
 
 
 def warn(run: RunConfig) -> None:
-    """Print warnings about values in a checked configuration that differ widely from published
+    """Print warnings about values in a validated configuration that differ widely from published
     runs."""
     from hybridflow.config.habits import warnings
 
@@ -102,7 +102,7 @@ def warn(run: RunConfig) -> None:
 
 
 def run_job(job: str, run: RunConfig) -> None:
-    """Run `train`, `sft` or `train-reward` with a checked configuration."""
+    """Run `train`, `sft` or `train-reward` with a validated configuration."""
     libraries = ("torch", "transformers", *(() if run.cluster.in_process else ("ray",)))
     require(KERNELS, *libraries)
     require_none((*libraries, "numpy", "pyarrow"))

@@ -276,8 +276,8 @@ def run_version(args: argparse.Namespace) -> int:
 
 
 def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
-    """Return the checked configuration of a job, or None if the command only prints text, which is
-    then printed."""
+    """Return a job's validated configuration. If the command only prints text, print it and return
+    None."""
     if args.config_name is None:
         if args.overrides or args.print_config or args.explain:
             raise ConfigError(

@@ -328,8 +328,8 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Drafting of tokens by the model's own multi-token-prediction head, which is trained and
-    synced with the policy (docs/prediction-heads.md)."""
+    """Speculative decoding with the model's own multi-token-prediction head, which is trained
+    along with the policy and synced with it (docs/prediction-heads.md)."""
 
     # mtp: draft with the head, which needs actor.mtp.train; null: no drafts
     method: Literal["mtp"] | None = None

@@ -135,7 +135,8 @@ def read_learned(value: Any) -> list[bool]:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Validate a cell of the tools column: declarations or their JSON. Returns None if it is empty.
+    """Validate a value of the tools column: a list of tool declarations, or a JSON string of such a
+    list. Returns None if it is empty.
 
     Raises:
         DataError: the value is neither declarations nor JSON.

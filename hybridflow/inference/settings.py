@@ -86,7 +86,7 @@ def settings(
     data: Sequence[str] = (),
     out: Path | None = None,
 ) -> RunConfig:
-    """Return the checked configuration. Its `model.path` is the given folder or None.
+    """Return the validated configuration. Its `model.path` is the given folder or None.
 
     Args:
         words: `key=value` settings on the command line.

@@ -74,8 +74,8 @@ class Progress:
         fields: Mapping[str, float | str],
         phases: Mapping[str, float] | None = None,
     ) -> None:
-        """Show `step` as finished, with its metrics and the seconds spent in its phases (a prefix
-        `timing_s/` is removed)."""
+        """Mark `step` as finished, and show its metrics and the time spent in each phase (any
+        `timing_s/` prefix is stripped)."""
         self._state.advance(step, fields, phases or {})
         self._display.updated()
 

@@ -135,7 +135,7 @@ def job_of(
     frozen: bool = False,
     shares_base: bool = False,
 ) -> Job:
-    """Build the job of a checked configuration.
+    """Build the job of a validated configuration.
 
     Args:
         hf: the policy's Hugging Face config, needed if the configuration does not determine it (the

@@ -173,11 +173,11 @@ def _runs(values: np.ndarray) -> list[list[int]]:
 
 
 class Dumps:
-    """An earlier run's dumps, on which this run trains instead of generating samples.
+    """Dumps from an earlier run, which this run trains on instead of generating its own samples.
 
     Args:
         path: a folder of dumps, or one step's file.
-        made_with: `identity` of this run.
+        made_with: this run's `identity`, which the dumps must match.
         rows: number of samples per step.
         with_support: True if this run needs the sampling supports.
     """

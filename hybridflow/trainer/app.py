@@ -1,5 +1,5 @@
-"""The composition root: builds a job's groups, services and trainers from a checked configuration,
-and shuts them down with the job."""
+"""The composition root: builds a job's groups, services and trainers from a validated
+configuration, and shuts them down with the job."""
 
 from __future__ import annotations
 

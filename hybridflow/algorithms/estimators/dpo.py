@@ -1,5 +1,5 @@
-"""DPO on the best and the worst answer to each prompt, which are sampled from the policy (online
-DPO) or recorded."""
+"""DPO on each prompt's best and worst answers. The answers are either sampled from the policy
+(online DPO) or read from a data set of pairs."""
 
 from __future__ import annotations
 

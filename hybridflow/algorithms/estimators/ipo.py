@@ -1,5 +1,5 @@
-"""IPO on the best and the worst answer to each prompt, which are sampled from the policy or
-recorded."""
+"""IPO on each prompt's best and worst answers. The answers are either sampled from the policy or
+read from a data set of pairs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The pages of `hybridflow watch`, as HTML. Addresses are relative, so that they preserve the
-token."""
+"""The HTML pages of `hybridflow watch`. URLs are relative, so that following a link keeps the
+access token in the URL."""
 
 from __future__ import annotations
 
