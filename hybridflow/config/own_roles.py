@@ -42,8 +42,13 @@ def problems(
             )
             return
     yield from _unsupported(config)
-    for name in config.roles:
+    for name, own in config.roles.items():
         yield from _pool(config, name)
+        if own.actor.lora.rank and own.actor.lora.sync != "merged":
+            yield (
+                f"roles.{name}.actor.lora.sync={own.actor.lora.sync} is not supported, because a "
+                f"policy may take another one's weights; set roles.{name}.actor.lora.sync=merged"
+            )
         if config.roles[name].base is not None:
             yield from _base(config, name)
         where = f"roles.{name} (its procs are cluster.procs_per_node here): "

@@ -164,6 +164,11 @@ def test_adapters_that_cannot_share_a_base_are_refused(
             r"must be null \(separate devices\) or actor",
         ),
         ("{tester: {actor: {policy_loss: nope}}}", (), "roles.tester.actor.policy_loss"),
+        (
+            "{tester: {actor: {lora: {rank: 4, sync: adapter}}}}",
+            (),
+            "roles.tester.actor.lora.sync=adapter is not supported",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_the_policy(
