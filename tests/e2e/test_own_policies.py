@@ -146,16 +146,21 @@ def test_two_policies_on_one_base_are_those_on_two(tmp_path: Path, settings: lis
         assert weights(half / name) == weights(whole / name)
 
 
-def test_an_opponent_takes_the_weights_of_the_policy(tmp_path: Path, settings: list[str]) -> None:
-    (tmp_path / "played.py").write_text(PLAYED)
+def played(folder: Path, settings: list[str], *given: str) -> Path:
+    """The folder of a run of `PLAYED` that goes on after step 3, up to step 4."""
+    (folder / "played.py").write_text(PLAYED)
     words = [
-        *(*settings, "cluster=in-process", "sft.steps=0", "actor.kl_loss_coef=0"),
-        f"algorithm.flow={tmp_path}/played.py:played",
-        "+roles={opponent: {frozen: true}}",
+        *(*settings, "cluster=in-process", "sft.steps=0", "actor.kl_loss_coef=0", *given),
+        f"algorithm.flow={folder}/played.py:played",
     ]
-    train(tmp_path, [*words, "trainer.total_steps=3"], "play")
-    out, folder = train(tmp_path, [*words, "trainer.total_steps=4"], "play")
+    train(folder, [*words, "trainer.total_steps=3"], "play")
+    out, run = train(folder, [*words, "trainer.total_steps=4"], "play")
     assert "resuming from" in out and "synthetic rows" not in out
+    return run
+
+
+def test_an_opponent_takes_the_weights_of_the_policy(tmp_path: Path, settings: list[str]) -> None:
+    folder = played(tmp_path, settings, "+roles={opponent: {frozen: true}}")
     steps = [step for step in read_jsonl(folder / "metrics.jsonl") if step["phase"] == "train"]
     assert len(steps) == 4 and all("flow/won" in step for step in steps)
     assert weights(folder / "export") == weights(folder / "export-opponent")
@@ -169,16 +174,8 @@ def test_an_opponent_takes_the_weights_of_the_policy(tmp_path: Path, settings: l
 def test_an_opponent_on_the_policys_base_takes_its_adapters(
     tmp_path: Path, settings: list[str]
 ) -> None:
-    (tmp_path / "played.py").write_text(PLAYED)
-    words = [
-        *(*settings, "cluster=in-process", "sft.steps=0", "actor.kl_loss_coef=0"),
-        *("actor.lora.rank=4", "actor.optim.lr=5e-2"),
-        f"algorithm.flow={tmp_path}/played.py:played",
-        "+roles={opponent: {base: policy, frozen: true}}",
-    ]
-    train(tmp_path, [*words, "trainer.total_steps=3"], "play")
-    out, folder = train(tmp_path, [*words, "trainer.total_steps=4"], "play")
-    assert "resuming from" in out and "synthetic rows" not in out
+    roles = "+roles={opponent: {base: policy, frozen: true}}"
+    folder = played(tmp_path, settings, roles, "actor.lora.rank=4", "actor.optim.lr=5e-2")
     steps = numbers(folder)
     assert len(steps) == 4 and any(step["actor/grad_norm"] > 0 for step in steps)
     assert weights(folder / "export") == weights(folder / "export-opponent")

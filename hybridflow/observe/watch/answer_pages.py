@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from hybridflow.observe.watch.index import SampleIndex, Samples
-from hybridflow.observe.watch.query import PER_PAGE
-from hybridflow.observe.watch.sample_pages import NotFound, Parts, address, text_of, texts_of
+from hybridflow.observe.watch.query import page_number
+from hybridflow.observe.watch.sample_pages import NotFound, Parts, one_page, text_of, texts_of
 
 _PREFERRED = "validation"  # both runs answer the same held-out prompts
 SHOWN = ("different", "better in the second", "better in the first", "all")
@@ -58,7 +58,7 @@ class AnswerPages:
         first = _of_step(one, kind, fields.get("step", ""), wrong)
         second = _of_step(two, kind, fields.get("other_step", ""), wrong)
         given = {"kind": kind, "step": first.step, "other_step": second.step, "show": show}
-        parts = _answers((first, second), given, _page_of(fields))
+        parts = _answers((first, second), given, page_number(fields))
         parts |= {"names": names, "kinds": kinds, "choices": SHOWN, "given": given, "wrong": wrong}
         return "watch_answers", "Answers of both runs", parts
 
@@ -75,17 +75,12 @@ def _answers(
     scores = [side.scores[at] for side, at in zip(sides, places, strict=True)]
     gain = scores[1] - scores[0]
     found = _sorted(gain, given["show"])
-    pages = max(1, -(-len(found) // PER_PAGE))
-    page = min(wanted_page, pages)
-    shown = found[(page - 1) * PER_PAGE : page * PER_PAGE]
+    shown, pages = one_page(found, wanted_page, "answers", given)
     return {
         "summary": _summary(gain),
         "means": [_mean(one) for one in scores],
         "rows": _rows(sides, places, shown),
-        "page": page,
-        "pages": pages,
-        "before": address("answers", **given, page=page - 1) if page > 1 else "",
-        "after": address("answers", **given, page=page + 1) if page < pages else "",
+        **pages,
     }
 
 
@@ -155,8 +150,3 @@ def _rows(sides: tuple[_Step, _Step], places: list[np.ndarray], shown: np.ndarra
 def _mean(scores: np.ndarray) -> str:
     known = scores[~np.isnan(scores)]
     return f"{known.mean():.3g}" if len(known) else "–"
-
-
-def _page_of(fields: Mapping[str, str]) -> int:
-    text = fields.get("page", "")
-    return max(1, int(text)) if text.isascii() and text.isdecimal() and len(text) < 10 else 1

@@ -88,7 +88,7 @@ class Query:
             None if uid is None else int(uid),
             fields.get("failed", "") == "1",
             order if order in ORDERS else "latest",
-            max(1, int(_number(fields.get("page", "1")) or 1)),
+            page_number(fields),
         )
         return found, wrong
 
@@ -104,6 +104,11 @@ def _ranges_of(fields: Mapping[str, str], wrong: list[str]) -> dict[str, float]:
             else:
                 ranges[name] = value
     return ranges
+
+
+def page_number(fields: Mapping[str, str]) -> int:
+    """Return the page of results that an address asks for, at least 1."""
+    return max(1, int(_number(fields.get("page", "1")) or 1))
 
 
 def search(index: SampleIndex, samples: Samples, query: Query) -> np.ndarray:

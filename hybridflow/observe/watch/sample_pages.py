@@ -81,12 +81,10 @@ class SamplePages:
         query, wrong = Query.parse(fields)
         samples = index.samples
         found = search(index, samples, query)
-        pages = max(1, -(-len(found) // PER_PAGE))
-        page = min(query.page, pages)
-        shown = found[(page - 1) * PER_PAGE : page * PER_PAGE]
+        given = {name: value for name, value in fields.items() if value and name != "page"}
+        shown, pages = one_page(found, query.page, "rollouts", given)
         texts = texts_of(samples, shown)
         rows = [_result(samples, sample, texts[sample], query.text) for sample in shown.tolist()]
-        given = {name: value for name, value in fields.items() if value and name != "page"}
         return (
             "watch_rollouts",
             "Samples",
@@ -101,11 +99,8 @@ class SamplePages:
                 "wrong": wrong,
                 "count": len(found),
                 "indexed": self.indexed(),
-                "page": page,
-                "pages": pages,
                 "rows": rows,
-                "before": address("rollouts", **given, page=page - 1) if page > 1 else "",
-                "after": address("rollouts", **given, page=page + 1) if page < pages else "",
+                **pages,
                 "remarks": index.remarks(),
             },
         )
@@ -215,6 +210,19 @@ class SamplePages:
             row["row"] = number
             row["address"] = address("sample", kind=dump.kind, step=dump.step, row=number)
         return rows
+
+
+def one_page(
+    found: np.ndarray, wanted: int, path: str, given: Mapping[str, Any]
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return the part of the results on a page (the last one if there are fewer), and the template
+    values for paging: `given` are the other fields of the address."""
+    pages = max(1, -(-len(found) // PER_PAGE))
+    page = min(wanted, pages)
+    shown = found[(page - 1) * PER_PAGE : page * PER_PAGE]
+    before = address(path, **given, page=page - 1) if page > 1 else ""
+    after = address(path, **given, page=page + 1) if page < pages else ""
+    return shown, {"page": page, "pages": pages, "before": before, "after": after}
 
 
 def texts_of(samples: Samples, chosen: np.ndarray) -> dict[int, Mapping[str, Any]]:

@@ -69,16 +69,10 @@ INTO_MAIN_GRAD = "token-mean, into main_grad"
 def gradients(worlds: Any, folder: Path) -> dict[str, dict[str, float]]:
     """{cut: {loss: largest difference of any gradient from one micro-batch on one process, in units
     of the largest gradient}}."""
-    from tests.dist.harness.worlds import windows
+    from tests.dist.harness.worlds import measured
 
-    found = {}
-    for cut, ranks in zip(CUTS, windows([cut.world for cut in CUTS], worlds.size), strict=True):
-        if worlds.mine(ranks):
-            with worlds.world(ranks):
-                differences = _measure(cut, folder / "gradients.pt")
-            if worlds.rank == ranks[0]:
-                found[cut.name] = differences
-    return found
+    file = folder / "gradients.pt"
+    return dict(measured(CUTS, lambda cut: (cut.name, _measure(cut, file)), within=worlds))
 
 
 def _measure(cut: Cut, path: Path) -> dict[str, float]:

@@ -52,19 +52,9 @@ CUTS = [
 def loads() -> list[dict[str, Any]]:
     """{name, padding, counts by layer} of every cut whose first rank this is; the first cut also
     has `expected`, counted by an unpacked pass."""
-    from tests.dist.harness.worlds import Worlds, windows
+    from tests.dist.harness.worlds import measured
 
-    worlds = Worlds()
-    found = []
-    for cut, ranks in zip(CUTS, windows([cut.world for cut in CUTS], worlds.size), strict=True):
-        if not worlds.mine(ranks):
-            continue
-        with worlds.world(ranks):
-            result = _measure(cut)
-        if worlds.rank == ranks[0]:
-            found.append(result)
-    worlds.finish()
-    return found
+    return measured(CUTS, _measure)
 
 
 def _measure(cut: Cut) -> dict[str, Any]:

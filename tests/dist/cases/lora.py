@@ -138,21 +138,13 @@ def mutated(name: str) -> Iterator[None]:
 
 def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
     """On each rank: every case in order; results on the first rank of each."""
-    from tests.dist.harness.worlds import Worlds, windows
+    from tests.dist.harness.worlds import measured
 
-    worlds = Worlds()
-    found = []
-    cases = [(CASES | EXPERT_CASES | MUTANTS)[name] for name in names]
-    for case, ranks in zip(
-        cases, windows([case.world for case in cases], worlds.size), strict=True
-    ):
-        if worlds.mine(ranks):
-            with worlds.world(ranks), mutated(case.name):
-                result = measure(case, Path(folder))
-            if worlds.rank == ranks[0]:
-                found.append(result)
-    worlds.finish()
-    return found
+    def one(case: Case) -> dict[str, Any]:
+        with mutated(case.name):
+            return measure(case, Path(folder))
+
+    return measured([(CASES | EXPERT_CASES | MUTANTS)[name] for name in names], one)
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:

@@ -196,21 +196,9 @@ CASES = {case.name: case for case in _cases()}
 def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
     """On each rank: every case in order in the window of ranks that `windows` gives it; results on
     the first rank of each window."""
-    from tests.dist.harness.worlds import Worlds, windows
+    from tests.dist.harness.worlds import measured
 
-    worlds = Worlds()
-    found = []
-    cases = [CASES[name] for name in names]
-    for case, ranks in zip(
-        cases, windows([case.world for case in cases], worlds.size), strict=True
-    ):
-        if worlds.mine(ranks):
-            with worlds.world(ranks):
-                result = measure(case, Path(folder))
-            if worlds.rank == ranks[0]:
-                found.append(result)
-    worlds.finish()
-    return found
+    return measured([CASES[name] for name in names], lambda case: measure(case, Path(folder)))
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:

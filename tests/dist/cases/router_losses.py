@@ -96,26 +96,17 @@ def _losses(
 def z_gradients() -> list[dict[str, Any]]:
     """{name, what the z-loss adds to the gradients of all routers, the metric} of each cut with
     this rank."""
-    from tests.dist.harness.worlds import Worlds, windows
+    from tests.dist.harness.worlds import measured
 
-    worlds = Worlds()
-    found = []
-    for cut, ranks in zip(CUTS, windows([cut.world for cut in CUTS], worlds.size), strict=True):
-        if not worlds.mine(ranks):
-            continue
-        with worlds.world(ranks):
-            runs = [
-                _update(_policy(cut.parallel, "TINY", 0.0, coef, **cut.options), cut.max_tokens)
-                for coef in (Z_COEF, 0.0)
-            ]
-            added = {
-                name: (value - runs[1][0][name]).tolist() for name, value in runs[0][0].items()
-            }
-        found.append(
-            {"name": cut.name, "added": added, "metric": runs[0][1].get("actor/router_z_loss")}
+    def added(cut: Any) -> dict[str, Any]:
+        (with_loss, metrics), (without, _) = (
+            _update(_policy(cut.parallel, "TINY", 0.0, coef, **cut.options), cut.max_tokens)
+            for coef in (Z_COEF, 0.0)
         )
-    worlds.finish()
-    return found
+        values = {name: (value - without[name]).tolist() for name, value in with_loss.items()}
+        return {"name": cut.name, "added": values, "metric": metrics.get("actor/router_z_loss")}
+
+    return measured(CUTS, added, everywhere=True)
 
 
 def _policy(parallel: dict[str, Any], hf: str, aux: float, z: float, **options: Any) -> Any:

@@ -54,19 +54,10 @@ CASES = {case.name: case for case in _cases()}
 
 def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
     """Every case in order, on the ranks of each. Returns the results of this rank's."""
-    from tests.dist.harness.worlds import Worlds, windows
+    from tests.dist.harness.worlds import measured
 
-    worlds = Worlds()
-    found = []
     cases = [CASES[name] for name in names]
-    for case, ranks in zip(
-        cases, windows([case.world for case in cases], worlds.size), strict=True
-    ):
-        if worlds.mine(ranks):
-            with worlds.world(ranks):
-                found.append(measure(case, Path(folder) / case.name))
-    worlds.finish()
-    return found
+    return measured(cases, lambda case: measure(case, Path(folder) / case.name), everywhere=True)
 
 
 def pair_of(case: Case, shares: bool) -> list[Any]:

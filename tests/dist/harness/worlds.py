@@ -8,7 +8,8 @@ import datetime
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from hybridflow.process.rendezvous import client_store, master_store
 from hybridflow.process.torch_store import TorchStore
 
 TIMEOUT_S = 300.0
+C = TypeVar("C", bound=Any)
+R = TypeVar("R")
 
 
 class Worlds:
@@ -87,6 +90,31 @@ def _free_models() -> None:
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
     exchange._shared = None  # a group of the world that is gone
     gc.collect()
+
+
+def measured(
+    cases: Sequence[C],
+    measure: Callable[[C], R],
+    *,
+    everywhere: bool = False,
+    within: Worlds | None = None,
+) -> list[R]:
+    """Measure every case, in order, on `case.world` ranks of the window that `windows` gives it.
+    Returns the results of the cases whose first rank this is; `everywhere`: of all that this rank
+    took part in. `within` has further worlds afterwards."""
+    worlds = within or Worlds()
+    found = []
+    for case, ranks in zip(
+        cases, windows([case.world for case in cases], worlds.size), strict=True
+    ):
+        if worlds.mine(ranks):
+            with worlds.world(ranks):
+                result = measure(case)
+            if everywhere or worlds.rank == ranks[0]:
+                found.append(result)
+    if within is None:
+        worlds.finish()
+    return found
 
 
 def windows(sizes: Sequence[int], ranks: int) -> list[range]:
