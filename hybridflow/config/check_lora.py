@@ -81,11 +81,6 @@ def _kept_problems(config: RunConfig) -> Iterator[str]:
             f"{named} with rollout.sleep_while_training=true: engines that sleep lose the weights, "
             "so that every sync would send all of them; set one of them to its default"
         )
-    if config.roles:
-        yield (
-            f"{named} is not supported with roles ({', '.join(config.roles)}), because a policy "
-            "may take another one's weights; set actor.lora.sync=merged"
-        )
 
 
 def target_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:

@@ -44,12 +44,7 @@ def problems(
     yield from _unsupported(config)
     for name, own in config.roles.items():
         yield from _pool(config, name)
-        if own.actor.lora.rank and own.actor.lora.sync != "merged":
-            yield (
-                f"roles.{name}.actor.lora.sync={own.actor.lora.sync} is not supported, because a "
-                f"policy may take another one's weights; set roles.{name}.actor.lora.sync=merged"
-            )
-        if config.roles[name].base is not None:
+        if own.base is not None:
             yield from _base(config, name)
         where = f"roles.{name} (its procs are cluster.procs_per_node here): "
         for line in own_problems(derived.policy_view(config, name)):
@@ -64,6 +59,13 @@ def _unsupported(config: RunConfig) -> Iterator[str]:
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} with roles ({name}): only "
             "the first policy can have a critic; choose an estimator without one, for example grpo"
         )
+    further = {f"roles.{one}.actor": own.actor for one, own in config.roles.items()}
+    for key, actor in {"actor": config.actor, **further}.items():
+        if actor.lora.rank and actor.lora.sync == "adapter":
+            yield (
+                f"{key}.lora.sync=adapter is not supported with roles ({name}), because a policy "
+                f"may take another one's weights; set {key}.lora.sync=merged"
+            )
     for key, value in (
         ("trainer.rollouts_from", config.trainer.rollouts_from is not None),
         ("trainer.rollout_only", config.trainer.rollout_only),

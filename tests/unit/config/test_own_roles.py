@@ -169,6 +169,11 @@ def test_adapters_that_cannot_share_a_base_are_refused(
             (),
             "roles.tester.actor.lora.sync=adapter is not supported",
         ),
+        (
+            "{tester: {}}",
+            (LORA, "actor.lora.sync=adapter"),
+            r"^actor.lora.sync=adapter is not supported with roles \(tester\)",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_the_policy(
