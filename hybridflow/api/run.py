@@ -20,6 +20,7 @@ from hybridflow.config.registry import forget_edited_files
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError, FlowError, HybridFlowError
 from hybridflow.process.extras import KERNELS, naming_packages, require
+from hybridflow.process.importing import without_collection
 
 if TYPE_CHECKING:
     from hybridflow.batch import DataProto
@@ -600,8 +601,9 @@ def _job(config: RunConfig, stops: Stops) -> Steps[None]:
 
     require_none((*_libraries(config), "numpy", "pyarrow"))
     with Preload(config, with_engines=generates(config)) as preload:
-        from hybridflow.models.check import check
-        from hybridflow.trainer.app import training
+        with without_collection():
+            from hybridflow.models.check import check
+            from hybridflow.trainer.app import training
 
         check(config, "train")
         yield from training(config, preload, stops)

@@ -4,6 +4,7 @@ job."""
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.config.outside_text import printable
 from hybridflow.errors import ConfigError
 from hybridflow.process.extras import KERNELS, require
+from hybridflow.process.importing import without_collection
 from hybridflow.process.obstacles import require_none
 
 if TYPE_CHECKING:
@@ -111,10 +113,13 @@ def run_job(job: str, run: RunConfig) -> None:
 
     with Preload(run, with_engines=job == "train" and generates(run)) as preload:
         # imports torch while the servers are loading
-        from hybridflow.models.check import check
+        with without_collection():
+            from hybridflow.models.check import check
 
-        check(run, job)
-        from hybridflow.trainer import app
+            check(run, job)
+            from hybridflow.trainer import app
+
+            gc.freeze()  # later collections do not scan what has been imported
 
         if job == "train":
             app.train(run, preload)

@@ -377,11 +377,14 @@ def _read(folder: Path) -> Any:
     """
     if is_tiktoken_folder(folder):
         return read_tiktoken(folder)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     try:
         if (folder / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
             return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        # imported only here: it imports torch's compiler, which takes seconds
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )

@@ -29,6 +29,7 @@ from typing import Any
 
 from hybridflow.process.children import die_with_parent, use_threads_of_environment
 from hybridflow.process.fork_client import peer_user
+from hybridflow.process.importing import without_collection
 
 _ORDER_TIMEOUT_S = 10.0
 _MAX_ORDER_BYTES = 4 << 20
@@ -82,14 +83,13 @@ def _name(words: Sequence[str]) -> None:
 
 
 def _load(modules: Sequence[str]) -> None:
-    with warnings.catch_warnings():
+    with without_collection(), warnings.catch_warnings():
         # libraries warn about missing devices; this process writes to the user's terminal
         warnings.simplefilter("ignore")
         for module in modules:
             importlib.import_module(module)
-    gc.collect()
-    # forks share the loaded objects: a collection in a fork neither visits nor copies them
-    gc.freeze()
+        # forks share the loaded objects: a collection in a fork neither visits nor copies them
+        gc.freeze()
 
 
 def _serve(listener: socket.socket) -> dict[str, Any]:
