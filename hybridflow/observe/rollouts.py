@@ -162,9 +162,9 @@ def remove_old_dumps(folder: str | Path, newest: int, also_every: int) -> None:
 
 
 def _column(name: str, values: Any) -> Column:
-    if name in TOKEN_COLUMNS and isinstance(values, Jagged):
-        return values
     kind = ROLLOUT_COLUMNS.get(name, (str, ""))[0]
+    if isinstance(values, Jagged) and (kind is Jagged or name in TOKEN_COLUMNS):
+        return values
     try:
         if kind is Jagged:
             return Jagged.from_rows([np.reshape(value, (-1, 2)) for value in values], np.int64)

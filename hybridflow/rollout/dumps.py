@@ -104,16 +104,16 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
         "step": [step] * len(batch),
         "uid": batch["uid"].tolist() if "uid" in batch else batch["index"].tolist(),
         "data_source": batch["data_source"].tolist(),
-        "prompt_text": [tokenizer.decode(row.tolist()) for row in prompts],
+        "prompt_text": _prompt_texts(prompts, tokenizer),
         "response_text": batch["response_text"].tolist(),
         "ground_truth": batch["ground_truth"].tolist(),
         "score": batch["scores"].tolist(),
         "prompt_length": prompts.lengths.tolist(),
         "response_length": batch.lengths("response_ids").tolist(),
-        "response_mask": [_runs(row.astype(np.int64)) for row in mask],
+        "response_mask": _runs(mask),
         "finish_reason": batch["finish_reason"].tolist(),
         "weight_version": batch["weight_version"].tolist(),
-        "response_versions": [_runs(row) for row in batch.jagged("response_versions")],
+        "response_versions": _runs(batch.jagged("response_versions")),
         "extra_info": batch["extra_info"].tolist(),
     }
     if "reward_extra" in batch or "reward_failure" in batch:
@@ -126,16 +126,13 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
     if "greedy_scores" in batch:
         rows["greedy_score"] = batch["greedy_scores"].tolist()
     if "advantages" in batch:
-        rows["advantage"] = [
-            _mean(row[kept]) for row, kept in zip(batch.jagged("advantages"), mask, strict=True)
-        ]
+        rows["advantage"] = _means(batch.jagged("advantages"), mask)
     if "old_log_probs" in batch:
         old = batch.jagged("old_log_probs")
         rollout = batch.jagged("rollout_log_probs")
         difference = Jagged(np.abs(old.values - rollout.values), old.offsets)
-        sampled = [row[kept] for row, kept in zip(difference, mask, strict=True)]
-        rows["logprob_diff_mean"] = [_mean(row) for row in sampled]
-        rows["logprob_diff_max"] = [float(row.max(initial=0.0)) for row in sampled]
+        rows["logprob_diff_mean"] = _means(difference, mask)
+        rows["logprob_diff_max"] = _maxima(difference, mask)
     return rows | {name: batch.jagged(name) for name in TOKEN_COLUMNS if name in batch}
 
 
@@ -156,17 +153,41 @@ def _extras(batch: DataProto) -> list[dict[str, Any]]:
     ]
 
 
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else 0.0
+def _prompt_texts(prompts: Jagged, tokenizer: Tokenizer) -> list[str]:
+    """Decode each row's prompt. The samples of a group share one, which is decoded once."""
+    texts: dict[bytes, str] = {}
+    keys = [row.tobytes() for row in prompts]
+    for key, row in zip(keys, prompts, strict=True):
+        if key not in texts:
+            texts[key] = tokenizer.decode(row.tolist())
+    return [texts[key] for key in keys]
 
 
-def _runs(values: np.ndarray) -> list[list[int]]:
-    """Run-length encode values as [value, length] pairs. Thousands of tokens have only one or two
+def _means(column: Jagged, mask: Jagged) -> np.ndarray:
+    """Return each row's mean over the tokens in `mask` [B]; 0 for a row without any."""
+    rows = np.repeat(np.arange(len(column)), column.lengths)[mask.values]
+    sums = np.bincount(rows, column.values[mask.values], len(column))
+    return sums / np.maximum(np.bincount(rows, minlength=len(column)), 1)
+
+
+def _maxima(column: Jagged, mask: Jagged) -> np.ndarray:
+    """Return each row's maximum over the tokens in `mask` [B], for values that are not negative; 0
+    for a row without any.
+    """
+    values = np.append(np.where(mask.values, column.values, 0), 0)
+    return np.maximum.reduceat(values, column.offsets[:-1]) * (column.lengths > 0)
+
+
+def _runs(column: Jagged) -> Jagged:
+    """Run-length encode each row as [value, length] pairs. Thousands of tokens have only one or two
     different versions.
     """
-    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
-    lengths = np.diff(starts, append=len(values))
-    return np.stack([values[starts], lengths], 1).tolist()
+    values = column.values.astype(np.int64)
+    begins = np.diff(values, prepend=0) != 0
+    begins[column.offsets[:-1][column.lengths > 0]] = True
+    starts = np.flatnonzero(begins)
+    pairs = np.stack([values[starts], np.diff(starts, append=len(values))], 1)
+    return Jagged(pairs, np.searchsorted(starts, column.offsets))
 
 
 # ---- reading

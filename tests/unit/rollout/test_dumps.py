@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, cast
 
@@ -249,3 +250,31 @@ def test_runs_of_tokens_that_add_up_in_a_strange_way_are_refused(
     )
     with pytest.raises(DataError, match="damaged, or not a rollout dump"):
         read_batch(dump_path(tmp_path, 1), MADE_WITH)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_means_maxima_and_runs_are_those_of_a_loop_over_the_rows(tmp_path: Path, seed: int) -> None:
+    batch = batch_of(seed)
+    rng = np.random.default_rng(seed)
+    columns = {
+        name: Jagged.from_lengths(rng.normal(size=int(LENGTHS.sum())).astype(np.float32), LENGTHS)
+        for name in ("advantages", "old_log_probs")
+    }
+    dump_batch(tmp_path, 1, batch.with_columns(**columns), TOKENIZER, MADE_WITH)
+    for row, found in enumerate(read_rollouts(dump_path(tmp_path, 1))):
+        mask = batch.jagged("response_mask").row(row)
+        versions = batch.jagged("response_versions").row(row)
+        assert [value for value, n in found["response_mask"] for _ in range(n)] == mask.tolist()
+        assert [v for v, n in found["response_versions"] for _ in range(n)] == versions.tolist()
+        for runs in (found["response_mask"], found["response_versions"]):
+            assert all(one[0] != two[0] for one, two in itertools.pairwise(runs))
+        advantages = columns["advantages"].row(row)[mask]
+        differences = np.abs(
+            columns["old_log_probs"].row(row) - batch.jagged("rollout_log_probs").row(row)
+        )[mask]
+        expected = {
+            "advantage": advantages.mean() if len(advantages) else 0,
+            "logprob_diff_mean": differences.mean() if len(differences) else 0,
+            "logprob_diff_max": differences.max(initial=0),
+        }
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
