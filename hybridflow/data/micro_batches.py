@@ -91,8 +91,8 @@ def counted_tokens(
 def values_of(
     batch: DataProto, name: str, rows: np.ndarray, keep: np.ndarray | slice
 ) -> np.ndarray:
-    """Return a column's values at the participating tokens of these rows, [n, ...] int64 or
-    float32."""
+    """Return the values of a jagged column for the participating tokens of these rows, [n, ...]
+    int64 or float32."""
     values = batch.jagged(name).take(rows).values[keep]
     return np.array(
         values, dtype=np.int64 if np.issubdtype(values.dtype, np.integer) else np.float32

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Family(Protocol):
-    """The map between Hugging Face and Megatron for one architecture."""
+    """Maps the config and parameters of one architecture between Hugging Face and Megatron."""
 
     hf: Mapping[str, Any]
     architecture: str
@@ -27,7 +27,8 @@ class Family(Protocol):
 
     @property
     def latent_norm_eps(self) -> float | None:
-        """Eps of latent attention's norms, if it differs from that of the other norms."""
+        """Epsilon of the latent-attention norms, or None if it is the same as for the other
+        norms."""
 
     def megatron_config(self) -> dict[str, Any]:
         """Return the keyword arguments of Megatron's TransformerConfig that follow from the HF
@@ -57,7 +58,7 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
 
     Args:
         mtp: True to include the multi-token-prediction heads that the config declares. If False,
-            they are neither imported nor exported, as in transformers.
+            the heads are neither imported nor exported, as in transformers.
 
     Raises:
         ModelError: `model_type` is missing or unsupported, or the config lacks a field or has an

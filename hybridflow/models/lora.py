@@ -39,8 +39,8 @@ _STRIP = 4 << 20  # number of weight elements merged at a time, in fp32
 class AdaptedWeight:
     """A rank's weight and its factors `a` [rank, in] and `b` [out, rank].
 
-    `cut` is the dimension of the weight that tensor parallelism splits; in routed experts, the one
-    that expert tensor parallelism splits.
+    `cut` is the dimension of the weight that is split by tensor parallelism (for routed experts, by
+    expert tensor parallelism).
     """
 
     weight: LocalTensor
@@ -50,7 +50,7 @@ class AdaptedWeight:
 
     @property
     def module(self) -> str:
-        """Name of the linear in Megatron. A layer's local experts have one in common."""
+        """Megatron's name of the linear. All local experts of a layer share a name."""
         return lora_targets.module_of(self.weight)[0]
 
     @property
@@ -126,7 +126,8 @@ class AdapterMap:
         return self._noise.read(name, start, shape) / math.sqrt(3 * self._noise.tensors[name][1])
 
     def served(self) -> ServedAdapters:
-        """Return the description of the adapters for engines that keep them next to the weights."""
+        """Return the description of the adapters for engines that do not merge them into the
+        weights."""
         factors = {source: (self._a_of(source), names_of(source)[1]) for source in self._uncut}
         return ServedAdapters(self.scale, factors, self.tensors())
 
@@ -243,8 +244,8 @@ class MergedCopies:
         return dict(self._held)
 
     def release(self) -> None:
-        """Free the memory of the copies. The tensors themselves, which a sender may keep, stay
-        empty until their next `add`."""
+        """Free the memory of the copies. The tensor objects remain valid for senders that keep
+        references, but are empty until the next `add`."""
         for tensor in self._held.values():
             tensor.untyped_storage().resize_(0)
 

@@ -65,8 +65,8 @@ def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep at most one dense layer, followed by two others. With gated delta nets, keep the layers
-    up to and including the first one with attention.
+    """Return the reduced layer count: at most one dense layer, plus two more. With gated delta
+    nets, all layers up to and including the first attention layer are kept.
     """
     dense = min(1, int(hf.get("first_k_dense_replace") or 0))
     count = dense + 2
@@ -122,8 +122,9 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vision(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep two blocks of a vision tower, and DeepStack only from the first block to the first
-    layer. Adapt the division of a head's frequencies among the position axes to the smaller heads.
+    """Reduce the vision tower to two blocks, with DeepStack only from the first block to the first
+    decoder layer. Adjust the split of rotary frequencies among the position axes to the smaller
+    heads.
     """
     tower = hf.get("vision_config")
     if not isinstance(tower, Mapping):

@@ -26,7 +26,7 @@ def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
 
     Args:
         folder: the Hugging Face folder.
-        tensors: names of required tensors, in the model.
+        tensors: names of the tensors that the model requires.
 
     Raises:
         ModelError: a file is missing, truncated or a git-lfs pointer, or a tensor is missing. The

@@ -1,7 +1,7 @@
 """Models that SGLang 0.5.23 would compute differently from the trainer, or could not start.
 
-They are found before anything starts. `hybridflow.engines.sglang` corrects what can be corrected
-inside the engine.
+The check runs before any process starts. `hybridflow.engines.sglang` fixes other differences inside
+the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OTHER = "set rollout.engine=hf with cluster=in-process"
 
 
 def check_served(family: Any, config: RunConfig) -> None:
-    """Check that the engines of a run compute this model.
+    """Check that the run's engines support this model.
 
     Raises:
         ModelError: the model has a part that SGLang lacks or computes differently. The message
@@ -49,7 +49,7 @@ def check_served(family: Any, config: RunConfig) -> None:
         return
     found = (_windows, _embeddings, _heads, _rotary, _sparse_layers, _shapes, _drafts)
     for problem in (line for check in found for line in check(family, config)):
-        raise ModelError(f"rollout.engine={engine} does not compute model_type={kind} {problem}")
+        raise ModelError(f"rollout.engine={engine} does not support model_type={kind} {problem}")
 
 
 def _drafts(family: Any, config: RunConfig) -> Iterator[str]:
@@ -57,9 +57,9 @@ def _drafts(family: Any, config: RunConfig) -> Iterator[str]:
     heads = family.hf.get("num_nextn_predict_layers") or 0
     if method is not None and (family.hf["model_type"] not in _DRAFTING or heads != 1):
         yield (
-            f"with rollout.speculative.method={method}: it drafts with one head in DeepSeek-V3's "
-            f"form, of {', '.join(_DRAFTING)} (num_nextn_predict_layers is {heads}); set the "
-            "method to null"
+            f"with rollout.speculative.method={method}: drafting requires exactly one head, as in "
+            f"DeepSeek-V3, and one of the model types {', '.join(_DRAFTING)} "
+            f"(num_nextn_predict_layers is {heads}); set the method to null"
         )
 
 
@@ -77,8 +77,8 @@ def _windows(family: Any, config: RunConfig) -> Iterator[str]:
     grows = kind == "ministral3" and original != _GROWTH_AFTER
     if grows and longest > min(original, _GROWTH_AFTER):
         yield (
-            f"with original_max_position_embeddings={original} in rope_parameters, but only "
-            f"with {_GROWTH_AFTER}; {_OTHER}"
+            f"with original_max_position_embeddings={original} in rope_parameters "
+            f"(only {_GROWTH_AFTER} is supported); {_OTHER}"
         )
 
 

@@ -125,8 +125,8 @@ def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str
 def _rows_if_done(
     out: Path, request: Mapping[str, object], any_source: bool = False
 ) -> dict[str, int] | None:
-    """Return the rows per file if `out` was prepared for exactly this request and every file is
-    intact, else None.
+    """Return the number of rows per file if `out` was prepared with the same request and every file
+    is intact, else None.
 
     Args:
         any_source: ignore changes to the raw files.
