@@ -45,7 +45,7 @@ class Lines:
         self._out += encoded(message)
 
     def flush(self) -> bool:
-        """Send as much as possible without blocking. Returns True if data is left."""
+        """Send as much as possible without blocking. Returns True if unsent data remains."""
         while self._out:
             try:
                 sent = self.socket.send(self._out)
@@ -107,7 +107,7 @@ def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[
 
 
 class Forked:
-    """A forked process with the subset of the `subprocess.Popen` interface that its owner needs."""
+    """A forked process that implements the used subset of the `subprocess.Popen` interface."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

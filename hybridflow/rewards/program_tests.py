@@ -227,8 +227,8 @@ def _result(statements: str, expected: Any) -> ProgramTest:
 
 
 def _statements(text: str) -> ProgramTest:
-    """Build a test that checks that the statements run to completion. A random value that the
-    program cannot know is appended as the result.
+    """Build a test that checks that the statements run to completion. The result of the test is a
+    random value that the program cannot guess.
     """
     mark = secrets.token_hex(16)
     return _result(f"{text}\n_result = {mark!r}", mark)
