@@ -1,6 +1,4 @@
-"""Dumps of each step's samples, for inspection, and for training on them again without generating
-new ones.
-"""
+"""Dumps of each step's samples, for inspection and for training on them again without generation."""
 
 from __future__ import annotations
 
@@ -97,7 +95,7 @@ def dump_batch(
 
 
 def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Build the dump's rows for one piece of the batch."""
+    """Convert one piece of the batch to rows of the dump."""
     prompts = batch.jagged("prompt_ids")
     mask = batch.jagged(RESPONSE_MASK)
     rows: dict[str, Any] = {
@@ -161,8 +159,8 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _runs(values: np.ndarray) -> list[list[int]]:
-    """Run-length encode values as [value, length] pairs. Thousands of tokens have only one or two
-    different versions.
+    """Run-length encode values as [value, length] pairs, because thousands of tokens have only one
+    or two distinct values.
     """
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     lengths = np.diff(starts, append=len(values))
@@ -240,7 +238,7 @@ class Dumps:
 
 
 def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
-    """Read a dump's batch in its state before training: prompts, responses and scores.
+    """Read the batch from a dump as it was before training: prompts, responses and scores.
 
     Raises:
         DataError: the file is missing, truncated or damaged, has no tokens, or comes from a model
