@@ -100,8 +100,8 @@ def values_of(
 
 
 def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) -> Supports | None:
-    """Return the sampler's supports at the participating tokens of these rows, or None if the batch
-    has no supports.
+    """Return the sampler's supports for the participating tokens of these rows, or None if the
+    batch has no supports.
 
     Raises:
         ValueError: in some row, the number of support tokens does not match the support sizes.

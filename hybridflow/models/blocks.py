@@ -117,8 +117,8 @@ class GroupedAttention:
         return dict(zip("qk", (count * self.head_dim for count in heads), strict=True))
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return the fused QKV projection, split by rows, and the output projection, split by
-        columns."""
+        """Return the rank's fused QKV projection (split by rows) and its output projection (split
+        by columns)."""
         hf = f"{source}self_attn."
         mine = f"{target}self_attention."
         out = self.heads * self.head_dim
@@ -315,7 +315,8 @@ class Experts:
     keys: tuple[str, str] = ("moe_intermediate_size", "num_experts")
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norm, the router with its bias, and the routed and shared experts."""
+        """Return the HF tensors of the norm, the router and its bias, and the routed and shared
+        experts."""
         hf = f"{source}{self.prefix}"
         shapes: Shapes = {
             f"{source}post_attention_layernorm.weight": (self.hidden,),

@@ -141,7 +141,7 @@ class Decoder:
         return 0
 
     def head_names(self, head: int) -> HeadNames:
-        """Return the names of a head in a checkpoint. By default these are the names used by
+        """Return the checkpoint names of a prediction head. The default names are those of
         DeepSeek-V3, which stores heads as additional layers.
         """
         prefix = f"{self.stem}layers.{self.num_layers + head}."
@@ -153,7 +153,7 @@ class Decoder:
         return [0, self.num_layers - 1]
 
     def megatron_config(self) -> dict[str, Any]:
-        """Return the keyword arguments of Megatron's TransformerConfig.
+        """Return the keyword arguments for Megatron's TransformerConfig.
 
         If they include `multi_latent_attention`, pass them to MLATransformerConfig instead.
         """
@@ -178,7 +178,7 @@ class Decoder:
         }
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of GPTModel."""
+        """Return the keyword arguments for GPTModel."""
         return {
             "position_embedding_type": "rope",
             "rotary_base": self.rotary.theta,

@@ -58,8 +58,8 @@ class DeltaNet:
         return self.mixed + 2 * self.ratio + self.values
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norm before the block, the projections, the convolution, the decay's
-        parameters, and the norm of each head."""
+        """Return the HF tensors of the preceding norm, the projections, the convolution, the decay
+        parameters and the head norm."""
         hf = f"{source}linear_attn."
         keys = self.key_heads * self.key_dim
         values = self.key_heads * self.values

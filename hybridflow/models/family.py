@@ -31,11 +31,11 @@ class Family(Protocol):
         norms."""
 
     def megatron_config(self) -> dict[str, Any]:
-        """Return the keyword arguments of Megatron's TransformerConfig that follow from the HF
+        """Return the keyword arguments for Megatron's TransformerConfig that follow from the HF
         config."""
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of Megatron's GPTModel: rotary base, tied embeddings,
+        """Return the keyword arguments for Megatron's GPTModel: rotary base, tied embeddings,
         vocabulary."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:

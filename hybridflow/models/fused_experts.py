@@ -30,7 +30,7 @@ class FusedExperts:
     shared_ffn: int = 0  # there are no shared experts
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norm, the router and the experts."""
+        """Return the HF tensors of the norm, router and experts."""
         hf = f"{source}{self.prefix}"
         return {
             f"{source}post_attention_layernorm.weight": (self.hidden,),

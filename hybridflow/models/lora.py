@@ -117,7 +117,7 @@ class AdapterMap:
         return adapted
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a region of a factor's initial value, independent of the layout.
+        """Return a region of a factor's initial values, which do not depend on the layout.
 
         B is zero, so that training starts exactly at the base model.
         """

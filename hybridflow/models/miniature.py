@@ -88,8 +88,8 @@ def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _heads(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the ratio of query heads to key heads, up to eight. Latent attention has one key per
-    head."""
+    """Reduce the head counts, keeping the ratio of query heads to key heads (at most eight). Latent
+    attention has one key per head."""
     heads = int(hf.get("num_attention_heads") or 1)
     groups = int(hf.get("num_key_value_heads") or heads)
     few = 4 if groups == heads else min(2, groups)

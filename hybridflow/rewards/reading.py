@@ -122,7 +122,7 @@ def read_response(
 
 def _read_messages(text: str) -> Reading:
     """Split a response in gpt-oss's message format. The answer is the last message in the channel
-    `final`; if there is none, it is the text between the analysis messages (calls)."""
+    `final`; if there is none, it is the text between the analysis messages, i.e. the tool calls."""
     thinking, rest = list[str](), list[str]()
     ended = 0
     for head in _ANALYSIS.finditer(text):

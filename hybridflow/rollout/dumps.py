@@ -1,4 +1,4 @@
-"""Dumps of each step's samples, for inspection and for training on them again without generation."""
+"""Dumps of each step's samples, for inspection and for training on them again in another run."""
 
 from __future__ import annotations
 

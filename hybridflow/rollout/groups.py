@@ -90,7 +90,7 @@ class _StepClock:
         self._mark = self._clock()
 
     def waited(self) -> None:
-        """Add the time since `wait_begins` or the last call to the waiting time."""
+        """Advance the clock by the time waited since `wait_begins` or the last call."""
         now = self._clock()
         if self._training is not None:
             self.time += (now - self._mark) / self._training
