@@ -234,8 +234,8 @@ class ChatTemplate:
             said = said.replace(last, earlier)
         if not twice.startswith(said):
             raise DataError(
-                f"{self._name}: the chat template changes earlier messages when a message of role "
-                f"{role} follows, so the tokens of a conversation would change; use another "
+                f"{self._name}: the chat template changes earlier messages when a message with "
+                f"role {role} follows, so the tokens of a conversation would change; use another "
                 "rollout.agent.observation_role, or a template that leaves earlier messages "
                 "unchanged"
             )

@@ -179,7 +179,7 @@ def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages 
 
 
 def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
-    """Reject an answer that the template renders only in part, because the rest would not be
+    """Reject an answer that the template renders only partially, because the rest would not be
     learned."""
     said = []
     for key in ("reasoning_content", "content"):
@@ -193,8 +193,8 @@ def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
         )
     if missing := [part for part in (*said, *calls) if whole_text(part).strip() not in shown]:
         raise DataError(
-            f"message {place}: the chat template omits {missing[0].strip()[:60]!r} of this answer; "
-            "remove it from the data too, or use a template that shows it "
+            f"message {place}: the chat template omits {missing[0].strip()[:60]!r} from this "
+            "answer; remove it from the data too, or use a template that shows it "
             "(chat_template.jinja in model.tokenizer)"
         )
 

@@ -133,7 +133,7 @@ def _are_parts(content: Any) -> bool:
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message, and the parts of its content, without fields that are null."""
+    """Return a copy of the message without null fields, also in the parts of its content."""
     kept = {key: item for key, item in message.items() if item is not None}
     if isinstance(kept["content"], list):
         kept["content"] = [

@@ -109,7 +109,7 @@ class ImageReader:
 
     @property
     def patch_numbers(self) -> int:
-        """The number of values in one patch, c."""
+        """The number of values per patch (c)."""
         return 3 * int(self._processor.temporal_patch_size) * self.side**2
 
     def expanded(self, ids: Sequence[int], images: Sequence[bytes]) -> list[int]:

@@ -259,7 +259,7 @@ class Tokenizer:
         """Decode token ids, dropping trailing stop ids and the padding after them.
 
         Other special tokens stay visible, and an unassigned id becomes U+FFFD, so that a response
-        with garbage among the right characters is not mistaken for a correct one.
+        with stray tokens between the right characters is not mistaken for a correct one.
         """
         kept = list(map(int, ids))
         end = len(kept)

@@ -226,7 +226,7 @@ class MlpNames:
 
 
 def gated_tensors(source: str, hidden: int, ffn: int, names: MlpNames) -> Shapes:
-    """Return the HF tensors of a gated MLP below `source`."""
+    """Return the HF tensors of a gated MLP under the prefix `source`."""
     rows = 2 * ffn if names.up == names.gate else ffn
     return {
         f"{source}{names.gate}.weight": (rows, hidden),

@@ -311,7 +311,7 @@ class Decoder:
                 raise ModelError(
                     f"num_hidden_layers is {self.num_layers}, but {PIPELINE} {at.pp_size} has no "
                     f"stage besides the first (first_stage_layers {first}) and the last "
-                    f"(last_stage_layers {last}); set one to 0"
+                    f"(last_stage_layers {last}); set one of them to 0"
                 )
             if middle:
                 rules.append(

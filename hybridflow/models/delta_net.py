@@ -166,7 +166,7 @@ def linear_layers(kinds: Sequence[str] | None, interval: int, num_layers: int) -
 
 
 def has_delta_net(family: Family) -> bool:
-    """Return True if some layer of the model has a gated delta net."""
+    """Return True if any layer of the model has a gated delta net."""
     decoder = getattr(family, "backbone", family)  # unwraps a scalar head
     return any(getattr(decoder, "linear", ()))
 

@@ -82,7 +82,7 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
 
 
 def num_prediction_heads(family: Family) -> int:
-    """Return the number of multi-token-prediction heads in the family's map."""
+    """Return the number of multi-token-prediction heads that the family includes."""
     return int(family.megatron_config().get("mtp_num_layers") or 0)
 
 

@@ -79,8 +79,8 @@ class FusedExperts:
         return found
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Require the number of experts and their intermediate size to be divisible by the parallel
-        sizes."""
+        """Require the number of experts and their intermediate size to be divisible by their
+        parallel sizes."""
         return [
             ("intermediate_size", self.ffn, "the expert tensor parallel size", at.etp_size),
             ("num_local_experts", self.num_experts, EXPERT, at.ep_size),

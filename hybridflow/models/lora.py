@@ -68,7 +68,7 @@ class AdapterMap:
         seed: seed of A's initial values.
 
     Raises:
-        ModelError: the model has no linear of a kind listed as a target.
+        ModelError: a listed target matches no linear of the model.
     """
 
     def __init__(self, family: Family, config: LoraConfig, seed: int) -> None:
@@ -104,7 +104,7 @@ class AdapterMap:
         return shapes
 
     def aliases(self) -> dict[str, str]:
-        """Return {A of an HF linear: name of the A under which it is stored}."""
+        """Return {A factor of an HF linear: name of the A factor under which it is stored}."""
         pairs = {names_of(source)[0]: self._a_of(source) for source in self._uncut}
         return {name: kept for name, kept in pairs.items() if name != kept}
 
@@ -233,14 +233,14 @@ class MergedCopies:
     def add(
         self, name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
     ) -> None:
-        """Merge one weight, as `merge` does."""
+        """Merge the adapters into a copy of one weight (see `merge`)."""
         if name not in self._held:
             self._held[name] = torch.empty_like(weight)
         self._held[name].untyped_storage().resize_(weight.nbytes)
         merge(weight, a, b, scale, self._held[name])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the copies by name. They are valid until the next `add` or `release`."""
+        """Return the copies keyed by name. They are valid until the next `add` or `release`."""
         return dict(self._held)
 
     def release(self) -> None:
@@ -253,9 +253,10 @@ class MergedCopies:
 def start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """Forward hook that makes the embedding output require a gradient.
 
-    With a frozen embedding, nothing before the first adapter requires one. But a recomputed layer
-    passes a gradient on only if its input requires one (megatron/core/tensor_parallel/random.py:564
-    in 0.16), and the FSDP backend checks this gradient for finiteness.
+    With a frozen embedding, no tensor before the first adapter requires a gradient. However, a
+    recomputed layer propagates gradients only if its input requires one
+    (megatron/core/tensor_parallel/random.py:564 in 0.16), and the FSDP backend checks this gradient
+    for finiteness.
     """
     return output.requires_grad_() if torch.is_grad_enabled() else output
 

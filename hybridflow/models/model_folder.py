@@ -63,7 +63,8 @@ def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
     if index.is_file():
         if _is_pointer(index):
             raise ModelError(
-                f"{index} is a git-lfs pointer, not the file; {_again(folder, pointer=True)}"
+                f"{index} is a git-lfs pointer, not the index itself; "
+                f"{_again(folder, pointer=True)}"
             )
         held: dict[str, set[str]] = {}
         for name, file in read_weight_map(index).items():

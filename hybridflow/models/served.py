@@ -42,8 +42,8 @@ def check_served(family: Any, config: RunConfig) -> None:
     is_apart = derived.generates(config) and not config.cluster.in_process
     if tower_of(family) is not None and is_apart:
         raise ModelError(
-            f"rollout.engine={engine} in its own process does not receive the vision tower of "
-            f"model_type={kind}; {_OTHER}"
+            f"rollout.engine={engine} runs in a separate process and does not receive the vision "
+            f"tower of model_type={kind}; {_OTHER}"
         )
     if engine != _ENGINE or not derived.generates(config):
         return
@@ -69,9 +69,9 @@ def _windows(family: Any, config: RunConfig) -> Iterator[str]:
     windows = [window for window in getattr(family, "windows", ()) if window]
     if kind in _WITHOUT_WINDOWS and windows and longest > min(windows):
         yield (
-            f"with its sliding_window={min(windows)}, and data.max_prompt_length + "
-            f"data.max_response_length = {longest} is longer; lower them to {min(windows)} in "
-            f"total, or {_OTHER}"
+            f"with rows longer than its sliding_window={min(windows)} (data.max_prompt_length + "
+            f"data.max_response_length = {longest}); lower them to {min(windows)} in total, or "
+            f"{_OTHER}"
         )
     original = family.rotary.original
     grows = kind == "ministral3" and original != _GROWTH_AFTER

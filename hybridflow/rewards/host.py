@@ -107,8 +107,8 @@ class Host:
                 self._flush(process.lines, process)
 
     def _flush(self, lines: Lines, data: _Process | None) -> None:
-        """Send as much as possible without blocking. If unsent data remains, register for the event
-        that the connection becomes writable."""
+        """Send as much as possible without blocking. If unsent data remains, ask the selector to
+        report when the connection becomes writable."""
         unsent = selectors.EVENT_WRITE if lines.flush() else 0
         self.events.modify(lines.socket, selectors.EVENT_READ | unsent, data)
 

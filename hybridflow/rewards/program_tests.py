@@ -40,7 +40,7 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
     """Parse the tests of a ground truth. `verifiers.code` documents the formats.
 
     Raises:
-        ValueError: the ground truth is in none of these formats, or contains no tests.
+        ValueError: the ground truth has none of the documented formats, or contains no tests.
     """
     tests = _from_text(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(tests, Sequence) and tests and all(isinstance(one, str) for one in tests):

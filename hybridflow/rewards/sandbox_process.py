@@ -413,8 +413,8 @@ def _run_init(requests: socket.socket) -> None:
 
 
 def _isolate(connection: socket.socket) -> None:
-    """Exit when the parent exits, and close all descriptors except the standard ones and this
-    one."""
+    """Exit when the parent exits, and close all descriptors except the given one and the standard
+    streams."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, 1 << 16)

@@ -1,7 +1,7 @@
 """Validation of the return values of reward functions: a score that is finite in float32, and plain
 extra values.
 
-All later code assumes that scores, `gdpo` parts and turn rewards are finite in float32.
+All downstream code assumes that scores, `gdpo` parts and turn rewards are finite in float32.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class Conversations:
             await self._settle()
 
     async def answers(self, samples: Sequence[_Sample]) -> DataProto:
-        """Wait until all samples have finished, and return their batch."""
+        """Wait until all samples have finished, and return their answers as a batch."""
         while not all(one.done() for one in samples):
             await self.advance()
         return await in_thread(partial(self.batch, samples))
@@ -220,7 +220,7 @@ class Conversations:
         """Return these conversations as a batch, in order.
 
         Raises:
-            HybridFlowError: the agent loop failed in every one of them.
+            HybridFlowError: the agent loop failed in every conversation.
         """
         found = [one.conversation for one in samples]
         failed = [one.failure for one in found if one.failure]

@@ -234,8 +234,8 @@ def check_numbers(
 
 
 def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
-    """Open the validation sets that have files. Returns {name: prompts}, and raises the same errors
-    as `open_prompts`."""
+    """Open the validation sets for which files are configured. Returns {name: prompts}. Raises the
+    same errors as `open_prompts`."""
     return {
         name: open_prompts(
             wanted.files,
@@ -294,17 +294,17 @@ class Validator:
             yield name, batch.union(await self.scorer.score(batch))
 
     def dump(self, name: str, batch: DataProto, step: int) -> None:
-        """Write a set's answers at this step to a file in the set's folder."""
+        """Write a validation set's answers at this step to a file in the folder of the set."""
         dump_batch(self.folder / f"validation{tag(name)}", step, batch, self.scorer.tokenizer)
 
     def metrics(self, name: str, batch: DataProto) -> dict[str, float]:
-        """Return a set's metrics under its prefix, and verl's `val-core` metrics."""
+        """Return a validation set's metrics with its prefix, and verl's `val-core` metrics."""
         samples = self.sets[name].samples
         found = self._metrics(f"val{tag(name)}", batch, samples)
         return found | _core(f"val-core{tag(name)}", batch, samples)
 
     def _prompts(self, name: str) -> DataProto:
-        """Return a set's prompts, each repeated once per sample."""
+        """Return a validation set's prompts, each repeated once per sample."""
         dataset = self.datasets[name]
         samples = self.sets[name].samples
         batch = with_pixels(dataset.batch(np.arange(len(dataset))), dataset)
@@ -393,7 +393,7 @@ def without_failed(batch: DataProto, policy: str) -> DataProto:
 
 def failures(batch: DataProto) -> list[str]:
     """Return one line per distinct scoring error, most frequent first. Each line includes the
-    number of rows and the first row.
+    number of affected rows and the index of the first.
     """
     rows: dict[str, list[int]] = {}
     for row, text in enumerate(

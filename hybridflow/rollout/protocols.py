@@ -45,7 +45,8 @@ class Rollouts(Protocol):
         """Send as many requests as the engines can accept, and wait briefly for answers."""
 
     async def answers(self, samples: Sequence[Any]) -> DataProto:
-        """Wait until all samples have finished, and return their `batch`."""
+        """Wait until all samples have finished, and return their answers in the format of
+        `batch`."""
 
     def batch(self, samples: Sequence[Any]) -> DataProto:
         """Return the answers of finished samples, in order: response_ids, response_mask,

@@ -223,7 +223,7 @@ class Requests(ABC):
         await asyncio.shield(self._round)
 
     async def answers(self, samples: Sequence[Request]) -> DataProto:
-        """Wait until all samples have finished, and return their batch."""
+        """Wait until all samples have finished, and return their answers as a batch."""
         while not all(one.done() for one in samples):
             await self.advance()
         return self.batch(samples)

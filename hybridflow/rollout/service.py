@@ -88,7 +88,8 @@ class EngineGroup(Requests):
         await self.group.restart()
 
     async def begin_again(self) -> None:
-        """Wait for the engines of restarted workers. These engines have no weights yet."""
+        """Wait until the engines of restarted workers are ready. These engines have no weights
+        yet."""
         self.stale = dict.fromkeys(range(self.group.world_size), "no weights yet")
         self._ask_again()
         self._ready = self.group.call(
@@ -196,7 +197,8 @@ class EngineGroup(Requests):
         self.quarantine(self.stale | lost)
         self._serving()
         _log.warning(
-            "%d answers were interrupted with their engine; they resume on the remaining engines",
+            "%d answers were interrupted when an engine was lost; they resume on the remaining "
+            "engines",
             answers,
         )
 

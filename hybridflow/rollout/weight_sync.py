@@ -1,10 +1,10 @@
 """A weight sync to all engines: selects the engines, retries, and excludes failed engines until the
 next sync.
 
-Each engine is a separate transaction (`Engine.receive`), driven by the engine's worker while the
-policy's ranks send. An engine whose transaction fails stays paused and receives no requests; the
-others continue. An engine that has exited is restarted by its worker and receives weights in a
-later sync.
+The transfer to each engine is a separate transaction (`Engine.receive`), driven by the engine's
+worker while the policy's ranks send. An engine whose transaction fails stays paused and receives no
+requests; the others continue. An engine that has exited is restarted by its worker and receives
+weights in a later sync.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def prepare(
 
 
 def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str]:
-    """Return the SHA-256 of each raw file. It is part of the request, so a changed source triggers
-    a new preparation."""
+    """Return the SHA-256 of each raw file. The hashes are part of the request, so a changed source
+    triggers a new preparation."""
     if not known.source_files:
         if source is not None:
             raise ConfigError(

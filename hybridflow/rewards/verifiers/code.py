@@ -102,7 +102,8 @@ def program_of(answer: str) -> str | None:
 
 def _whole(block: Block) -> str:
     """Return the program in a block. If the text is not valid Python, but a longer version that
-    extends to a later fence is, return the longer version: the program itself contains a fence.
+    extends to a later fence is, return the longer version, because the program itself contains a
+    fence.
     """
     return next((text for text in (block.text, *block.longer) if _is_python(text)), block.text)
 

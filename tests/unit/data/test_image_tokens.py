@@ -77,7 +77,7 @@ def batch(patches: int, **without: None) -> DataProto:
 
 def test_columns_of_images_are_checked_before_they_are_computed() -> None:
     check_images(batch(8), IMAGES)
-    with pytest.raises(ValueError, match=r"row 0 has 7 patches.*have \[8\]"):
+    with pytest.raises(ValueError, match=r"row 0 has 7 patches.*specifies \[8\]"):
         check_images(batch(7), IMAGES)
     with pytest.raises(ValueError, match="only the column image_grid_thw; it must have both"):
         check_images(batch(8, pixel_values=None), IMAGES)
