@@ -57,8 +57,8 @@ async def while_others_go_on(read: Callable[[str], T], answer: str) -> T:
 
 @functools.cache
 def format_of(example: str) -> str | None:
-    """Return the built-in format that parses `example` as a call of `lookup` with {"key": "value"},
-    or None if there is none.
+    """Return the built-in format that parses `example` as a call to `lookup` with {"key": "value"},
+    or None if no format does.
     """
     schema = {"properties": {"key": {"type": "string"}}}
     for name in FORMATS.names():
@@ -93,7 +93,7 @@ def _typed(call: Call, schema: Schema) -> Call:
 
 
 def _fitted(value: Any, schema: Any) -> Any:
-    """Convert the strings in a value to the types declared by the schema."""
+    """Convert the strings nested in a value to the types declared by the schema."""
     inner = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, list):
         return [_fitted(one, inner.get("items")) for one in value]

@@ -20,10 +20,11 @@ _LINGER_S = 5.0  # time to read the last answer after a key is revoked
 
 
 class Callers:
-    """The open connections of a server, limited because each uses a file descriptor. At most 256
-    unauthenticated connections and, for each API key, `most_of_a_key` connections may be open. When
-    a limit is reached, a new connection closes the one that has been idle longest under the same
-    limit. A client whose idle connection is closed can reconnect.
+    """The open connections of a server. Their number is limited, because each uses a file
+    descriptor. At most 256 unauthenticated connections and, for each API key, `most_of_a_key`
+    connections may be open. When a limit is reached, accepting a new connection closes the longest
+    idle connection that counts towards the same limit. A client whose idle connection is closed can
+    reconnect.
     """
 
     def __init__(self, most_of_a_key: int = _MOST_OF_A_KEY) -> None:
@@ -35,8 +36,8 @@ class Callers:
     async def listen(
         self, host: str, protocol: Callable[[], asyncio.Protocol], port: int = 0
     ) -> asyncio.Server:
-        """Start a server on a port of the host, by default a free one. Connections count as
-        unauthenticated until `know` is called."""
+        """Start a server on the given host and port. By default, a free port is chosen. Connections
+        count as unauthenticated until `know` is called."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
         loop = asyncio.get_running_loop()
@@ -54,7 +55,7 @@ class Callers:
         self._move(transport, self._strangers)
 
     def know(self, transport: asyncio.BaseTransport | None, key: str) -> None:
-        """Record that a request with a valid API key was received on the connection."""
+        """Record that the connection has received a request with a valid API key."""
         if isinstance(transport, asyncio.Transport) and transport in self._places:
             self._move(transport, self._clients.setdefault(key, Lobby(self._most_of_a_key)))
 
@@ -80,8 +81,8 @@ def _counted(protocol: asyncio.Protocol, callers: Callers) -> asyncio.Protocol:
 
 
 class _Counted:
-    """The asyncio protocol of one connection. It reports opening and closing to `Callers` and
-    forwards everything else."""
+    """The asyncio protocol of one connection. Reports to `Callers` when the connection opens and
+    closes, and forwards all other events."""
 
     def __init__(self, protocol: asyncio.Protocol, callers: Callers) -> None:
         self._protocol = protocol

@@ -19,8 +19,8 @@ async def next_answer(
     """Sample the next answer of a conversation and return it as a completion.
 
     Args:
-        call_id: returns an id for the answer's n-th tool call. Used if the answer does not contain
-            ids.
+        call_id: returns an id for the answer's n-th tool call; used if the answer itself contains
+            no ids.
 
     Raises:
         ConversationOver: there is no room for an answer.
@@ -53,7 +53,8 @@ async def next_answer(
 
 
 def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]:
-    """Return the last `sampled` tokens and their log-probabilities, excluding the stop token."""
+    """Return the conversation's last `sampled` tokens and their log-probabilities, without the stop
+    token."""
     ids = conversation.tokens[-sampled:]
     log_probs = conversation.log_probs[-sampled:]
     if ids and ids[-1] in conversation.tokenizer.stop_ids:
@@ -69,7 +70,7 @@ def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]
 def _tool_calls(
     conversation: Conversation, text: str, asked: ChatRequest, call_id: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-    """Return the tool calls in the text in OpenAI's format, or none if any of them cannot be
+    """Return the tool calls in the text in OpenAI's format, or an empty list if any call cannot be
     parsed.
     """
     tools = {

@@ -85,13 +85,13 @@ class ChatRequest:
         tools: function declarations.
         reads_calls: parse tool calls from the answer (`tool_choice` is not none).
         most_calls: maximum number of calls to return; None returns all.
-        most: maximum number of tokens in the answer; None allows all the remaining room.
+        most: maximum number of tokens in the answer; None means as many as still fit.
         stop: stop strings.
         logprobs: return the log-probability of each token.
         stream: send the answer as server-sent events.
         with_usage: send the token usage as the last event.
         ignored: sampling fields that the run overrides.
-        sampling: sampling fields to honour.
+        sampling: sampling fields that are applied.
     """
 
     messages: Sequence[Mapping[str, Any]]

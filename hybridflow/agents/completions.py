@@ -191,8 +191,8 @@ def _compare(
 
 
 def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
-    """Show the policy the messages that follow its last answer: results of tool calls, and other
-    messages from the program.
+    """Append the messages that follow the policy's last answer: tool results and other messages
+    from the program.
     """
     calls = [ShownCall(one["function"]["name"], one["id"]) for one in served.calls]
     names = {one.id: one.name for one in calls}

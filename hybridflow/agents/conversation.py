@@ -30,9 +30,10 @@ from hybridflow.errors import ConfigError
 class Sampled:
     """The result of one sampling request that returned t tokens: token_ids, log_probs and weight
     versions, all `[t]`, and a `finish_reason` (stop, length or abort). With router replay, `routes`
-    contains the experts selected for the request's tokens and for the sampled tokens, `[asked + t,
-    layers, experts per token]`. The last token's experts are unknown. If the sampler truncates the
-    distribution, `support` contains the candidates from which each token was sampled.
+    contains the experts selected for the request's tokens (`asked` of them) and for the sampled
+    tokens, `[asked + t, layers, experts per token]`. The last token's experts are unknown. If the
+    sampler truncates the distribution, `support` contains the candidates from which each token was
+    sampled.
     """
 
     token_ids: np.ndarray
@@ -48,14 +49,14 @@ Sample = Callable[[Sequence[int], int], Awaitable[Sampled]]
 
 
 class ConversationOver(Exception):
-    """Raised when the conversation has no room for another token or has reached its maximum number
-    of answers. An agent loop that does not catch it ends.
+    """Raised when the conversation has reached its maximum length or number of answers. Ends an
+    agent loop that does not catch it.
     """
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address at which an OpenAI client reaches a conversation: OPENAI_BASE_URL and
+    """Connection settings with which an OpenAI client accesses a conversation: OPENAI_BASE_URL and
     OPENAI_API_KEY."""
 
     base_url: str
@@ -64,13 +65,13 @@ class Endpoint:
 
 @dataclass
 class Conversation:
-    """The conversation that an agent loop drives.
+    """A conversation controlled by an agent loop.
 
     Attributes:
         prompt: token ids of the prompt.
         row: data_source, ground_truth and extra_info from the prompt's dataset row.
         config: `rollout.agent`.
-        room: number of tokens that can still be added, sampled or shown.
+        room: number of tokens, sampled or observed, that can still be added.
         messages: the answers and observations so far, as chat messages.
         shown: the same messages as exchanges, which is the chat template's input.
         end: why the conversation ended; empty while it is running.
@@ -81,9 +82,9 @@ class Conversation:
         rewards: rewards assigned by the loop.
         answered: number of answers so far.
         calls: number of tool calls so far.
-        routes: experts selected for the leading tokens of the prompt and conversation, as far as
-            known; None if not requested.
-        supports: for parts of `tokens`, the candidates from which each token was sampled.
+        routes: known expert selections, for the leading tokens of the prompt and conversation; None
+            if not requested.
+        supports: candidates from which each token was sampled, for parts of `tokens`.
     """
 
     prompt: Sequence[int]
@@ -113,7 +114,7 @@ class Conversation:
         """Sample the policy's next answer. Returns its text without the stop token.
 
         Args:
-            most: maximum number of tokens in this answer; None allows all the remaining room.
+            most: maximum number of tokens in this answer; None means as many as still fit.
             stop: stop strings. The answer ends with the token that completes one of them.
 
         Raises:
@@ -239,7 +240,7 @@ class Conversation:
         """
         if tokens > self.room:
             self.finish_reason = "length"
-            raise ConversationOver("it has no room for more tokens")
+            raise ConversationOver("the conversation has no room for more tokens")
 
     def _until(self, stop: Sequence[str], sampled: Sampled, asked: int) -> tuple[Sampled, str]:
         """Truncate the sampled tokens at the first stop string. Returns the tokens, and the text

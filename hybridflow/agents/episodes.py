@@ -239,7 +239,7 @@ class _Process:
 
     def end(self, why: str) -> None:
         """Kill the process, and fail all pending requests with the reason `why`. An empty reason
-        means that the process has exited by itself.
+        means that the process exited on its own.
         """
         if self.ended:
             return

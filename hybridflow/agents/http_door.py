@@ -1,6 +1,6 @@
-"""The HTTP layer of OpenAI's chat completions: connections, keys, bounded bodies, errors and
-events. `completions` uses it to serve conversations of agent loops, `model_server` to serve a
-model.
+"""The HTTP layer of OpenAI's chat completions API: connections, keys, body limits, errors and
+events. `completions` uses this layer to serve the conversations of agent loops, and `model_server`
+to serve a model.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Holder(Protocol):
 
     @property
     def reading(self) -> asyncio.Lock | asyncio.Semaphore:
-        """A lock held while a request's body is read. It limits the number of bodies in memory."""
+        """Lock to acquire while reading a request's body. Limits the number of bodies in memory."""
 
 
 class Door(ABC):
-    """An HTTP server that runs in the event loop that opens it.
+    """An HTTP server that runs in the event loop that called `open`.
 
     Attributes:
-        model: name of the only model listed in `/v1/models`.
+        model: name of the model, the only one listed by `/v1/models`.
         callers: the connections.
         base_url: the address for clients, once it is open.
     """
@@ -91,7 +91,7 @@ class Door(ABC):
     # ---- the server
 
     async def open(self, host: str = LOOPBACK, port: int = 0) -> None:
-        """Start listening, unless the server is open. Port 0 picks a free one.
+        """Start listening, unless the server is already open. Port 0 selects a free port.
 
         Raises:
             OSError: the address cannot be used.
@@ -177,8 +177,8 @@ class Door(ABC):
 
 
 def _containers(text: str) -> int:
-    """Count the lists and objects of a JSON text. Returns 0 if it has too few brackets to exceed
-    the limit."""
+    """Count the lists and objects in a JSON text. Returns 0 if the number of brackets is within the
+    limit."""
     if text.count("[") + text.count("{") <= _MOST_CONTAINERS:
         return 0
     data = text.encode("utf-8", "surrogatepass").replace(rb"\\", b"  ").replace(rb"\"", b"  ")

@@ -32,8 +32,8 @@ class JsonCalls:
             the name. Without groups, the value is an object that contains the name and the
             arguments.
         end: closes a call.
-        lacks: the problem reported for a call without a header.
-        fence: optional text between the value and `end`, in addition to whitespace.
+        lacks: error message for a call without a header.
+        fence: text that, like whitespace, may occur between the value and `end`.
         name_in_id: regular expression that matches a whole id and captures the function's name in
             its group `name`.
         value: parses the value at a position, and returns it and its end position. Raises
@@ -73,8 +73,8 @@ class JsonCalls:
         return calls
 
     def _call(self, header: re.Match[str], text: str) -> tuple[Call, int]:
-        """Parse the call after a header. Returns the call and the position at which its value ends
-        or, if the value cannot be parsed, starts.
+        """Parse the call after a header. Returns the call and the position after its value or, if
+        the value cannot be parsed, the position at which it starts.
         """
         groups = header.groupdict()
         number = (groups.get("id") or "").strip()

@@ -274,7 +274,8 @@ def _said(error: BaseException) -> str:
 async def _over_http(
     settings: McpServer, timeout_s: float, look: Callable[[httpx2.Response], Awaitable[None]]
 ) -> AsyncIterator[Any]:
-    """Open the streams to an HTTP server for `mcp.Client`. `look` is called with each response."""
+    """Open the streams to an HTTP server for `mcp.Client`. `look` is awaited with each HTTP
+    response."""
     assert settings.url is not None
     headers = (
         {"Authorization": f"Bearer {os.environ[settings.token_env]}"} if settings.token_env else {}

@@ -1,5 +1,5 @@
-"""Serves a model through OpenAI's chat completions API. Nothing is recorded: each request is a
-separate conversation, which ends with its answer.
+"""A server for a model with OpenAI's chat completions API. It keeps no history: each request is a
+separate conversation that ends with its answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CALL_LETTERS = 9  # as many as some templates require
 
 
 class ModelServer(Door):
-    """Serves one model to clients that have its API key.
+    """Serves one model to clients that send the right API key.
 
     Args:
         sample: samples an answer.

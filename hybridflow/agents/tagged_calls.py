@@ -39,11 +39,12 @@ class TaggedCalls:
     Attributes:
         begin: regular expression that opens a call, with the group `name`.
         key: regular expression that opens an argument, with the group `key`.
-        value_end: closes an argument. It counts only if it is followed by another argument or the
-            end of the call, so a value may contain it.
+        value_end: closes an argument. It is recognised only if another argument or the end of the
+            call follows, so values may contain it.
         end: closes a call.
         example: how arguments are written, for error messages.
-        section: opens the section of calls, which must contain a call; empty means the whole text.
+        section: text that opens the section of calls, in which at least one call is required; empty
+            if calls may occur anywhere in the text.
         value: converts (opening tag, text) to the argument's value.
         is_text: values are text that must be converted to the types that the tool declares.
     """
@@ -58,8 +59,8 @@ class TaggedCalls:
     is_text: bool = True
 
     def __call__(self, text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-        """Parse the first `MOST_CALLS` calls in the text. A call that is unparsable or not closed
-        gets a `problem`."""
+        """Parse the first `MOST_CALLS` calls in the text. Calls that are unparsable or not closed
+        have their `problem` set."""
         del tools
         place = text.find(self.section)
         calls: list[Call] = []

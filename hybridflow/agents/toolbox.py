@@ -1,4 +1,4 @@
-"""Builds the toolbox of a run from its configuration."""
+"""Construction of a run's toolbox from its configuration."""
 
 from __future__ import annotations
 

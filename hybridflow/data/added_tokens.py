@@ -1,4 +1,4 @@
-"""Finds a tokenizer's added tokens (special tokens and other vocabulary additions) in a text."""
+"""Search for a tokenizer's added tokens (special tokens and other vocabulary additions) in text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Found:
 
 
 class AddedTokens:
-    """Finds added tokens as the tokenizer does: the leftmost match wins, then the longest.
+    """Finds added tokens in text with the tokenizer's rules: the leftmost match wins, then the
+    longest.
 
     Args:
         decoder: the tokenizer's `added_tokens_decoder`, {id: token}.

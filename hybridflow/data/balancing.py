@@ -57,7 +57,7 @@ class SequenceCost:
         )
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the cost of each sequence [B] f64, where 1 is the cost of a token in a short
+        """Return the cost of each sequence [B] f64, relative to the cost of one token in a short
         sequence: `lengths` plus the quadratic term."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return tokens + (self.per_pair / self.per_token) * tokens * tokens
@@ -80,7 +80,7 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
     the lower index.
 
     Args:
-        costs: cost of each item [B], finite and not negative; any unit.
+        costs: cost of each item [B], finite and not negative, in any unit.
         num_ranks: number of groups, at least 1.
         equal_counts: give every rank the same number of items; B must be divisible by num_ranks.
 
@@ -127,7 +127,8 @@ def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the rank of each item [B], with equal counts. Items are dealt out in descending order
-    of cost, `num_ranks` at a time, the most expensive of them to the least loaded rank."""
+    of cost, in rounds of one item per rank. In each round, the most expensive item goes to the
+    least loaded rank."""
     loads = np.zeros(num_ranks)
     rows = []
     for costs in weights.reshape(-1, num_ranks):
@@ -163,8 +164,8 @@ def _trade(
     moves: bool,
 ) -> int:
     """For each pair i, apply the swap of one item of `high[i]` for one of `low[i]` that best evens
-    their loads. With `moves`, an item may also move one way. Returns the number of swaps
-    applied."""
+    their loads. With `moves`, moving an item without a swap is also allowed. Returns the number of
+    swaps applied."""
     pair_of = np.full(len(loads), -1)
     pair_of[high] = pair_of[low] = np.arange(len(high))
     is_low = np.isin(owner, low)

@@ -155,7 +155,8 @@ class _Form:
     Attributes:
         most_calls: maximum calls per answer; None for all.
         as_text: arguments are JSON text rather than an object.
-        invents: if tool results follow an answer without tool calls, add calls to it.
+        invents: add placeholder tool calls to an answer that has none but is followed by tool
+            results.
     """
 
     most_calls: int | None
@@ -185,10 +186,12 @@ class ChatTemplate:
         """Return the text between the last answer and the next one.
 
         Args:
-            exchanges: all exchanges after the first user message. Messages are rendered only for
-                the last exchange; of the others, only roles, tool calls and ids are used.
-            last: text of the stop token that ended the answer; None if something else ended it. The
-                template's own end token is omitted if it is this one, since it was already sampled.
+            exchanges: all exchanges after the first user message. Only the messages of the last
+                exchange are rendered; for earlier exchanges, only roles, tool calls and ids are
+                used.
+            last: text of the stop token that ended the answer; None if something else ended it. If
+                the template writes the same end token, that token is omitted, because it was
+                already sampled.
 
         Raises:
             DataError: the template rejects the messages, or does not show them and the answer
@@ -214,7 +217,7 @@ class ChatTemplate:
         return kept
 
     def check(self, role: str, *, with_calls: bool = False) -> None:
-        """Reject a template that cannot continue a conversation with messages of `role`.
+        """Reject a template that cannot continue a conversation with messages from this role.
 
         Args:
             with_calls: the answers have tool calls.
@@ -231,8 +234,8 @@ class ChatTemplate:
             said = said.replace(last, earlier)
         if not twice.startswith(said):
             raise DataError(
-                f"{self._name}: the chat template changes earlier messages when a message of role "
-                f"{role} follows, so the tokens of a conversation would change; use another "
+                f"{self._name}: the chat template changes earlier messages when a message with "
+                f"role {role} follows, so the tokens of a conversation would change; use another "
                 "rollout.agent.observation_role, or a template that leaves earlier messages "
                 "unchanged"
             )
@@ -356,8 +359,8 @@ class ChatTemplate:
         raise problem
 
     def _render_frame(self, messages: str, count: int) -> tuple[str, int, int]:
-        """Render messages with placeholders, given as JSON, of which the last `count` follow the
-        last answer. Returns the text and the positions of `_end_of_answer`."""
+        """Render a JSON list of messages with placeholders. The last `count` messages follow the
+        last answer. Returns the text and the two positions from `_end_of_answer`."""
         text = self._render(json.loads(messages), True)
         return text, *self._end_of_answer(text, count)
 
@@ -404,8 +407,8 @@ class ChatTemplate:
         return len(last) if between.startswith(last) else 0
 
     def _shown(self, frame: _Frame) -> dict[str, str] | None:
-        """Return {placeholder: rendered content}, or None if a content changes the text around
-        it."""
+        """Return {placeholder: rendered content}, or None if the content of a message changes the
+        text around it."""
         shown: dict[str, str] = {}
         for number, content in enumerate(frame.contents):
             before, mark, after = frame.text[frame.answer :].partition(_mark("T", number))
@@ -422,8 +425,8 @@ class ChatTemplate:
         """Return the text after the answer, rendered with the real contents.
 
         Raises:
-            DataError: a content contains a special token, which is indistinguishable from the
-                template's own.
+            DataError: a message contains a special token, which cannot be distinguished from those
+                written by the template.
         """
         values = [*frame.contents, *frame.names.values()]
         if any(next(self._added.find(value), None) or _MARK.search(value) for value in values):
@@ -557,7 +560,7 @@ def _marked(exchange: Exchange, form: _Form, names: dict[str, str], earlier: int
 
 
 def _mark_of(kind: str, value: str, names: dict[str, str]) -> str:
-    """Return the placeholder for a name or id. Equal values share one."""
+    """Return the placeholder for a name or id. Equal values share a placeholder."""
     marks = [mark for mark in names if mark.startswith(_mark(kind)[:5])]
     mark = next((mark for mark in marks if names[mark] == value), _mark(kind, len(marks)))
     names[mark] = value

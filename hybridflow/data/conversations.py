@@ -67,9 +67,9 @@ def learned_rows(
 
     Args:
         tokenizer: its chat template renders the conversation.
-        messages: as `read_messages` returns them.
+        messages: the conversation, in the format returned by `read_messages`.
         wanted: one boolean per assistant message, True to learn it; None learns all.
-        tools: tool declarations for the template; None uses the run's.
+        tools: tool declarations for the template; None uses the run's tools.
 
     Raises:
         DataError: no turn is learned, or the template rejects the messages or renders an answer
@@ -161,7 +161,7 @@ def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages 
             f"{prompt[alike:][:60]!r}, but it renders this answer after {text[alike:][:60]!r}, so "
             "training would not match generation. Put its thinking into reasoning_content, set "
             "data.chat_template_kwargs, exclude the turn with sft.learned_key, or use a template "
-            "that renders both alike (chat_template.jinja in model.tokenizer)"
+            "that renders both identically (chat_template.jinja in model.tokenizer)"
         )
     template = tokenizer.template
     begin = len(prompt)
@@ -179,7 +179,7 @@ def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages 
 
 
 def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
-    """Reject an answer that the template renders only in part, because the rest would not be
+    """Reject an answer that the template renders only partially, because the rest would not be
     learned."""
     said = []
     for key in ("reasoning_content", "content"):
@@ -193,8 +193,8 @@ def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
         )
     if missing := [part for part in (*said, *calls) if whole_text(part).strip() not in shown]:
         raise DataError(
-            f"message {place}: the chat template omits {missing[0].strip()[:60]!r} of this answer; "
-            "remove it from the data too, or use a template that shows it "
+            f"message {place}: the chat template omits {missing[0].strip()[:60]!r} from this "
+            "answer; remove it from the data too, or use a template that shows it "
             "(chat_template.jinja in model.tokenizer)"
         )
 

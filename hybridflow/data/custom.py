@@ -1,5 +1,5 @@
-"""Opens datasets and the sampler. A user-defined dataset class is validated before anything
-starts."""
+"""Functions that open the datasets and the sampler. A user-defined dataset class is validated
+before any process starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Prompts(Protocol):
         ...
 
     def batch(self, indices: np.ndarray) -> DataProto:
-        """Return the rows at `indices` [B]. The columns are those of `PromptDataset.batch`."""
+        """Return the rows at `indices` [B], with the same columns as `PromptDataset.batch`."""
         ...
 
 
@@ -72,7 +72,7 @@ def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | Prefere
     prompts with recorded answers.
 
     Raises:
-        ConfigError: rows would repeat within a step, or the error was raised by `open_prompts`.
+        ConfigError: rows would repeat within a step, or `open_prompts` failed.
         DataError: a file of pairs lacks a column, or a row is malformed.
     """
     dataset: Prompts | PreferenceDataset

@@ -48,7 +48,8 @@ class _Dataset:
         files: data files, read in order.
         encoder: tokenizes the rows.
         config: the `data` section.
-        others, optional: additional required and optional columns of the files.
+        others, optional: names of additional columns; files must have those in `others` and may
+            have those in `optional`.
         max_rows: keep only the first `max_rows` rows after filtering; None keeps all.
 
     Attributes:
@@ -138,13 +139,13 @@ class _Dataset:
 
 
 class PromptDataset(_Dataset):
-    """Prompts to sample responses for. Columns: prompt_ids (jagged int64), data_source,
+    """A dataset of prompts for sampling responses. Columns: prompt_ids (jagged int64), data_source,
     ground_truth, extra_info (objects); with `data.keep_prompts` also prompt (objects: the row's
     messages); with `data.image_key` also images (objects: encoded images, see
     `images.with_pixels`).
 
     Required columns: `data.prompt_key` (chat messages or text), `data.data_source_key` (string; not
-    with `data.data_source`), `data.ground_truth_key`. Optional: extra_info (struct).
+    needed if `data.data_source` is set), `data.ground_truth_key`. Optional: extra_info (struct).
 
     Args:
         files: parquet files, read in order.

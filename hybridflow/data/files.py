@@ -46,7 +46,8 @@ class Row:
 
     def messages(self, column: str, parts: bool = False) -> list[dict[str, Any]]:
         """Return the value of a column of chat messages, without the fields that Arrow filled with
-        null. With `parts`, a content may be a list of parts, [{type: string, ...}, ...]."""
+        null. With `parts`, the content of a message may be a list of parts, [{type: string, ...},
+        ...]."""
         value = self.values[column]
         expected = "a non-empty list of chat messages {role: string, content: string}"
         if not isinstance(value, list) or not value:
@@ -78,8 +79,8 @@ def read_rows(
     """Yield the rows of a data file, restricted to the named columns.
 
     The suffix determines the format: parquet, jsonl (one object per line), json (a list of objects,
-    or such lines), csv (with a header; all values are strings) or arrow (an IPC file or stream).
-    Any other file is read as parquet.
+    or one object per line), csv (with a header; all values are strings) or arrow (an IPC file or
+    stream). Any other file is read as parquet.
 
     Raises:
         DataError: the file is missing, incomplete or not in the expected format, or lacks a
@@ -132,7 +133,7 @@ def _are_parts(content: Any) -> bool:
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message, and the parts of its content, without fields that are null."""
+    """Return a copy of the message without null fields, also in the parts of its content."""
     kept = {key: item for key, item in message.items() if item is not None}
     if isinstance(kept["content"], list):
         kept["content"] = [
@@ -152,8 +153,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if len(line) == _MOST_ROW_BYTES:
                 raise DataError(
-                    f"{path}, line {number}: has {_MOST_ROW_BYTES >> 20} MiB or more, too much "
-                    "for a row"
+                    f"{path}, line {number}: a row must be smaller than {_MOST_ROW_BYTES >> 20} MiB"
                 )
             if line.strip():
                 yield _object(_parsed(line, f"{path}, line {number}"), f"{path}, line {number}")

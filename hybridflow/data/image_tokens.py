@@ -39,11 +39,12 @@ class ImageTokens:
         """Return the positions [n] of the image tokens of a prompt [t] with these images.
 
         Args:
-            more: the prompt may be followed by sampled tokens, among which image tokens are text.
+            more: the prompt may be followed by sampled tokens; any image tokens among those are
+                treated as text.
 
         Raises:
-            ValueError: the number of image tokens, or the border between two images, does not match
-                the grids.
+            ValueError: the number of image tokens, or the boundary between two images, does not
+                match the grids.
         """
         found = np.flatnonzero(prompt == self.token)
         counts = self.counts(grids)
@@ -51,7 +52,7 @@ class ImageTokens:
         if len(found) != counts.sum():
             raise ValueError(
                 f"a prompt has {len(found)} image tokens ({self.token}), but its {len(grids)} "
-                f"images have {counts.tolist()}; prepare the prompt with the model's own image "
+                f"images need {counts.tolist()}; prepare the prompt with the model's own image "
                 "processor"
             )
         bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -73,7 +74,7 @@ class ImageTokens:
         Args:
             length: number of tokens, including those of the response.
             places: positions of the image tokens (`places`).
-            grids: [i, 3] of the row's images.
+            grids: the patch grids [i, 3] of the row's images.
         """
         axes = np.empty((3, length), np.int64)
         at = position = used = 0
@@ -115,6 +116,6 @@ def check_images(batch: DataProto, images: ImageTokens | None) -> None:
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(
-            f"row {row} has {pixels.lengths[row]} patches in {PIXELS}, but its images in {GRIDS} "
-            f"have {grids.row(row).prod(1).tolist()}"
+            f"row {row} has {pixels.lengths[row]} patches in {PIXELS}, but {GRIDS} specifies "
+            f"{grids.row(row).prod(1).tolist()} for its images"
         )

@@ -1,5 +1,5 @@
-"""Converts the images in the rows of a data file to the patches that a vision tower reads. The
-image processor in the model folder (a transformers class) resizes and normalises them, always with
+"""Conversion of the images in a data file to patches, the input of a vision tower. The image
+processor in the model folder (a transformers class) resizes and normalises them, always using
 Pillow, so that every machine computes the same patches.
 """
 
@@ -109,7 +109,7 @@ class ImageReader:
 
     @property
     def patch_numbers(self) -> int:
-        """The number of values in one patch, c."""
+        """The number of values per patch (c)."""
         return 3 * int(self._processor.temporal_patch_size) * self.side**2
 
     def expanded(self, ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
@@ -136,16 +136,17 @@ class ImageReader:
 
 
 def reader_of(tokenizer: Tokenizer, config: DataConfig) -> ImageReader | None:
-    """Return the reader of a dataset's images, or None if `data.image_key` is not set."""
+    """Create the reader for a dataset's images. Returns None if `data.image_key` is not set."""
     return None if config.image_key is None else ImageReader(tokenizer)
 
 
 def images_of(row: Row, column: str) -> list[bytes]:
-    """Return the encoded images in a row: a list of bytes or of {"bytes", "path"}, as `datasets`
-    writes them; empty if the value is null.
+    """Return the encoded images in a row: a list of bytes or of {"bytes", "path"} objects, the
+    format of the `datasets` library. The result is empty if the value is null.
 
     Raises:
-        DataError: the value has a different form, or the file does not contain the bytes.
+        DataError: the value has a different form, or contains only the path of an image instead of
+            its bytes.
     """
     value = row.values.get(column)
     if value is None:
@@ -182,7 +183,7 @@ def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_pixels(batch: DataProto, dataset: Any) -> DataProto:
-    """Return a batch of a dataset with its encoded images as the columns `PIXELS` and `GRIDS`.
+    """Return the batch with its encoded images converted to the columns `PIXELS` and `GRIDS`.
 
     A batch without encoded images is returned unchanged. Equal images are decoded once.
 

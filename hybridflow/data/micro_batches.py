@@ -91,8 +91,8 @@ def counted_tokens(
 def values_of(
     batch: DataProto, name: str, rows: np.ndarray, keep: np.ndarray | slice
 ) -> np.ndarray:
-    """Return a column's values at the participating tokens of these rows, [n, ...] int64 or
-    float32."""
+    """Return the values of a jagged column for the participating tokens of these rows, [n, ...]
+    int64 or float32."""
     values = batch.jagged(name).take(rows).values[keep]
     return np.array(
         values, dtype=np.int64 if np.issubdtype(values.dtype, np.integer) else np.float32
@@ -100,8 +100,8 @@ def values_of(
 
 
 def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) -> Supports | None:
-    """Return the sampler's supports at the participating tokens of these rows, or None if the batch
-    has no supports.
+    """Return the sampler's supports for the participating tokens of these rows, or None if the
+    batch has no supports.
 
     Raises:
         ValueError: in some row, the number of support tokens does not match the support sizes.
@@ -121,7 +121,7 @@ def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) ->
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the concatenation of arange(start, start + length) over all pairs."""
+    """Return the concatenation of arange(start, start + length) for all pairs (start, length)."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)

@@ -68,12 +68,13 @@ def pack_alike(
     """Pack this rank's sequences into as many micro-batches as the rank that needs the most.
 
     A rank that needs fewer gets empty micro-batches at the end, so that it still participates in
-    every collective. Each rank sees only its own mini-batch, so the ranks agree on the number with
-    a collective.
+    every collective. Each rank sees only its own mini-batch, so the ranks use a collective to agree
+    on the number.
 
     Args:
-        lengths, max_tokens: this rank's arguments of `pack`.
-        largest: max all-reduce of a number across the ranks; every rank calls it once.
+        lengths, max_tokens: this rank's arguments for `pack`.
+        largest: returns the maximum of a number across the ranks (an all-reduce); every rank calls
+            it once.
     """
     bins = pack(lengths, max_tokens)
     wanted = largest(len(bins))

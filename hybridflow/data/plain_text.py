@@ -86,8 +86,8 @@ class PlainText:
             size *= 4
 
     def _cut(self, text: str, most: int, unsure: int) -> str | None:
-        """Truncate the text to its first `most` tokens. Returns None if it does not have more than
-        `most + unsure` tokens."""
+        """Truncate the text to its first `most` tokens. Returns None if the text has at most `most
+        + unsure` tokens."""
         if self._backend is None:
             ids = self._ids(text)
             return (

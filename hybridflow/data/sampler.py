@@ -108,7 +108,8 @@ class ResumableSampler:
 
         Raises:
             CheckpointError: the state is malformed, or was saved with a different dataset length,
-                seed or shuffling, so the order cannot be continued. The sampler is then unchanged.
+                seed or shuffling, so the order cannot be continued. In that case, the sampler
+                remains unchanged.
         """
         position = state.get("position")
         if type(position) is not int or position < 0:

@@ -3,8 +3,8 @@ running the models' remote code.
 
 `tiktoken.model` has one line per token: its bytes in base64 and its rank, which is also its id. A
 text is split with a fixed regular expression, and the bytes of each piece are merged pairwise, in
-order of the rank of the merged token. `tokenizers` gives the same result with a list of all merges
-in that order.
+ascending order of the merged token's rank. The `tokenizers` library produces the same result from a
+list of all merges in that order.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class Tokenizer:
     Attributes:
         path: folder the tokenizer was loaded from.
         eos_id: id of the token that ends a response.
-        pad_id: padding id; `eos_id` if the tokenizer has none.
-        vocab_size: one more than the largest token id, special tokens included. The model's
+        pad_id: padding id; `eos_id` if the tokenizer defines none.
+        vocab_size: one more than the largest token id, including special tokens. The model's
             embedding may be larger.
         stop_ids: sorted ids that stop generation: `eos_id`, the ids listed in config.json and
             generation_config.json, and the token that the chat template writes after an assistant
@@ -259,7 +259,7 @@ class Tokenizer:
         """Decode token ids, dropping trailing stop ids and the padding after them.
 
         Other special tokens stay visible, and an unassigned id becomes U+FFFD, so that a response
-        with garbage among the right characters is not mistaken for a correct one.
+        with stray tokens between the right characters is not mistaken for a correct one.
         """
         kept = list(map(int, ids))
         end = len(kept)

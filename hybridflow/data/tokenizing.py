@@ -33,13 +33,13 @@ _encoder: Encoder | None = None  # set in a tokenizing process
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows with their tokens.
+    """A run of consecutive rows and their tokens.
 
     Attributes:
         rows: the rows that were encoded.
         first: row number of the first row.
         tokens: columns `ROW`, `CUT` and the encoder's; a row may have any number of token rows.
-        problem: the reason why the next row could not be encoded; this piece is then the last one.
+        problem: why the row after this piece could not be encoded; if set, this is the last piece.
     """
 
     rows: Sequence[Row]

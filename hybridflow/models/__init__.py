@@ -1,5 +1,5 @@
-"""Model families, one file each. Import, export and weight sync all use the family's map of names
-and shards."""
+"""Model families, one file each. Import, export and weight sync all use the family's mapping of
+tensor names and shards."""
 
 from hybridflow.models.family import FAMILIES, Family, family_of, use_family
 

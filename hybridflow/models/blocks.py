@@ -1,11 +1,11 @@
 """Building blocks of decoder layers: their tensors in a checkpoint and their sharding across
 Megatron ranks.
 
-Every block has three methods. `tensors(source)` returns the HF tensors below the layer's prefix
-with their shapes, `local(source, target, at)` the parameters of a rank, and `divisions(at)` the
-divisibility requirements. Megatron names follow the Transformer Engine layer spec
-(`models/gpt/gpt_layer_specs.py` of Megatron-Core 0.16): the norm before a dense linear is a
-parameter of that linear.
+Every block has three methods. `tensors(source)` returns the names and shapes of the HF tensors
+under the layer's prefix, `local(source, target, at)` returns a rank's parameters, and
+`divisions(at)` returns the divisibility requirements. Megatron names follow the Transformer Engine
+layer spec (`models/gpt/gpt_layer_specs.py` of Megatron-Core 0.16): the norm before a dense linear
+is a parameter of that linear.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Block(Protocol):
     """One part of a decoder layer, such as its attention or MLP."""
 
     def tensors(self, source: str) -> Shapes:
-        """Return HF names and shapes below the layer's prefix `source` ("model.layers.3.")."""
+        """Return the HF tensor names and shapes under the layer's prefix `source`
+        ("model.layers.3.")."""
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return the tensors of the rank with coordinates `at`. `target` is Megatron's prefix
-        ("decoder.layers.0.")."""
+        """Return the local tensors of the rank at coordinates `at`. `target` is the layer's
+        Megatron prefix ("decoder.layers.0.")."""
 
     def divisions(self, at: Coordinates) -> list[Division]:
         """Return the divisibility requirements of this sharding."""
@@ -50,11 +51,11 @@ class Norms:
     after: str = ""
 
     def tensors(self, source: str, hidden: int) -> Shapes:
-        """Return the norms' HF names and shapes below the layer's prefix `source`."""
+        """Return the norms' HF names and shapes under the layer's prefix `source`."""
         return {f"{source}{name}.weight": (hidden,) for name in (self.before, self.after) if name}
 
     def local(self, before: str, after: str, source: str, hidden: int) -> list[LocalTensor]:
-        """Return the norms, named `before` and `after` in Megatron."""
+        """Return the norm weights under the Megatron names `before` and `after`."""
         pairs = ((before, self.before), (after, self.after))
         return [
             whole(target, f"{source}{name}.weight", (hidden,)) for target, name in pairs if name
@@ -70,8 +71,9 @@ class GroupedAttention:
     as in Megatron (`get_query_key_value_tensors`). `qk_norm` normalises each query and key head;
     with `wide_norm`, one norm spans all query heads and another all key heads, and every rank has
     their full weights (`mcore.layers`). `sinks` adds one logit per head to each softmax.
-    `output_gate` scales each head's output by the sigmoid of a second projection, whose rows follow
-    the head's query in the checkpoint; in `linear_qkv` a group's gates follow all of its queries.
+    `output_gate` scales each head's output by the sigmoid of a second projection. Its rows follow
+    each head's query rows in the checkpoint; `linear_qkv` stores all queries of a group first, then
+    the group's gates.
     """
 
     hidden: int
@@ -87,8 +89,8 @@ class GroupedAttention:
     norms: Norms = Norms("input_layernorm")
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norm and the four projections, plus biases and head norms if the family has
-        them."""
+        """Return the HF tensors of the norm and the four projections, plus biases and head norms if
+        the family uses them."""
         q = self.heads * self.head_dim
         kv = self.groups * self.head_dim
         attention = f"{source}self_attn."
@@ -115,8 +117,8 @@ class GroupedAttention:
         return dict(zip("qk", (count * self.head_dim for count in heads), strict=True))
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return the fused QKV projection, split by rows, and the output projection, split by
-        columns."""
+        """Return the rank's fused QKV projection (split by rows) and its output projection (split
+        by columns)."""
         hf = f"{source}self_attn."
         mine = f"{target}self_attention."
         out = self.heads * self.head_dim
@@ -193,8 +195,8 @@ class GroupedAttention:
         return parts
 
     def _gated_queries(self, tensor: str, group: int) -> list[tuple[str, int, int]]:
-        """Return a group's queries, then its gates. In the checkpoint, each head's gate follows its
-        query."""
+        """Return the checkpoint rows of a group's queries, followed by those of its gates. In the
+        checkpoint, each head's gate follows its query."""
         many = self.heads // self.groups
         heads = range(group * many, (group + 1) * many)
         return [
@@ -214,8 +216,8 @@ class MlpNames:
     down: str = "down_proj"
 
     def rows(self, source: str, ffn: int, first: int, rows: int) -> list[tuple[str, int, int]]:
-        """Return rows `first` to `first + rows` of gate and up, as the `parts` argument of
-        `stacked`."""
+        """Return rows `first` to `first + rows` of gate and up, in the format of the `parts`
+        argument of `stacked`."""
         up = first + ffn if self.up == self.gate else first
         return [
             (f"{source}{self.gate}.weight", first, rows),
@@ -224,7 +226,7 @@ class MlpNames:
 
 
 def gated_tensors(source: str, hidden: int, ffn: int, names: MlpNames) -> Shapes:
-    """Return the HF tensors of a gated MLP below `source`."""
+    """Return the HF tensors of a gated MLP under the prefix `source`."""
     rows = 2 * ffn if names.up == names.gate else ffn
     return {
         f"{source}{names.gate}.weight": (rows, hidden),
@@ -256,12 +258,13 @@ class DenseMlp:
     norms: Norms = Norms("post_attention_layernorm")
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norms and the three matrices."""
+        """Return the HF tensors of the norms and of the gate, up and down projections."""
         norms = self.norms.tensors(source, self.hidden)
         return norms | gated_tensors(f"{source}{self.prefix}", self.hidden, self.ffn, self.names)
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return gate stacked on up, split by rows, and down, split by columns."""
+        """Return the rank's stacked gate and up projections (split by rows) and its down projection
+        (split by columns)."""
         fc1 = f"{target}mlp.linear_fc1."
         fc2 = f"{target}mlp.linear_fc2.weight"
         hf = f"{source}{self.prefix}"
@@ -312,7 +315,8 @@ class Experts:
     keys: tuple[str, str] = ("moe_intermediate_size", "num_experts")
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norm, the router with its bias, and the routed and shared experts."""
+        """Return the HF tensors of the norm, the router and its bias, and the routed and shared
+        experts."""
         hf = f"{source}{self.prefix}"
         shapes: Shapes = {
             f"{source}post_attention_layernorm.weight": (self.hidden,),
@@ -365,7 +369,7 @@ class Experts:
     def divisions(self, at: Coordinates) -> list[Division]:
         """Require the number of experts to be divisible by the expert parallel size.
 
-        Their intermediate sizes must be divisible by the respective tensor parallel size.
+        The experts' intermediate sizes must be divisible by the respective tensor parallel size.
         """
         ffn, experts = self.keys
         divisions: list[Division] = [

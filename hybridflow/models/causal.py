@@ -1,5 +1,5 @@
-"""The transformers implementation of a family, which the FSDP backend and the `hf` engine use
-instead of Megatron's."""
+"""The transformers implementation of a model family, used by the FSDP backend and the `hf` engine
+instead of Megatron."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def allocate(causal: Any, device: torch.device) -> None:
 
 
 def expert_names(model_type: str) -> tuple[str, str, str]:
-    """Return the names of an expert's gate, up and down projection in checkpoints."""
+    """Return the checkpoint names of an expert's gate, up and down projections."""
     return ("w1", "w3", "w2") if model_type in _MIXTRALS else ("gate_proj", "up_proj", "down_proj")
 
 
 def checkpoint_views(
     model_type: str, name: str, tensor: torch.Tensor, first: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (checkpoint name, view) for each checkpoint tensor in a tensor of a transformers model.
+    """Yield (checkpoint name, view) for each checkpoint tensor that a transformers tensor contains.
 
     Args:
         name: transformers' name of the tensor.

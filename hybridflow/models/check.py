@@ -107,10 +107,11 @@ def _check_role(family: Family, role: str, config: RunConfig) -> None:
 def check_fsdp(family: Family) -> None:
     """Raise ModelError if the FSDP backend cannot train a model.
 
-    The backend builds causal language models without a vision tower. It replaces transformers'
-    attention mask, which implements the windows, with a mask for packed rows. transformers' delta
-    net would carry its state from one row to the next. FSDP2 shards parameters, but expert biases
-    are buffers.
+    The backend builds causal language models without a vision tower. It does not support sliding
+    windows, because it replaces transformers' attention mask, which implements them, with a mask
+    for packed rows. It does not support delta nets, because in transformers their state would carry
+    over from one packed row to the next. It does not support expert biases, because they are
+    buffers and FSDP2 shards only parameters.
     """
     megatron = "by actor.backend=fsdp; set actor.backend=megatron"
     named = f"model_type {family.hf['model_type']!r}"
@@ -129,9 +130,9 @@ def check_fsdp(family: Family) -> None:
 
 
 def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig, mtp: bool = False) -> None:
-    """Raise ModelError if a model with this config cannot be sharded this way. The vocabulary may
-    have any size, because it is padded. With `mtp`, the model must have multi-token-prediction
-    heads.
+    """Raise ModelError if a model with this config cannot be sharded as specified by `parallel`.
+    The vocabulary may have any size, because it is padded. With `mtp`, also raise ModelError if the
+    model has no multi-token-prediction heads.
     """
     family = family_of({"vocab_size": 1, **hf_config}, mtp=mtp)
     if mtp and not num_prediction_heads(family):

@@ -33,15 +33,15 @@ class HeadNames:
 
     @property
     def norms(self) -> tuple[str, str, str]:
-        """The norms of the embedding, the state and the output."""
+        """Names of the embedding, state and output norms."""
         return self.embedding_norm, self.state_norm, self.output_norm
 
 
 class Decoder:
     """Base class of the families.
 
-    Subclasses declare their fields and override the blocks of layers that are not grouped-query
-    attention with a gated MLP.
+    Subclasses declare their fields and override `attention` and `mlp` if their layers do not
+    consist of grouped-query attention and a gated MLP.
 
     Args:
         hf: the contents of config.json.
@@ -52,8 +52,9 @@ class Decoder:
         ModelError: config.json lacks a field, or has a value that the family does not support.
 
     Attributes:
-        fields: how each field of config.json is handled; `values` contains the used ones.
-        stem: prefix of the names of a checkpoint's tensors, except the output head.
+        fields: how each field of config.json is handled; `values` contains the fields that are
+            used.
+        stem: prefix of all tensor names in a checkpoint except that of the output head.
         positions, theta, partial: transformers' defaults for max_position_embeddings, rope_theta
         and partial_rotary_factor; None: the family always rotates whole heads.
         latent_norm_eps: eps of latent attention's norms, if it differs from rms_norm_eps.
@@ -108,7 +109,8 @@ class Decoder:
     # ---- overridden by families
 
     def rotaries(self) -> tuple[Rotary, Rotary | None]:
-        """Return the rotary embedding, and the one for sliding-window layers if it is different."""
+        """Return the rotary embedding, and that of sliding-window layers (None if it is the
+        same)."""
         found = Rotary.of(
             self.hf,
             self.rotary_width,
@@ -134,12 +136,12 @@ class Decoder:
         return DenseMlp(self.hidden, int(self.values["intermediate_size"]))
 
     def num_prediction_heads(self) -> int:
-        """Return the number of multi-token-prediction heads that the config declares and this map
-        supports."""
+        """Return the number of multi-token-prediction heads that the config declares and this
+        family supports."""
         return 0
 
     def head_names(self, head: int) -> HeadNames:
-        """Return the names of a head in a checkpoint. By default these are the names used by
+        """Return the checkpoint names of a prediction head. The default names are those of
         DeepSeek-V3, which stores heads as additional layers.
         """
         prefix = f"{self.stem}layers.{self.num_layers + head}."
@@ -147,11 +149,11 @@ class Decoder:
         return HeadNames(prefix, *names)
 
     def kind_layers(self) -> list[int]:
-        """Return layers that together include every kind of attention and of MLP."""
+        """Return layer indices that cover every kind of attention and MLP block."""
         return [0, self.num_layers - 1]
 
     def megatron_config(self) -> dict[str, Any]:
-        """Return the keyword arguments of Megatron's TransformerConfig.
+        """Return the keyword arguments for Megatron's TransformerConfig.
 
         If they include `multi_latent_attention`, pass them to MLATransformerConfig instead.
         """
@@ -176,7 +178,7 @@ class Decoder:
         }
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of GPTModel."""
+        """Return the keyword arguments for GPTModel."""
         return {
             "position_embedding_type": "rope",
             "rotary_base": self.rotary.theta,
@@ -219,7 +221,7 @@ class Decoder:
     # ---- sharding
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """Return the parameters of the (virtual) stage with the coordinates `at`.
+        """Return the parameters of the (virtual) stage at coordinates `at`.
 
         Raises:
             ModelError: a size is not divisible by its parallel size; the message names the field
@@ -234,7 +236,7 @@ class Decoder:
         return tensors + self.last_tensors(at)
 
     def first_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """Return the tensors of the (virtual) stage at `at` that come before its layers."""
+        """Return the tensors that precede the layers of the (virtual) stage at coordinates `at`."""
         if not (at.is_first_stage or (self.num_mtp and at.is_last_stage)):
             return []
         # an MTP head embeds tokens too, so Megatron keeps a copy of the embedding on its stage
@@ -242,7 +244,7 @@ class Decoder:
         return [self._vocab("embedding.word_embeddings.weight", embedding, at)]
 
     def last_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """Return the tensors of the (virtual) stage at `at` that come after its layers."""
+        """Return the tensors that follow the layers of the (virtual) stage at coordinates `at`."""
         if not at.is_last_stage:
             return []
         norm = f"{self.stem}norm.weight"
@@ -269,20 +271,20 @@ class Decoder:
         for field, value, key, size in rules:
             if size < 1 or value % size:
                 raise ModelError(
-                    f"{field} is {value}, which {key} {size} does not divide; choose a divisor of "
-                    f"{value}"
+                    f"{field} is {value}, which is not divisible by {key} {size}; choose a divisor "
+                    f"of {value}"
                 )
 
     def _check_heads(self) -> None:
-        """Raise ModelError if the layer of a head is not of the same kind as the model's last
-        layer, as Megatron's specification requires (gpt_layer_specs.py:703).
+        """Raise ModelError if the layer in a prediction head differs in kind from the model's last
+        layer. Megatron's layer specification requires the same kind (gpt_layer_specs.py:703).
         """
         last = self.num_layers - 1
         for of in (self.attention, self.mlp):
             if type(of(last)) is not type(of(self.num_layers)):
                 raise ModelError(
-                    f"actor.mtp.train=true: the last layer has {type(of(last)).__name__}, but the "
-                    f"layer of a multi-token-prediction head {type(of(self.num_layers)).__name__}; "
+                    f"actor.mtp.train=true: the last layer has {type(of(last)).__name__}, but a "
+                    f"multi-token-prediction head has {type(of(self.num_layers)).__name__}; "
                     "set actor.mtp.train=false"
                 )
 
@@ -303,13 +305,13 @@ class Decoder:
             ):
                 raise ModelError(
                     f"actor.parallel: first_stage_layers {first} and last_stage_layers {last} "
-                    "leave no layer for another stage; set them to 0"
+                    "leave no layers for the other stages; set them to 0"
                 )
             if not middle and first + last != self.num_layers:
                 raise ModelError(
                     f"num_hidden_layers is {self.num_layers}, but {PIPELINE} {at.pp_size} has no "
                     f"stage besides the first (first_stage_layers {first}) and the last "
-                    f"(last_stage_layers {last}); set one to 0"
+                    f"(last_stage_layers {last}); set one of them to 0"
                 )
             if middle:
                 rules.append(

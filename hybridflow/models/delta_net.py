@@ -24,7 +24,7 @@ LINEAR = "linear_attention"
 class DeltaNet:
     """A gated delta net, including the preceding `input_layernorm`.
 
-    `key_dim` and `value_dim` are sizes of a head, `kernel` is the number of tokens that the
+    `key_dim` and `value_dim` are head sizes, and `kernel` is the number of tokens that the
     convolution reads. `fused` selects the checkpoint's projections: Qwen3-Next has two, which are
     interleaved by key head; Qwen3.5 has four, which are not.
     """
@@ -49,7 +49,7 @@ class DeltaNet:
 
     @property
     def mixed(self) -> int:
-        """Number of a key head's rows that the convolution reads: query, key and values."""
+        """Number of rows per key head that pass through the convolution: query, key and values."""
         return 2 * self.key_dim + self.values
 
     @property
@@ -58,8 +58,8 @@ class DeltaNet:
         return self.mixed + 2 * self.ratio + self.values
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norm before the block, the projections, the convolution, the decay's
-        parameters, and the norm of each head."""
+        """Return the HF tensors of the preceding norm, the projections, the convolution, the decay
+        parameters and the head norm."""
         hf = f"{source}linear_attn."
         keys = self.key_heads * self.key_dim
         values = self.key_heads * self.values
@@ -124,7 +124,7 @@ class DeltaNet:
         ]
 
     def _parts(self, hf: str, head: int) -> list[tuple[str, int, int]]:
-        """Return the HF rows of a key head's `in_proj`."""
+        """Return the HF rows that make up a key head's share of `in_proj`."""
         if self.fused:
             first = head * (self.mixed + self.values)
             qkvz = f"{hf}in_proj_qkvz.weight"
@@ -166,14 +166,14 @@ def linear_layers(kinds: Sequence[str] | None, interval: int, num_layers: int) -
 
 
 def has_delta_net(family: Family) -> bool:
-    """Return True if some layer of the model has a gated delta net."""
+    """Return True if any layer of the model has a gated delta net."""
     decoder = getattr(family, "backbone", family)  # unwraps a scalar head
     return any(getattr(decoder, "linear", ()))
 
 
 def check_context(family: Family, parallel: ParallelConfig) -> None:
-    """Raise ModelError if context parallelism has more ranks than a tensor-parallel rank has key
-    heads. In the delta net, these ranks exchange tokens for heads.
+    """Raise ModelError if the context parallel size exceeds the number of key heads per
+    tensor-parallel rank. The delta net redistributes its heads across the context-parallel ranks.
     """
     if parallel.context == 1 or not has_delta_net(family):
         return

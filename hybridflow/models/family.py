@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Family(Protocol):
-    """The map between Hugging Face and Megatron for one architecture."""
+    """Maps the config and parameters of one architecture between Hugging Face and Megatron."""
 
     hf: Mapping[str, Any]
     architecture: str
@@ -27,14 +27,15 @@ class Family(Protocol):
 
     @property
     def latent_norm_eps(self) -> float | None:
-        """Eps of latent attention's norms, if it differs from that of the other norms."""
+        """Epsilon of the latent-attention norms, or None if it is the same as for the other
+        norms."""
 
     def megatron_config(self) -> dict[str, Any]:
-        """Return the keyword arguments of Megatron's TransformerConfig that follow from the HF
+        """Return the keyword arguments for Megatron's TransformerConfig that follow from the HF
         config."""
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of Megatron's GPTModel: rotary base, tied embeddings,
+        """Return the keyword arguments for Megatron's GPTModel: rotary base, tied embeddings,
         vocabulary."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -57,7 +58,7 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
 
     Args:
         mtp: True to include the multi-token-prediction heads that the config declares. If False,
-            they are neither imported nor exported, as in transformers.
+            the heads are neither imported nor exported, as in transformers.
 
     Raises:
         ModelError: `model_type` is missing or unsupported, or the config lacks a field or has an
@@ -81,7 +82,7 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
 
 
 def num_prediction_heads(family: Family) -> int:
-    """Return the number of multi-token-prediction heads in the family's map."""
+    """Return the number of multi-token-prediction heads that the family includes."""
     return int(family.megatron_config().get("mtp_num_layers") or 0)
 
 

@@ -2,8 +2,8 @@
 certain values, or without effect.
 
 A family declares one `Fields`; `Fields.read` is the only place where values of a config are read
-and validated. `tests/dist/test_config_fields.py` fails if a family does not declare some field of
-the config class in transformers. It also changes every field and compares log-probs with those of
+and validated. `tests/dist/test_config_fields.py` fails if a family omits a field of the
+transformers config class. It also varies every field and compares the log-probs with those from
 transformers.
 """
 

@@ -94,7 +94,7 @@ class BlockQuantisation:
         Args:
             values: [o, i] fp8 values of the region.
             scales: scales of the blocks that overlap the region (`blocks_of`).
-            start: row and column of the tensor at which the region starts.
+            start: first row and column of the region in the tensor.
         """
         import torch
 

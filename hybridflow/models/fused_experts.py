@@ -1,4 +1,4 @@
-"""Experts with biases, where each layer stores one tensor per matrix for all its experts (gpt-oss).
+"""Experts with biases, stored as one stacked tensor per matrix and layer (gpt-oss).
 
 Weights are [experts, in, out]; the columns of gate and up are interleaved. The trainer's parameters
 have the same layout (`mcore.fused_experts`), so a rank's share is a single rectangle.
@@ -30,7 +30,7 @@ class FusedExperts:
     shared_ffn: int = 0  # there are no shared experts
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norm, the router and the experts."""
+        """Return the HF tensors of the norm, router and experts."""
         hf = f"{source}{self.prefix}"
         return {
             f"{source}post_attention_layernorm.weight": (self.hidden,),
@@ -56,8 +56,8 @@ class FusedExperts:
         ]
 
     def shares(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return a rank's share of the experts: expert parallelism assigns it whole experts, and
-        expert tensor parallelism a part of each."""
+        """Return a rank's share of the experts: expert parallelism assigns whole experts to the
+        rank, and expert tensor parallelism splits each of them."""
         wide = 2 * self.ffn
         held = at.experts(self.num_experts)
         found = []
@@ -79,8 +79,8 @@ class FusedExperts:
         return found
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Require the number of experts and their intermediate size to be divisible by the parallel
-        sizes."""
+        """Require the number of experts and their intermediate size to be divisible by their
+        parallel sizes."""
         return [
             ("intermediate_size", self.ffn, "the expert tensor parallel size", at.etp_size),
             ("num_local_experts", self.num_experts, EXPERT, at.ep_size),

@@ -68,7 +68,7 @@ class HybridDecoder(Decoder):
         return count if count == 1 and not self.hf.get("mtp_use_dedicated_embeddings") else 0
 
     def head_names(self, head: int) -> HeadNames:
-        """Return the head's names in a checkpoint."""
+        """Return the checkpoint names of the prediction head."""
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
         return HeadNames(f"mtp.layers.{head}.", *(f"mtp.{name}" for name in names))
 
@@ -89,14 +89,14 @@ class HybridDecoder(Decoder):
         )
 
     def kind_layers(self) -> list[int]:
-        """Return the first layer of each kind."""
+        """Return the index of the first layer of each kind."""
         kinds: dict[tuple[Block, Block], int] = {}
         for layer in range(self.num_layers):
             kinds.setdefault((self.attention(layer), self.mlp(layer)), layer)
         return list(kinds.values())
 
     def megatron_config(self) -> dict[str, Any]:
-        """Return the keyword arguments of TransformerConfig."""
+        """Return the keyword arguments for TransformerConfig."""
         return super().megatron_config() | {
             "attention_output_gate": True,
             "layernorm_zero_centered_gamma": True,
@@ -105,7 +105,8 @@ class HybridDecoder(Decoder):
         }
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of GPTModel, including the rotated fraction of each head."""
+        """Return the keyword arguments for GPTModel, including the rotated fraction of each
+        head."""
         return super().gpt_model_kwargs() | {"rotary_percent": self.rotary.share}
 
 

@@ -30,7 +30,7 @@ class Piece:
 
     @property
     def region(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """The HF region. Two ranks with equal regions hold replicas."""
+        """The piece's HF region: (tensor, start, shape). Ranks with equal regions are replicas."""
         return self.source, self.source_start, self.shape
 
     @property
@@ -70,8 +70,8 @@ class Coordinates:
     `etp` is the tensor parallelism of the experts. `first_stage_layers` and `last_stage_layers` are
     Megatron's `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 means an even share.
     `layers_per_stage` lists the number of layers of every (virtual) stage in model order (`pp_size
-    * vpp_size` numbers); it is empty if unset. All values are integers, so that a `row` of them can
-    be sent as one tensor.
+    * vpp_size` numbers); it is empty if unset. All values are integers, so `row` can be sent as a
+    single tensor.
     """
 
     tp_rank: int = 0
@@ -138,8 +138,8 @@ class Coordinates:
         return range(start, start + counts[chunk])
 
     def experts(self, num_experts: int) -> range:
-        """Return which of a layer's routed experts this rank has, in the order of its local
-        experts. All code that needs a rank's experts calls this method.
+        """Return the indices of the routed experts of a layer that are on this rank, in local
+        order. All code that needs a rank's experts calls this method.
         """
         share = num_experts // self.ep_size
         return range(self.ep_rank * share, (self.ep_rank + 1) * share)
@@ -161,7 +161,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ParallelShape:
-    """Parallel sizes of a Megatron world of `ranks` processes, data-parallel replicas included.
+    """Parallel sizes of a Megatron world of `ranks` processes, including data-parallel replicas.
 
     Checks, ranks, weight transfers and plans all derive their coordinates from it. The fields for
     layers per stage have the same meaning as in `Coordinates`.
@@ -219,7 +219,8 @@ class ParallelShape:
     def coordinates(self) -> list[Coordinates]:
         """Return the coordinates of every rank, in Megatron's default order.
 
-        The order is tensor, context, expert, data, pipeline; the last varies slowest.
+        The order is tensor, context, expert, data, pipeline; tensor varies fastest, pipeline
+        slowest.
 
         Raises:
             ModelError: the product of the sizes does not divide `ranks`.

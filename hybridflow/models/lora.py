@@ -39,8 +39,8 @@ _STRIP = 4 << 20  # number of weight elements merged at a time, in fp32
 class AdaptedWeight:
     """A rank's weight and its factors `a` [rank, in] and `b` [out, rank].
 
-    `cut` is the dimension of the weight that tensor parallelism splits; in routed experts, the one
-    that expert tensor parallelism splits.
+    `cut` is the dimension of the weight that is split by tensor parallelism (for routed experts, by
+    expert tensor parallelism).
     """
 
     weight: LocalTensor
@@ -50,7 +50,7 @@ class AdaptedWeight:
 
     @property
     def module(self) -> str:
-        """Name of the linear in Megatron. A layer's local experts have one in common."""
+        """Megatron's name of the linear. All local experts of a layer share a name."""
         return lora_targets.module_of(self.weight)[0]
 
     @property
@@ -68,7 +68,7 @@ class AdapterMap:
         seed: seed of A's initial values.
 
     Raises:
-        ModelError: the model has no linear of a kind listed as a target.
+        ModelError: a listed target matches no linear of the model.
     """
 
     def __init__(self, family: Family, config: LoraConfig, seed: int) -> None:
@@ -104,7 +104,7 @@ class AdapterMap:
         return shapes
 
     def aliases(self) -> dict[str, str]:
-        """Return {A of an HF linear: name of the A under which it is stored}."""
+        """Return {A factor of an HF linear: name of the A factor under which it is stored}."""
         pairs = {names_of(source)[0]: self._a_of(source) for source in self._uncut}
         return {name: kept for name, kept in pairs.items() if name != kept}
 
@@ -117,7 +117,7 @@ class AdapterMap:
         return adapted
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a region of a factor's initial value, independent of the layout.
+        """Return a region of a factor's initial values, which do not depend on the layout.
 
         B is zero, so that training starts exactly at the base model.
         """
@@ -126,7 +126,8 @@ class AdapterMap:
         return self._noise.read(name, start, shape) / math.sqrt(3 * self._noise.tensors[name][1])
 
     def served(self) -> ServedAdapters:
-        """Return the description of the adapters for engines that keep them next to the weights."""
+        """Return the description of the adapters for engines that do not merge them into the
+        weights."""
         factors = {source: (self._a_of(source), names_of(source)[1]) for source in self._uncut}
         return ServedAdapters(self.scale, factors, self.tensors())
 
@@ -232,19 +233,19 @@ class MergedCopies:
     def add(
         self, name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
     ) -> None:
-        """Merge one weight, as `merge` does."""
+        """Merge the adapters into a copy of one weight (see `merge`)."""
         if name not in self._held:
             self._held[name] = torch.empty_like(weight)
         self._held[name].untyped_storage().resize_(weight.nbytes)
         merge(weight, a, b, scale, self._held[name])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the copies by name. They are valid until the next `add` or `release`."""
+        """Return the copies keyed by name. They are valid until the next `add` or `release`."""
         return dict(self._held)
 
     def release(self) -> None:
-        """Free the memory of the copies. The tensors themselves, which a sender may keep, stay
-        empty until their next `add`."""
+        """Free the memory of the copies. The tensor objects remain valid for senders that keep
+        references, but are empty until the next `add`."""
         for tensor in self._held.values():
             tensor.untyped_storage().resize_(0)
 
@@ -252,9 +253,10 @@ class MergedCopies:
 def start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """Forward hook that makes the embedding output require a gradient.
 
-    With a frozen embedding, nothing before the first adapter requires one. But a recomputed layer
-    passes a gradient on only if its input requires one (megatron/core/tensor_parallel/random.py:564
-    in 0.16), and the FSDP backend checks this gradient for finiteness.
+    With a frozen embedding, no tensor before the first adapter requires a gradient. However, a
+    recomputed layer propagates gradients only if its input requires one
+    (megatron/core/tensor_parallel/random.py:564 in 0.16), and the FSDP backend checks this gradient
+    for finiteness.
     """
     return output.requires_grad_() if torch.is_grad_enabled() else output
 

@@ -51,8 +51,8 @@ def target_of(local: LocalTensor) -> str:
 
 
 def module_of(local: LocalTensor) -> tuple[str, str]:
-    """Return Megatron's name of the linear, and the number of the local expert whose weight this is
-    ("" if it is not an expert's)."""
+    """Return Megatron's name of the linear, and the index of the local expert to which the weight
+    belongs ("" if it does not belong to an expert)."""
     matched = _matched(local)
     return matched["module"], matched["expert"]
 

@@ -65,8 +65,8 @@ def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep at most one dense layer, followed by two others. With gated delta nets, keep the layers
-    up to and including the first one with attention.
+    """Return the reduced layer count: at most one dense layer, plus two more. With gated delta
+    nets, all layers up to and including the first attention layer are kept.
     """
     dense = min(1, int(hf.get("first_k_dense_replace") or 0))
     count = dense + 2
@@ -88,8 +88,8 @@ def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _heads(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the ratio of query heads to key heads, up to eight. Latent attention has one key per
-    head."""
+    """Reduce the head counts, keeping the ratio of query heads to key heads (at most eight). Latent
+    attention has one key per head."""
     heads = int(hf.get("num_attention_heads") or 1)
     groups = int(hf.get("num_key_value_heads") or heads)
     few = 4 if groups == heads else min(2, groups)
@@ -122,8 +122,9 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vision(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep two blocks of a vision tower, and DeepStack only from the first block to the first
-    layer. Adapt the division of a head's frequencies among the position axes to the smaller heads.
+    """Reduce the vision tower to two blocks, with DeepStack only from the first block to the first
+    decoder layer. Adjust the split of rotary frequencies among the position axes to the smaller
+    heads.
     """
     tower = hf.get("vision_config")
     if not isinstance(tower, Mapping):

@@ -32,8 +32,8 @@ class LatentAttention:
     v_dim: int
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norm, the latents' down and up projections with their norms, and the output
-        projection."""
+        """Return the HF tensors of the norm, the latents' down and up projections with their norms,
+        and the output projection."""
         hf = f"{source}self_attn."
         q = self.heads * (self.nope_dim + self.rope_dim)
         shapes: Shapes = {f"{source}input_layernorm.weight": (self.hidden,)}

@@ -26,7 +26,7 @@ def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
 
     Args:
         folder: the Hugging Face folder.
-        tensors: names of required tensors, in the model.
+        tensors: names of the tensors that the model requires.
 
     Raises:
         ModelError: a file is missing, truncated or a git-lfs pointer, or a tensor is missing. The
@@ -63,7 +63,8 @@ def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
     if index.is_file():
         if _is_pointer(index):
             raise ModelError(
-                f"{index} is a git-lfs pointer, not the file; {_again(folder, pointer=True)}"
+                f"{index} is a git-lfs pointer, not the index itself; "
+                f"{_again(folder, pointer=True)}"
             )
         held: dict[str, set[str]] = {}
         for name, file in read_weight_map(index).items():

@@ -1,7 +1,7 @@
 """Models that SGLang 0.5.23 would compute differently from the trainer, or could not start.
 
-They are found before anything starts. `hybridflow.engines.sglang` corrects what can be corrected
-inside the engine.
+The check runs before any process starts. `hybridflow.engines.sglang` fixes other differences inside
+the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OTHER = "set rollout.engine=hf with cluster=in-process"
 
 
 def check_served(family: Any, config: RunConfig) -> None:
-    """Check that the engines of a run compute this model.
+    """Check that the run's engines support this model.
 
     Raises:
         ModelError: the model has a part that SGLang lacks or computes differently. The message
@@ -42,14 +42,14 @@ def check_served(family: Any, config: RunConfig) -> None:
     is_apart = derived.generates(config) and not config.cluster.in_process
     if tower_of(family) is not None and is_apart:
         raise ModelError(
-            f"rollout.engine={engine} in its own process does not receive the vision tower of "
-            f"model_type={kind}; {_OTHER}"
+            f"rollout.engine={engine} runs in a separate process and does not receive the vision "
+            f"tower of model_type={kind}; {_OTHER}"
         )
     if engine != _ENGINE or not derived.generates(config):
         return
     found = (_windows, _embeddings, _heads, _rotary, _sparse_layers, _shapes, _drafts)
     for problem in (line for check in found for line in check(family, config)):
-        raise ModelError(f"rollout.engine={engine} does not compute model_type={kind} {problem}")
+        raise ModelError(f"rollout.engine={engine} does not support model_type={kind} {problem}")
 
 
 def _drafts(family: Any, config: RunConfig) -> Iterator[str]:
@@ -57,9 +57,9 @@ def _drafts(family: Any, config: RunConfig) -> Iterator[str]:
     heads = family.hf.get("num_nextn_predict_layers") or 0
     if method is not None and (family.hf["model_type"] not in _DRAFTING or heads != 1):
         yield (
-            f"with rollout.speculative.method={method}: it drafts with one head in DeepSeek-V3's "
-            f"form, of {', '.join(_DRAFTING)} (num_nextn_predict_layers is {heads}); set the "
-            "method to null"
+            f"with rollout.speculative.method={method}: drafting requires exactly one head, as in "
+            f"DeepSeek-V3, and one of the model types {', '.join(_DRAFTING)} "
+            f"(num_nextn_predict_layers is {heads}); set the method to null"
         )
 
 
@@ -69,16 +69,16 @@ def _windows(family: Any, config: RunConfig) -> Iterator[str]:
     windows = [window for window in getattr(family, "windows", ()) if window]
     if kind in _WITHOUT_WINDOWS and windows and longest > min(windows):
         yield (
-            f"with its sliding_window={min(windows)}, and data.max_prompt_length + "
-            f"data.max_response_length = {longest} is longer; lower them to {min(windows)} in "
-            f"total, or {_OTHER}"
+            f"with rows longer than its sliding_window={min(windows)} (data.max_prompt_length + "
+            f"data.max_response_length = {longest}); lower them to {min(windows)} in total, or "
+            f"{_OTHER}"
         )
     original = family.rotary.original
     grows = kind == "ministral3" and original != _GROWTH_AFTER
     if grows and longest > min(original, _GROWTH_AFTER):
         yield (
-            f"with original_max_position_embeddings={original} in rope_parameters, but only "
-            f"with {_GROWTH_AFTER}; {_OTHER}"
+            f"with original_max_position_embeddings={original} in rope_parameters "
+            f"(only {_GROWTH_AFTER} is supported); {_OTHER}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters as engines keep them: next to the weights, which they do not change
+"""Low-rank adapters that engines apply separately, without merging them into the weights
 (`actor.lora.sync=adapter`)."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class ServedAdapters:
 
     Attributes:
         scale: factor of the product B A.
-        factors: {weight: names of its A [rank, in] and B [out, rank]}. Weights that share an A name
-            the same one.
+        factors: {weight: names of its A [rank, in] and B [out, rank]}. Weights that share an A
+            factor list the same name.
         shapes: {factor: shape}.
     """
 

@@ -1,10 +1,10 @@
-"""Where the files of a folder have the tensors of a model.
+"""The names under which a checkpoint folder stores the tensors of a model.
 
-Most folders have each tensor under the name that the family's map uses. In a folder with a vision
-tower, the text model's names have a prefix: `language_model.` where the tower was put next to a
-whole text model (Gemma 3, Mistral 3), or `model.language_model.` (Qwen3.5, and what transformers 5
-holds in memory). The experts of a layer may be stacked in two tensors, `gate_up_proj` [experts, 2
-ffn, hidden] with the gate's rows first, and `down_proj` [experts, hidden, ffn] (Qwen3.5).
+Most folders use the same tensor names as the family. In a folder with a vision tower, the text
+model's names have a prefix: `language_model.` if the tower was added to a complete text model
+(Gemma 3, Mistral 3), or `model.language_model.` (Qwen3.5, and models in memory in transformers 5).
+A layer's experts may be stacked in two tensors, `gate_up_proj` [experts, 2 ffn, hidden] with the
+gate's rows first, and `down_proj` [experts, hidden, ffn] (Qwen3.5).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _TOWER = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\.")
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor of the model in a folder.
+    """The location of a model tensor in a checkpoint folder.
 
     Attributes:
-        tensor: name in the folder.
-        expert: index in a tensor that stacks the experts of a layer; None: the whole tensor.
-        half: which half of the expert's rows; None: all of them.
+        tensor: name of the stored tensor.
+        expert: index of the expert, if the stored tensor stacks a layer's experts; None if it does
+            not.
+        half: which half of the expert's rows (0 or 1); None for all rows.
     """
 
     tensor: str
@@ -33,7 +34,8 @@ class Place:
     half: int | None = None
 
     def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the model's tensor, given that of the folder's."""
+        """Return the shape of the model tensor, given the shape `stored` of the tensor in the
+        folder."""
         if self.expert is None:
             return tuple(stored)
         _, rows, columns = stored
@@ -42,8 +44,8 @@ class Place:
     def region(
         self, start: Sequence[int], shape: Sequence[int], stored: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (start, shape) in the folder's tensor, of shape `stored`, of a region of the
-        model's tensor."""
+        """Convert a region of the model tensor to (start, shape) in the stored tensor, whose shape
+        is `stored`."""
         if self.expert is None:
             return tuple(start), tuple(shape)
         row, column = start
@@ -52,8 +54,8 @@ class Place:
 
 
 def place_of(name: str, held: Container[str]) -> Place | None:
-    """Return the place of a tensor of the model among the tensors `held` by a folder; None if the
-    folder does not have it."""
+    """Return the location of a model tensor in a folder that contains the tensors `held`, or None
+    if the folder lacks it."""
     if (found := _named(name, held)) is not None:
         return Place(found)
     if (parts := _EXPERT.fullmatch(name)) is None:
@@ -65,8 +67,8 @@ def place_of(name: str, held: Container[str]) -> Place | None:
 
 
 def tower_part(name: str) -> str | None:
-    """Return the module, such as `model.visual`, of a tensor of a vision tower or its projector;
-    None for other tensors."""
+    """Return the module that contains a tensor, such as `model.visual`, if it is a vision tower or
+    its projector; None for other tensors."""
     found = _TOWER.match(name)
     return None if found is None else found[0].removesuffix(".")
 

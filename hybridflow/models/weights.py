@@ -48,7 +48,7 @@ def copy_companions(source: Path, target: Path) -> None:
     """Copy a published folder's regular files that are neither weights nor config.json, unchanged.
 
     Raises:
-        ModelError: a file is implausibly large, so that its copy might fill the disk.
+        ModelError: a file is implausibly large, so copying it might fill the disk.
     """
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
@@ -108,8 +108,9 @@ class SafetensorsFolder:
     """A Hugging Face folder: `model.safetensors`, or shards listed in
     `model.safetensors.index.json`.
 
-    Tensors are read under the model's names, wherever the folder has them (`stored_names`).
-    Block-wise fp8 weights and MXFP4 experts are dequantised with their scales on read.
+    Tensors are read by the model's names, even if the folder stores them under others
+    (`stored_names`). Block-wise fp8 weights and MXFP4 experts are dequantised with their scales on
+    read.
 
     Raises:
         ModelError: the folder has no weights, or its config.json specifies an unsupported
@@ -150,7 +151,7 @@ class SafetensorsFolder:
         return (self.files.keys() | self.packed) - scales - parts
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Read only this region of a tensor of the model from disk.
+        """Read only this region of a model tensor from disk.
 
         For an fp8 weight, also reads the scales of the region's blocks and returns fp32.
         """
@@ -173,7 +174,7 @@ class SafetensorsFolder:
         return self.quantisation.dequantise(values, factors, start)
 
     def place(self, name: str) -> Place:
-        """Return where the folder has a tensor of the model."""
+        """Return the location of a model tensor in the folder."""
         return place_of(name, self.files) or Place(name)
 
     def _in_file(
@@ -183,19 +184,18 @@ class SafetensorsFolder:
         return place.region(start, shape, stored)
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor of the folder."""
+        """Return the shape of a stored tensor, given its name in the folder."""
         with self._view(name) as view:
             return tuple(view.get_shape())
 
     def raw(self, name: str) -> torch.Tensor:
-        """Return a whole tensor of the folder as stored."""
+        """Return a complete tensor exactly as stored, given its name in the folder."""
         with self._view(name) as view:
             return view[...]
 
     def form(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return the shape and the safetensors dtype name that a tensor of the model has when
-        returned by `read`.
-        """
+        """Return the shape and the safetensors dtype name that `read` returns for a model
+        tensor."""
         if name in self.packed:
             (experts, columns, groups, half), _ = self.form(f"{name}{BLOCKS}")
             return (experts, 2 * groups * half, columns), "BF16"

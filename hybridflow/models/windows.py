@@ -28,7 +28,7 @@ def layer_windows(
 
     Raises:
         ModelError: the length of `layer_types` differs from the number of layers, it contains an
-            unknown kind, or a layer has a window of unknown size.
+            unknown kind, or a layer has a window but `window` is not set.
     """
     if kinds is None:
         kinds = [SLIDING if window and default(layer) else FULL for layer in range(num_layers)]

@@ -1,5 +1,5 @@
-"""Rewards: built-in verifiers, selected by data source, and custom functions. Text in, score
-out."""
+"""Rewards: built-in verifiers, selected by data source, and custom functions. Both map the text of
+a response to a score."""
 
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.verifiers.base import ScoreResult

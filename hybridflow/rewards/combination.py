@@ -19,8 +19,8 @@ from hybridflow.rewards.verifiers.base import (
 
 @dataclass(frozen=True)
 class Combination(Verifier):
-    """The weighted sum of the scores of `parts`, {name: (verifier, weight)}, for rows of any data
-    source.
+    """The weighted sum of the scores of `parts`, {name: (verifier, weight)}, used for rows from
+    every data source.
 
     The score and extra values of each part are recorded under its name, so that `gdpo` can
     normalise the parts separately.
@@ -102,5 +102,5 @@ class Combination(Verifier):
 
     @property
     def is_async(self) -> bool:
-        """True if any part is async. The parts that score a row run sequentially."""
+        """True if any part is async. All parts score a row one after another."""
         return any(one.is_async for one, _ in self.parts.values())

@@ -111,7 +111,7 @@ class Scoring:
     def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
         """Score the rows of one call: a single row, or the rows of a group. For a row without a
         response (None), only the ground truth is checked. Must be called outside an event loop,
-        because the function may start one.
+        because the function may start its own.
         """
         if rows[0][1] is None:
             return self.truths(rows)
@@ -137,8 +137,8 @@ class Scoring:
         return self._checked(rows, found)
 
     def truths(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Check the ground truths of rows without a response. Returns a failure for each invalid
-        one, and {} for all others."""
+        """Check the ground truths of rows without a response. Returns a failure outcome for each
+        invalid ground truth and {} for each valid one."""
         return [self._truth(str(source), truth) for source, _, truth, _ in rows]
 
     def _truth(self, source: str, ground_truth: Any) -> Outcome:
@@ -225,7 +225,7 @@ def unknown_source(source: str, known: Sequence[str]) -> str:
 
 
 def takes_groups(function: Callable[..., Any]) -> bool:
-    """Return True if a function takes all rows of a prompt at once."""
+    """Return True if a function accepts all rows of a prompt in a single call."""
     return set(GROUP_ARGUMENTS) <= set(inspect.signature(function).parameters)
 
 
@@ -254,8 +254,8 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
 
 
 def checked(who: str, found: Any, weight: float = 1.0) -> Outcome:
-    """Convert the return value of a function or verifier to an outcome. `who` is used as the
-    subject of the failure message."""
+    """Convert the return value of a function or verifier to an outcome. `who` is the subject of the
+    failure message."""
     try:
         result = result_of(found, weight)
     except ValueError as error:

@@ -107,8 +107,8 @@ class Host:
                 self._flush(process.lines, process)
 
     def _flush(self, lines: Lines, data: _Process | None) -> None:
-        """Send as much as possible without blocking. If data is left, watch for the connection to
-        become writable."""
+        """Send as much as possible without blocking. If unsent data remains, ask the selector to
+        report when the connection becomes writable."""
         unsent = selectors.EVENT_WRITE if lines.flush() else 0
         self.events.modify(lines.socket, selectors.EVENT_READ | unsent, data)
 
@@ -138,7 +138,7 @@ class Host:
         self.events.register(ours, selectors.EVENT_READ, process)
 
     def _patience(self) -> float | None:
-        """Return the number of seconds until the next deadline; None if there is none."""
+        """Return the number of seconds until the next deadline, or None if no call is running."""
         begun = [job.begun for process in self.processes for job in process.jobs.values()]
         return max(min(begun) + self._limit_s - time.monotonic(), 0.0) if begun else None
 
@@ -156,8 +156,9 @@ class Host:
     def _next(self, process: _Process) -> _Job:
         """Pop the next call for a process from the queue.
 
-        Verifiers cache parsed ground truths, so calls with the ground truth of the process's
-        previous call are preferred, then calls whose ground truth no other process is working on.
+        Verifiers cache parsed ground truths, so calls with the same ground truth as the process's
+        previous call are preferred, followed by calls whose ground truth is not in use by another
+        process.
         """
         near = list(itertools.islice(self.waiting, _NEAR))
         others = [other.truth for other in self.processes if other is not process and other.jobs]

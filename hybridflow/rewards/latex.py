@@ -39,7 +39,7 @@ def parser() -> type[Any]:
     tables = [DFA(state, number) for number, state in enumerate(PSParser.atn.decisionToState)]
 
     class Parser(PSParser):
-        """A parser that stops at the first error; its error listener must raise."""
+        """A parser that stops at the first error. Requires an error listener that raises."""
 
         def math(self) -> Any:
             """Parse the whole text as one mathematical expression."""

@@ -29,7 +29,7 @@ _POLL_S = 0.01
 
 
 class Lines:
-    """One end of a connection. It blocks unless the socket is set to non-blocking."""
+    """One end of a connection. Its operations block unless the socket is set to non-blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -45,7 +45,7 @@ class Lines:
         self._out += encoded(message)
 
     def flush(self) -> bool:
-        """Send as much as possible without blocking. Returns True if data is left."""
+        """Send as much as possible without blocking. Returns True if unsent data remains."""
         while self._out:
             try:
                 sent = self.socket.send(self._out)
@@ -107,7 +107,7 @@ def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[
 
 
 class Forked:
-    """A forked process with the subset of the `subprocess.Popen` interface that its owner needs."""
+    """A forked process that implements the used subset of the `subprocess.Popen` interface."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -176,7 +176,7 @@ def fork_process(
 
 
 def _keep_only(descriptor: int, log_path: Path | None) -> None:
-    """Close all descriptors except this one and the standard ones, and redirect output to
+    """Close all descriptors except the given one and the standard streams, and redirect output to
     `log_path`."""
     if log_path is not None:
         log_path.parent.mkdir(parents=True, exist_ok=True)

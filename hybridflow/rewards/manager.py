@@ -23,8 +23,9 @@ _TRUTHS = 4096  # ground truths checked per call of the pool
 
 @dataclass(frozen=True)
 class Submitted:
-    """Rows that are being scored. Each call is a pair: its number in the pool (or its rows, if this
-    process scores them on collection), and the positions of its rows.
+    """Rows that are being scored. Each call is a pair: its number in the pool (or the rows
+    themselves, if `collect` scores them in this process), and the positions of the rows in the
+    batch.
     """
 
     calls: Sequence[tuple[int | list[Row], list[int]]]
@@ -46,8 +47,8 @@ class RewardManager:
 
     Raises:
         ConfigError: with `reward.processes=0`, the function or a verifier cannot be loaded or
-            called, or no verifier accepts a key of `reward.kwargs`. Otherwise the first method call
-            raises it.
+            called, or no verifier accepts a key of `reward.kwargs`. With other values, the first
+            method call raises this error.
     """
 
     def __init__(self, config: RewardConfig, log_path: Path | None = None) -> None:
@@ -237,7 +238,7 @@ class RewardManager:
 
     @property
     def reads_thinking(self) -> bool:
-        """True if extra_info must contain "thinking_open", which is true for a prompt that ends
+        """True if extra_info must contain "thinking_open", which indicates whether the prompt ends
         inside a thinking block."""
         return THINKING_OPEN in self._facts
 

@@ -40,7 +40,7 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
     """Parse the tests of a ground truth. `verifiers.code` documents the formats.
 
     Raises:
-        ValueError: the ground truth is in none of these formats, or contains no tests.
+        ValueError: the ground truth has none of the documented formats, or contains no tests.
     """
     tests = _from_text(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(tests, Sequence) and tests and all(isinstance(one, str) for one in tests):
@@ -227,8 +227,8 @@ def _result(statements: str, expected: Any) -> ProgramTest:
 
 
 def _statements(text: str) -> ProgramTest:
-    """Build a test that checks that the statements run to completion. A random value that the
-    program cannot know is appended as the result.
+    """Build a test that checks that the statements run to completion. The result of the test is a
+    random value that the program cannot guess.
     """
     mark = secrets.token_hex(16)
     return _result(f"{text}\n_result = {mark!r}", mark)

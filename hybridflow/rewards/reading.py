@@ -77,10 +77,10 @@ def read_response(
 
     `thinking_open` indicates that the prompt ended with an opening marker. If a block is not
     closed, the answer is empty. Without markers, the whole text is the answer. After a quotation
-    mark, or after the first block, a marker opens another block only at the start of a line, so
-    that an answer may mention markers, for example in the arguments of a call. A closing marker
-    without an opening one ends a block only if it starts or ends a line, or is followed by a tag.
-    Markers inside `verbatim`, ordered spans of the text, are ignored.
+    mark, or after the first block, an opening marker counts only at the start of a line, so an
+    answer may mention markers, for example in the arguments of a call. A closing marker without an
+    opening marker ends a block only if it starts or ends a line, or is followed by a tag. Markers
+    inside the spans `verbatim` (in text order) are ignored.
     """
     if _FIRST_MESSAGE.match(text):
         return _read_messages(text)
@@ -122,7 +122,7 @@ def read_response(
 
 def _read_messages(text: str) -> Reading:
     """Split a response in gpt-oss's message format. The answer is the last message in the channel
-    `final`; if there is none, it is the text between the analysis messages (calls)."""
+    `final`; if there is none, it is the text between the analysis messages, i.e. the tool calls."""
     thinking, rest = list[str](), list[str]()
     ended = 0
     for head in _ANALYSIS.finditer(text):

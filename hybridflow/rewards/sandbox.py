@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """The result of a program.
+    """The result of running a program.
 
     Attributes:
         code: the exit code, negative for a signal; None if the program hit a limit.
@@ -46,8 +46,8 @@ class ProgramResult:
 
 
 def _packages() -> list[str]:
-    """Return the arguments that pass the folders of numpy, which programs in public datasets
-    import, and of the libraries bundled in its wheel."""
+    """Return the arguments that make numpy and its bundled libraries available in the sandbox,
+    because programs in public datasets import it."""
     found = importlib.util.find_spec("numpy")
     folder = Path(str(found and found.origin)).parent
     return [
@@ -110,13 +110,14 @@ class Sandbox:
         Args:
             code: the program.
             stdin: its standard input.
-            limits: limits for this run; None uses the defaults.
+            limits: resource limits for this run; None uses the defaults.
             calls: after running the program, call one of its functions. The standard input is the
                 JSON list [name, [argument, ...]], and the last line printed is the result as JSON.
                 Alternatively, the standard input is a JSON string with statements that set
                 `_result`, and the last line is its `repr` as JSON.
-            goes_on: True if the same program is expected to run next. It then reuses the
-                namespaces, which costs only one fork. The process and /tmp are always new.
+            goes_on: True if the same program is expected to run next. The next run then reuses the
+                namespaces and needs only one fork. Each run still gets a new process and an empty
+                /tmp.
         """
         limits = limits or Limits()
         if self.has_ended:

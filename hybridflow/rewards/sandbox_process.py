@@ -3,10 +3,10 @@ socket as standard input, imports only the standard library, and has an empty en
 secrets that a fork could read.
 
 It enters new user, mount, network, IPC and UTS namespaces once, with a separate root without /proc.
-A fork of this process, the nursery, creates a PID and a mount namespace for each program, one in
-advance. Each run of the program is a fork of the init process in that namespace, with an empty
-/tmp, resource limits and a seccomp filter that allows only computing, using /tmp and starting
-threads: no fork, exec, socket, mount or ptrace.
+A fork of this process (the nursery) creates a PID and a mount namespace for each program, always
+one pair in advance. Each run of the program is a fork of the init process in its PID namespace,
+with an empty /tmp, resource limits and a seccomp filter that allows only computing, using /tmp and
+starting threads: no fork, exec, socket, mount or ptrace.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "
 
 
 def _enter_namespaces() -> None:
-    """Enter the namespaces. Root also maps `nobody`, the user that runs the programs; any other
-    user maps only itself."""
+    """Enter the namespaces. If this process runs as root, the user map also includes `nobody`,
+    which runs the programs; otherwise it includes only the current user."""
     uid = os.getuid()
     gid = os.getgid()
     pid = os.getpid()
@@ -376,9 +376,9 @@ def _run_init(requests: socket.socket) -> None:
     """Run the init process of a PID namespace. When it exits, the kernel kills all other processes
     in the namespace. Does not return.
 
-    Each request passes four descriptors: three for the run, and one for its exit status. In the
-    first request they are preceded by a file that contains the program, and the message contains
-    the limits.
+    Each request passes four file descriptors: three for the run, and one for its exit status. The
+    first request additionally passes a file that contains the program as the first descriptor, and
+    the limits in its message.
     """
     try:
         _isolate(requests)
@@ -413,8 +413,8 @@ def _run_init(requests: socket.socket) -> None:
 
 
 def _isolate(connection: socket.socket) -> None:
-    """Exit when the parent exits, and close all descriptors except the standard ones and this
-    one."""
+    """Exit when the parent exits, and close all descriptors except the given one and the standard
+    streams."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, 1 << 16)
@@ -429,8 +429,8 @@ def _read_order(message: bytes, file: int) -> tuple[dict[str, Any], _Limits]:
 
 
 def _state_of_tmp() -> tuple[int, ...]:
-    """Return a value that stays the same only if no program has touched /tmp: creating a file uses
-    an inode, and deleting it, changing a mode or listing the folder updates a timestamp.
+    """Return a value that is unchanged only if no program has touched /tmp: creating a file uses an
+    inode, and deleting it, changing a mode or listing the folder updates a timestamp.
     """
     folder = os.stat("/tmp")
     system = os.statvfs("/tmp")
@@ -466,8 +466,8 @@ def _ended(order: dict[str, Any], limits: _Limits, files: list[int]) -> int:
 def _run_nursery(requests: socket.socket) -> None:
     """Run the process that creates namespaces ahead of demand. Does not return.
 
-    It never reads a program, so no program can find another's data in its memory. Namespaces are
-    destroyed in the order of their creation.
+    It never reads programs, so its memory cannot leak data from one program to another. Namespaces
+    are destroyed in the order of their creation.
     """
     try:
         _isolate(requests)
@@ -493,10 +493,10 @@ def _run_nursery(requests: socket.socket) -> None:
 
 
 class _Space:
-    """A PID and a mount namespace in which one program runs, with one input at a time.
+    """A PID and a mount namespace in which a single program runs, on one input at a time.
 
     Args:
-        nursery: a connection to the process that creates and destroys it.
+        nursery: a connection to the process that creates and destroys the namespaces.
     """
 
     def __init__(self, nursery: socket.socket) -> None:
@@ -545,15 +545,15 @@ class _Space:
     @property
     def has_ended(self) -> bool:
         """True if the namespace's init process was killed. Init never writes to the request
-        connection, so it is readable only once closed."""
+        connection, so the connection becomes readable only when it is closed."""
         return bool(select.select([self._requests], [], [], 0)[0])
 
     def close(self, *, waits: bool) -> None:
         """Kill the processes in the namespace. Raises BrokenPipeError if the nursery was killed.
 
         Args:
-            waits: True to wait until they have exited. Not needed if the program's exit has already
-                been reported.
+            waits: wait until the processes have exited. Not needed if the program's exit has
+                already been reported.
         """
         self._requests.close()
         self._nursery.send(_END_AND_REPLY if waits else _END)
@@ -638,8 +638,8 @@ def _nursery() -> socket.socket:
 
 
 def _answer(lines: io.BufferedRWPair, nursery: socket.socket, as_root: bool) -> None:
-    """Run the programs of a request, each in a namespace that was created while an earlier program
-    was running.
+    """Run the requested programs, each in namespaces that were created while an earlier program was
+    running.
     """
     space = None
     spare = _Space(nursery)

@@ -1,7 +1,7 @@
 """Validation of the return values of reward functions: a score that is finite in float32, and plain
 extra values.
 
-All later code assumes that scores, `gdpo` parts and turn rewards are finite in float32.
+All downstream code assumes that scores, `gdpo` parts and turn rewards are finite in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PART_REWARDS = ("turn_rewards", "token_rewards")
 
 def finite_number(value: Any, factor: float = 1.0) -> float | None:
     """Convert a number, boolean, scalar, 0-d array or 0-d tensor to float. Returns None for
-    anything else, or if the magnitude of the value, or of its product with `factor`, exceeds
+    anything else, or if the absolute value of the number or its product with `factor` exceeds
     1e30."""
     # numpy and torch: `item` detaches and moves to the host
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -46,8 +46,8 @@ def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any
         weight: factor by which the score will be multiplied (`reward.weight`).
 
     Raises:
-        ValueError: the score is missing, not finite or above 1e30 in magnitude, or turn or token
-            rewards are not a list of valid numbers.
+        ValueError: the score is missing, not finite or above 1e30 in magnitude, or the turn or
+            token rewards are not lists of valid numbers.
     """
     extra: dict[str, Any] = {}
     score = found
@@ -58,7 +58,7 @@ def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any
     if number is None:
         raise ValueError(
             f"{shown(found)}; expected a finite number (at most 1e30, also after multiplication by "
-            'reward.weight) or a dict with one under "score"'
+            'reward.weight) or a dict with a "score"'
         )
     for name in PART_REWARDS:
         if name in extra:
@@ -84,4 +84,4 @@ def shown(value: Any) -> str:
     try:
         return repr(str(value)[:120])
     except Exception as error:
-        return f"a {type(value).__name__} without a string form ({type(error).__name__})"
+        return f"a {type(value).__name__} that cannot be printed ({type(error).__name__})"

@@ -48,8 +48,9 @@ class UnitTest:
 
 
 def unit_test_of(response: str) -> UnitTest | None:
-    """Return the unit test of a response: its last two fenced blocks, an input and the expected
-    output. None if either is missing or was cut off, or if the expected output is empty."""
+    """Parse the unit test in a response: its last two fenced blocks, the input and the expected
+    output. Returns None if either block is missing or was cut off, or if the expected output is
+    empty."""
     blocks = fenced_blocks(read_response(response).answer)[-2:]
     if len(blocks) < 2 or not all(block.closed for block in blocks):
         return None
@@ -63,9 +64,9 @@ def unit_test_rewards(
     """Return R for each unit test [m] and the estimate of mu.
 
     If no program or every program is correct, returns zeros and None: without a correct program
-    there is no evidence which unit tests are correct, and the empty product would count all of them
-    as correct. A response that is not a unit test gets the lowest possible reward, because the 0
-    that the formula gives it would exceed the reward of a wrong unit test.
+    there is no evidence of which unit tests are correct, and the empty product would count all of
+    them as correct. A response that is not a unit test gets the lowest possible reward, because its
+    reward by the formula, 0, would exceed that of a wrong unit test.
 
     Args:
         passed: [n, m] bool, True if the program passes the unit test.
@@ -103,7 +104,7 @@ class ProgramRuns:
     async def passed(
         self, responses: Sequence[str], tests: Sequence[UnitTest | None]
     ) -> np.ndarray:
-        """Return [n, m] bool, True if the response's program passes the unit test. A response
+        """Return [n, m] bool, True where the program in response n passes unit test m. A response
         without a program passes no unit test, and no program passes a unit test that is None.
         Duplicate programs and duplicate unit tests are run only once."""
         programs = [program_of(read_response(response).answer) for response in responses]
@@ -121,7 +122,7 @@ class ProgramRuns:
         return np.array(table, dtype=bool).reshape(len(programs), len(tests))
 
     def _row(self, program: str, tests: Sequence[UnitTest]) -> dict[UnitTest | None, bool]:
-        """Return True for each unit test that the program passes. Runs in the calling thread."""
+        """Return, for each unit test, whether the program passes it. Runs in the calling thread."""
         sandbox = getattr(self._own, "sandbox", None)
         if sandbox is None:
             sandbox = self._own.sandbox = Sandbox()

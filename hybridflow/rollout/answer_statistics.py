@@ -26,7 +26,7 @@ def answer_statistics(
     is 0 or 1, and maj@k if the reward returned an `answer` or `pred` for every row.
 
     Args:
-        scores: [P * N] scores, with each prompt's N answers in consecutive entries.
+        scores: [P * N] scores; the N answers to each prompt are consecutive.
         samples: N, the number of answers per prompt.
         extras: [P * N] extra values returned by the reward.
     """
@@ -71,7 +71,7 @@ def statistics_by_prompt(
 
 
 def numbers_up_to(samples: int) -> list[int]:
-    """Return the powers of two from 2 that are below `samples`, followed by `samples` itself."""
+    """Return the powers of two (2, 4, 8, ...) below `samples`, followed by `samples` itself."""
     powers = (2**power for power in range(1, samples.bit_length()))
     return sorted({*(k for k in powers if k < samples), samples})
 

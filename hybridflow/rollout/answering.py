@@ -27,8 +27,8 @@ async def answer(
     prompts: Sequence[Prompt],
     max_new_tokens: int | None = None,
 ) -> list[str]:
-    """Return the text of one answer per prompt, sampled as in validation. For a conversation,
-    return its last answer.
+    """Return the text of one answer per prompt, sampled as in validation. For conversations, return
+    the last answer of each.
 
     Raises:
         DataError: a prompt is malformed, or longer than `data.max_prompt_length`.

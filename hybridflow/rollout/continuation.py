@@ -1,4 +1,4 @@
-"""Continuation of responses on another engine after the first engine was lost."""
+"""Continuation of responses on another engine after their engine was lost."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _OF_TOKENS = ("response_ids", "response_mask", "rollout_log_probs", "response_ve
 
 
 def free_routes(config: RunConfig, tokens: int) -> np.ndarray:
-    """Return routes for `tokens` tokens and all of the policy's layers, all marked as unknown (see
-    `batch.routes`).
+    """Return placeholder routes for this many tokens and all layers of the policy, all marked as
+    unknown (see `batch.routes`).
     """
     sizes = derived.hf_config(config.model)
     return unknown_routes(

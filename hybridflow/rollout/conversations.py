@@ -152,9 +152,9 @@ class Conversations:
         """Start a conversation for each prompt.
 
         Args:
-            begun: recorded answers of these conversations, with `row` [b]. Agent loops start from
-                the beginning, and receive the recorded answers for as long as the policy's input
-                tokens are the same.
+            begun: recorded answers of these conversations; column `row` [b] is each answer's row in
+                `prompts`. Agent loops start from the beginning, and receive the recorded answers
+                for as long as the policy's input tokens are the same.
         """
         rows = prompts.select(
             [name for name in ("prompt_ids", *_COLUMNS, *IMAGES) if name in prompts]
@@ -211,7 +211,7 @@ class Conversations:
             await self._settle()
 
     async def answers(self, samples: Sequence[_Sample]) -> DataProto:
-        """Wait until all samples have finished, and return their batch."""
+        """Wait until all samples have finished, and return their answers as a batch."""
         while not all(one.done() for one in samples):
             await self.advance()
         return await in_thread(partial(self.batch, samples))
@@ -220,7 +220,7 @@ class Conversations:
         """Return these conversations as a batch, in order.
 
         Raises:
-            HybridFlowError: the agent loop failed in every one of them.
+            HybridFlowError: the agent loop failed in every conversation.
         """
         found = [one.conversation for one in samples]
         failed = [one.failure for one in found if one.failure]
@@ -250,14 +250,15 @@ class Conversations:
         )
 
     def shown(self, samples: Sequence[_Sample]) -> DataProto:
-        """Return the same batch as `batch`, without the experts that each token was routed to."""
+        """Return the batch of these conversations (`batch`) without the columns for routed
+        experts."""
         return as_batch(
             [one.conversation for one in samples], with_rewards=self._agent_loop.gives_rewards
         )
 
     async def begun(self, samples: Sequence[_Sample]) -> DataProto | None:
-        """Return all answers so far in these conversations, in order. The column `shown` contains a
-        digest of the tokens before each answer.
+        """Return the answers that these conversations have received so far, in order. The column
+        `shown` contains a digest of the tokens before each answer.
         """
         asking = [(one, one.request) for one in samples if one.request is not None]
         now = await self.engines.begun([request for _, request in asking])
@@ -377,7 +378,7 @@ class Conversations:
         """Run every conversation until it is blocked.
 
         While no engine is busy, also wait for environments and programs, so that the requests that
-        follow their steps are sent together.
+        result from their steps are sent together.
         """
         quiet = 0
         before = -1

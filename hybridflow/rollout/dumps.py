@@ -1,6 +1,4 @@
-"""Dumps of each step's samples, for inspection, and for training on them again without generating
-new ones.
-"""
+"""Dumps of each step's samples, for inspection and for training on them again in another run."""
 
 from __future__ import annotations
 
@@ -97,7 +95,7 @@ def dump_batch(
 
 
 def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Build the dump's rows for one piece of the batch."""
+    """Convert one piece of the batch to rows of the dump."""
     prompts = batch.jagged("prompt_ids")
     mask = batch.jagged(RESPONSE_MASK)
     rows: dict[str, Any] = {
@@ -179,8 +177,8 @@ def _maxima(column: Jagged, mask: Jagged) -> np.ndarray:
 
 
 def _runs(column: Jagged) -> Jagged:
-    """Run-length encode each row as [value, length] pairs. Thousands of tokens have only one or two
-    different versions.
+    """Run-length encode each row as [value, length] pairs, because thousands of tokens have only
+    one or two distinct values.
     """
     values = column.values.astype(np.int64)
     begins = np.diff(values, prepend=0) != 0
@@ -261,7 +259,7 @@ class Dumps:
 
 
 def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
-    """Read a dump's batch in its state before training: prompts, responses and scores.
+    """Read the batch from a dump as it was before training: prompts, responses and scores.
 
     Raises:
         DataError: the file is missing, truncated or damaged, has no tokens, or comes from a model

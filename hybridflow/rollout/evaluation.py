@@ -47,8 +47,8 @@ _MARKER_TOKENS = 16
 
 @dataclass(frozen=True)
 class Scoring:
-    """Rows that are being scored: their texts, and either the pending scores or the agent loop's
-    results.
+    """Rows being scored: their texts, and either their pending scores or the results from the agent
+    loop.
     """
 
     texts: Sequence[str]
@@ -133,7 +133,7 @@ class Scorer:
         order.
 
         Raises:
-            DataError: raised by `RewardManager.check`.
+            DataError: same as for `RewardManager.check`.
         """
         texts = [text for part in parts for text in part.texts]
         submitted = [part.rows for part in parts if isinstance(part.rows, Submitted)]
@@ -184,7 +184,7 @@ def _loop_scores(config: RewardConfig) -> bool:
 
 
 def sources_to_score(config: RunConfig, *datasets: Prompts | PreferenceDataset) -> list[str]:
-    """Return the data sources that need a verifier; an empty result if the agent loop provides the
+    """Return the data sources that need a verifier, or an empty list if the agent loop provides the
     rewards."""
     if LOOPS.get(config.rollout.agent.loop).gives_rewards and _loop_scores(config.reward):
         return []
@@ -194,8 +194,8 @@ def sources_to_score(config: RunConfig, *datasets: Prompts | PreferenceDataset) 
 def check_truths(
     rewards: RewardManager, config: RunConfig, *datasets: Prompts | PreferenceDataset
 ) -> None:
-    """Raise DataError, naming the file and the row, for a ground truth that its verifier cannot
-    use."""
+    """Raise DataError if a ground truth is invalid for its verifier. The message names the file and
+    the row."""
     for dataset in datasets:
         if not sources_to_score(config, dataset):
             continue
@@ -208,11 +208,11 @@ def check_truths(
 def check_numbers(
     rewards: RewardManager, config: RunConfig, dataset: Prompts | PreferenceDataset
 ) -> None:
-    """Check that the reward returns the numbers that a flow reads besides the score, by scoring the
-    first row's ground truth as an answer. If that scoring fails, nothing is checked.
+    """Check that the reward returns all extra values that the flow reads, by using the first row's
+    ground truth as an answer and scoring it. If scoring fails, the check is skipped.
 
     Raises:
-        ConfigError: the reward does not return one of the numbers.
+        ConfigError: the reward does not return one of these values.
     """
     flow = derived.flow_name(config)
     needed = FLOWS.get(flow).rewards
@@ -227,15 +227,15 @@ def check_numbers(
     if missing and result.failure is None:
         returned = ", ".join(["score", *result.extra])
         raise ConfigError(
-            f"algorithm.flow={flow} reads the number {missing[0]!r} that the reward returns in "
-            "addition to the score, but for the ground truth of the first row it returned only "
+            f"algorithm.flow={flow} reads the number {missing[0]!r} from the reward's result, "
+            "but for the ground truth of the first row the reward returned only "
             f'{returned}; return {{"score": 1.0, "{missing[0]}": 0.0}} from the reward'
         )
 
 
 def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
-    """Open the validation sets that have files. Returns {name: prompts}, and raises the same errors
-    as `open_prompts`."""
+    """Open the validation sets for which files are configured. Returns {name: prompts}. Raises the
+    same errors as `open_prompts`."""
     return {
         name: open_prompts(
             wanted.files,
@@ -280,8 +280,8 @@ class Validator:
         and scores) for each set.
 
         Args:
-            watch: called while answers are awaited, with the number of finished answers and the
-                number of requested answers.
+            watch: called with the numbers of finished and requested answers while answers are
+                awaited.
         """
         asked = {name: self._prompts(name) for name in self.datasets}
         samples = {name: engines.begin(prompts, training=False) for name, prompts in asked.items()}
@@ -294,17 +294,17 @@ class Validator:
             yield name, batch.union(await self.scorer.score(batch))
 
     def dump(self, name: str, batch: DataProto, step: int) -> None:
-        """Write a set's answers at this step to a file in the set's folder."""
+        """Write a validation set's answers at this step to a file in the folder of the set."""
         dump_batch(self.folder / f"validation{tag(name)}", step, batch, self.scorer.tokenizer)
 
     def metrics(self, name: str, batch: DataProto) -> dict[str, float]:
-        """Return a set's metrics under its prefix, and verl's `val-core` metrics."""
+        """Return a validation set's metrics with its prefix, and verl's `val-core` metrics."""
         samples = self.sets[name].samples
         found = self._metrics(f"val{tag(name)}", batch, samples)
         return found | _core(f"val-core{tag(name)}", batch, samples)
 
     def _prompts(self, name: str) -> DataProto:
-        """Return a set's prompts, each repeated once per sample."""
+        """Return a validation set's prompts, each repeated once per sample."""
         dataset = self.datasets[name]
         samples = self.sets[name].samples
         batch = with_pixels(dataset.batch(np.arange(len(dataset))), dataset)
@@ -319,8 +319,8 @@ class Validator:
     @staticmethod
     def _metrics(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
         """Compute the mean score (also reported as accuracy if every score is 0 or 1) and, for
-        multiple answers per prompt, `answer_statistics`, all overall and per data source. Also
-        compute lengths, and means of the reward's extra values.
+        multiple answers per prompt, `answer_statistics`. Each metric is computed overall and per
+        data source. Also compute response lengths, and the means of the reward's extra values.
         """
         metrics = {f"{prefix}/response_length/mean": float(np.mean(batch.lengths("response_ids")))}
         parts = {
@@ -393,7 +393,7 @@ def without_failed(batch: DataProto, policy: str) -> DataProto:
 
 def failures(batch: DataProto) -> list[str]:
     """Return one line per distinct scoring error, most frequent first. Each line includes the
-    number of rows and the first row.
+    number of affected rows and the index of the first.
     """
     rows: dict[str, list[int]] = {}
     for row, text in enumerate(

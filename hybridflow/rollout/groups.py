@@ -1,11 +1,11 @@
-"""Selection of the groups that a step trains on. This module buffers groups between engines, which
-generate continuously, and a policy, which keeps changing.
+"""Selection of the groups that a step trains on. This module buffers groups between the engines,
+which generate continuously, and the policy, which is updated every step.
 
 A group consists of a prompt and its samples. At the start of a step, prompts for this and some
 later steps are submitted, and the step trains on groups that have finished. An answer may take up
-to `trainer.max_staleness` steps. If one would take longer, the step waits for it, so no trained
-token is older than that many versions. If the limit is 0, a step waits for everything that it
-submits.
+to `trainer.max_staleness` steps. If an answer would take longer, the step waits for it, so no
+trained token is older than `trainer.max_staleness` versions. If the limit is 0, a step waits for
+everything that it submits.
 
 The prefetch depth is `trainer.steps_ahead`. By default, it is the mean time that the last batch's
 groups took to finish, measured in steps without waiting. By Little's law, the groups of that many
@@ -45,8 +45,8 @@ _LATE = 0.1
 
 @dataclass(eq=False)
 class _Group:
-    """The samples of one dataset row. Their prompts are the rows `rows` of `prompts`, submitted at
-    weight `version`. `scoring` is set once the last sample has finished. `since` is the time of
+    """The samples of one dataset row. Their prompts are `prompts[rows]`, submitted at weight
+    version `version`. `scoring` is set once the last sample has finished. `since` is the time of
     submission, and `steps` the time from submission to scoring, both in units of `_StepClock`.
     """
 
@@ -90,7 +90,7 @@ class _StepClock:
         self._mark = self._clock()
 
     def waited(self) -> None:
-        """Count the time since `wait_begins` or the last call as time spent waiting."""
+        """Advance the clock by the time waited since `wait_begins` or the last call."""
         now = self._clock()
         if self._training is not None:
             self.time += (now - self._mark) / self._training
@@ -98,7 +98,7 @@ class _StepClock:
 
 
 class Groups:
-    """All groups that have not been trained on yet.
+    """The groups that are waiting to be trained on, finished or in flight.
 
     Args:
         keep: moves token columns created on the driver to the object store, where workers and
@@ -262,8 +262,8 @@ class Groups:
         }
 
     def _kept(self, made_by: int, versions: list[int], version: int) -> int:
-        """Return `made_by`, the version at which a group was submitted. Returns -1 if the group
-        could become too old, because it is trained on after all groups of the same age.
+        """Return the version at which a group was submitted (`made_by`), or -1 if the group could
+        become too old. Assumes that it is trained on after all groups of the same age.
         """
         steps = (sum(one <= made_by for one in versions) - 1) // self.config.data.train_batch_size
         return made_by if version + steps - made_by <= self.config.trainer.max_staleness else -1
@@ -291,8 +291,8 @@ class Groups:
             )
 
     def _taken_up(self, count: int, version: int) -> tuple[list[int], DataProto | None]:
-        """Return the versions of the `count` prompts that are being submitted, and the partial
-        answers that an earlier process has recorded for them.
+        """Return the weight versions of the next `count` prompts, and the partial answers to them
+        that an earlier process recorded.
         """
         if self._begun is None:
             return [version] * count, None
@@ -333,8 +333,8 @@ class Groups:
 
     def _round(self, still: int) -> list[int]:
         """Return the dataset rows for a round with tail batching: aborted prompts if there are
-        enough for a step, otherwise new ones. `still` is the number of prompts that remain to be
-        trained on, which the round never exceeds.
+        enough for a step, otherwise new ones. A round never contains more than `still` prompts, the
+        number that remains to be trained on.
         """
         size = self.config.data.train_batch_size
         waiting = len(self._cut_off)

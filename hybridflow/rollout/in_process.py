@@ -100,7 +100,7 @@ class InProcessRollouts(Requests):
         return []  # the engine runs only inside `_collect`, so nothing is in flight
 
     async def _leave_out_lost(self, answers: int) -> None:
-        raise EngineError(f"{answers} answers were interrupted in this process's engine")
+        raise EngineError(f"the engine in this process interrupted {answers} answers")
 
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
         wanted = [ticket for part in tickets.values() for ticket in part]

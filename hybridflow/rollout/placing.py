@@ -30,8 +30,8 @@ def shares(tokens: Sequence[int], owed: Mapping[int, int]) -> list[int]:
 
 
 def _level(added: int, owed: Sequence[int]) -> float:
-    """Return the level to which the lowest loads rise when `added` is distributed over them,
-    filling the lowest first.
+    """Return the common load of the least loaded engines after `added` tokens are distributed,
+    always to the least loaded engine.
     """
     loads = sorted(owed)
     heights = [(added + sum(loads[:count])) / count for count in range(1, len(loads) + 1)]

@@ -42,10 +42,11 @@ class Rollouts(Protocol):
         """
 
     async def advance(self) -> None:
-        """Send as many requests as the engines have room for, and wait briefly for answers."""
+        """Send as many requests as the engines can accept, and wait briefly for answers."""
 
     async def answers(self, samples: Sequence[Any]) -> DataProto:
-        """Wait until all samples have finished, and return their `batch`."""
+        """Wait until all samples have finished, and return their answers in the format of
+        `batch`."""
 
     def batch(self, samples: Sequence[Any]) -> DataProto:
         """Return the answers of finished samples, in order: response_ids, response_mask,
@@ -85,7 +86,7 @@ class Rollouts(Protocol):
 @dataclass(frozen=True)
 class SyncReport:
     """The result of a sync: its duration in seconds, the bytes of weights that engines received,
-    and the reason for each engine that was excluded.
+    and why any engines were excluded.
     """
 
     version: int

@@ -68,7 +68,7 @@ class RecordedPairs:
         )
 
     async def of_prompts(self, prompts: Sequence[Prompt], n: int) -> DataProto:
-        """Raise FlowError: with recorded answers, a flow cannot generate any."""
+        """Raise FlowError, because flows cannot generate answers if they are recorded."""
         raise FlowError("generate(...): the answers are recorded (data.answers=pairs)")
 
     def last_after(self, step: int) -> int | None:

@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 class RestartingSync:
-    """A `WeightSync` that restarts the engines if none is left, during a sync or (through
+    """A `WeightSync` that restarts the engines if all of them are lost, during a sync or (through
     `recover`) during generation.
 
     Args:
         engines: the engines.
         weights: the wrapped sync.
         max_restarts: maximum number of restarts per hour; if 0, the first loss ends the job.
-        told: called with a one-line message for each restart.
+        told: callback that receives a one-line message for each restart.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RestartingSync:
         if not self._restarts.take():
             raise error
         log.info(
-            "no engine is left; restarting all engines (%d more restarts this hour): %s",
+            "no engine is left; restarting all engines (%d more restarts allowed this hour): %s",
             self._restarts.left,
             error,
         )

@@ -53,10 +53,11 @@ class Request:
             prompt's row.
         tokens: the prompt's tokens, if they are in this process instead.
         images: a one-row batch with the images (`IMAGES`) of `tokens`, if the run has images.
-        begun: tokens sampled by engines that have been lost; they become part of the prompt.
+        begun: tokens already sampled by engines that were lost; resent as part of the prompt.
         answer: the batch that contains the answer, and its row; None until the answer is complete.
-        is_over: resolved with the answer, if a task of this process awaits it.
-        sampling: the request's own sampling settings; None for the run's.
+        is_over: future that is resolved when the answer is complete, if a task in this process
+            awaits it.
+        sampling: sampling settings of this request; None uses the run's settings.
     """
 
     number: int
@@ -153,7 +154,7 @@ class Requests(ABC):
         sampling: SamplingConfig | None = None,
         images: DataProto | None = None,
     ) -> Request:
-        """Request up to `most` tokens that continue `tokens`, on behalf of a task that then awaits
+        """Request a continuation of `tokens`, of up to `most` tokens, for a task that will await
         `answer`.
 
         Args:
@@ -207,8 +208,8 @@ class Requests(ABC):
     # ---- rounds
 
     async def advance(self) -> None:
-        """Send as many requests as the engines have room for, and wait briefly for answers.
-        Concurrent callers share one round.
+        """Send as many requests as the engines can accept, and wait briefly for answers. Concurrent
+        callers share one round.
 
         Raises:
             EnginesLostError: no engine is left. The requests wait until an engine has received
@@ -222,7 +223,7 @@ class Requests(ABC):
         await asyncio.shield(self._round)
 
     async def answers(self, samples: Sequence[Request]) -> DataProto:
-        """Wait until all samples have finished, and return their batch."""
+        """Wait until all samples have finished, and return their answers as a batch."""
         while not all(one.done() for one in samples):
             await self.advance()
         return self.batch(samples)
@@ -256,8 +257,8 @@ class Requests(ABC):
         return self._answers(samples, ["response_ids"])
 
     async def begun(self, samples: Sequence[Request]) -> DataProto | None:
-        """Return the columns of `batch` (`Rollouts.begun`), with the finish reason `CUT_SHORT` for
-        running answers."""
+        """Return the partial answers (`Rollouts.begun`) with the columns of `batch`. Answers in
+        progress have the finish reason `CUT_SHORT`."""
         places = {one.number: place for place, one in enumerate(samples)}
         ended = [one for one in samples if one.done()]
         parts = []
@@ -446,7 +447,7 @@ class Requests(ABC):
             self._round.cancel()
 
     async def load_metrics(self) -> dict[str, float]:
-        """Return the engines' load (`Rollouts.load_metrics`); none by default."""
+        """Return the engines' load (`Rollouts.load_metrics`); by default, no metrics."""
         return {}
 
     @abstractmethod
@@ -467,8 +468,8 @@ class Requests(ABC):
 
     @abstractmethod
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
-        """Send each engine its rows, with the columns ticket, prompt_ids, max_new_tokens, for
-        prompts with images `IMAGES`, and for a named validation set `VAL_SET`.
+        """Send each engine its rows, with the columns ticket, prompt_ids and max_new_tokens; also
+        `IMAGES` if the prompts have images, and `VAL_SET` for a named validation set.
         """
 
     @abstractmethod
@@ -515,8 +516,8 @@ def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> Samplin
 
 
 def extras_for(config: RunConfig, training: bool) -> Extras:
-    """Return the kinds of data that engines must return in addition to tokens and log-probs. None
-    for validation, which does not need this large data.
+    """Return the kinds of data that engines must return in addition to tokens and log-probs.
+    Validation needs no such data.
     """
     return Extras(
         training and derived.needs_engine_routes(config), training and derived.needs_support(config)
@@ -524,7 +525,8 @@ def extras_for(config: RunConfig, training: bool) -> Extras:
 
 
 def concat(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate batches. A column that is deferred in only some of them is fetched."""
+    """Concatenate batches. Columns that are deferred in only some of the batches are fetched
+    first."""
     return DataProto.concat(
         [part.fetch() for part in parts] if len({part.deferred for part in parts}) > 1 else parts
     )

@@ -57,9 +57,9 @@ def in_order(ids: np.ndarray) -> np.ndarray:
 
 class DynamicSampling:
     """Collects groups whose scores differ, over at most `algorithm.dynamic_sampling` batches per
-    step (DAPO, arXiv 2503.14476, section 3.2). If there are not enough of them, the step is filled
-    up with groups of equal scores, so that its number of rows is constant. `metrics` reports how
-    many groups were discarded.
+    step (DAPO, arXiv 2503.14476, section 3.2). If there are too few, the step is completed with
+    groups whose scores are equal, so that the number of rows is the same in every step. `metrics`
+    reports how many groups were discarded.
     """
 
     def __init__(self, config: RunConfig) -> None:

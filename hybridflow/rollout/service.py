@@ -43,8 +43,7 @@ class EngineGroup(Requests):
     Args:
         group: one worker per engine (`RolloutWorker`).
         stop_ids: tokens that end a response.
-        others: for multi-node engines, the workers on all nodes except the first
-            (`RolloutNodeWorker`).
+        others: workers of multi-node engines on all nodes except the first (`RolloutNodeWorker`).
     """
 
     def __init__(
@@ -89,7 +88,8 @@ class EngineGroup(Requests):
         await self.group.restart()
 
     async def begin_again(self) -> None:
-        """Wait for the engines of restarted workers. These engines have no weights yet."""
+        """Wait until the engines of restarted workers are ready. These engines have no weights
+        yet."""
         self.stale = dict.fromkeys(range(self.group.world_size), "no weights yet")
         self._ask_again()
         self._ready = self.group.call(
@@ -102,8 +102,8 @@ class EngineGroup(Requests):
         Engines that have exited are restarted.
 
         Raises:
-            WorkerError: a worker is lost. If it is a multi-node engine's worker on another node,
-                the engine could never restart.
+            WorkerError: a worker was lost. Without all of its workers, a multi-node engine could
+                not restart.
         """
         if self.others is not None:
             await self.others.call(RolloutNodeWorker.is_following, timeout=60)
@@ -113,8 +113,8 @@ class EngineGroup(Requests):
         return states
 
     def quarantine(self, stale: Mapping[int, str]) -> None:
-        """Exclude these engines, and no others, from serving requests. `stale` contains the reason
-        for each.
+        """Exclude exactly these engines from serving requests; all others serve. `stale` contains
+        the reason for each excluded engine.
         """
         for number in sorted(stale.keys() - self.stale.keys()):
             _log.warning("engine-%d is excluded from requests: %s", number, stale[number])
@@ -197,7 +197,8 @@ class EngineGroup(Requests):
         self.quarantine(self.stale | lost)
         self._serving()
         _log.warning(
-            "%d answers were interrupted with their engine; they resume on the remaining engines",
+            "%d answers were interrupted when an engine was lost; they resume on the remaining "
+            "engines",
             answers,
         )
 

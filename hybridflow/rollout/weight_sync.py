@@ -1,10 +1,10 @@
 """A weight sync to all engines: selects the engines, retries, and excludes failed engines until the
 next sync.
 
-Each engine is a separate transaction (`Engine.receive`), driven by the engine's worker while the
-policy's ranks send. An engine whose transaction fails stays paused and receives no requests; the
-others continue. An engine that has exited is restarted by its worker and receives weights in a
-later sync.
+The transfer to each engine is a separate transaction (`Engine.receive`), driven by the engine's
+worker while the policy's ranks send. An engine whose transaction fails stays paused and receives no
+requests; the others continue. An engine that has exited is restarted by its worker and receives
+weights in a later sync.
 """
 
 from __future__ import annotations
@@ -209,15 +209,15 @@ class SliceSync:
         )
 
     def _facts(self, number: int) -> PlanFacts:
-        """Return the plan that this engine's next sync follows: adapters only, or all weights."""
+        """Return the plan for this engine's next sync: adapters only, or all weights."""
         assert self._plan is not None
         if self._has_weights[number] and self._plan.adapters is not None:
             return self._plan.adapters
         return self._plan
 
     def _slots(self, number: int) -> int:
-        """Return the number of messages in flight: as many as fit into the staging memory, or all
-        of them if the engine's ranks stage in shared memory."""
+        """Return the maximum number of messages in flight: as many as fit into the staging memory,
+        or all messages if the engine's ranks stage them in shared memory."""
         plan = self._facts(number)
         if TRANSPORTS.get(self._transport).keeps_messages and self._staged:
             return max(2, plan.messages[number])
@@ -230,7 +230,7 @@ def _name(number: int) -> str:
 
 
 def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
-    """Return the engine's outcome. After a failure, it also contains the senders' errors."""
+    """Return the engine's outcome. If it failed, add the senders' errors to its error."""
     if outcome.status == "served":
         return outcome
     also = [one.error for one in senders if one.error and outcome.error not in one.error]

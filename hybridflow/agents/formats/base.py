@@ -23,8 +23,8 @@ class Call:
             be converted to the types that the tool declares.
         problem: the parse error shown to the policy; empty if the call was parsed.
         id: the call's id in the answer; empty if the format has none.
-        span: start and end of the call in the text. Thinking markers inside it are plain text.
-            Ignored when calls are compared.
+        span: start and end of the call in the text. Thinking markers inside the span are plain
+            text. Calls that differ only in `span` are equal.
     """
 
     name: str
@@ -73,7 +73,7 @@ def json_at(text: str, place: int) -> tuple[Any, int]:
     try:
         return _DECODER.raw_decode(text, place)
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("the JSON is nested too deeply") from error
 
 
 def json_call(found: Any, arguments_key: str) -> Call:
@@ -85,7 +85,7 @@ def json_call(found: Any, arguments_key: str) -> Call:
 
 
 def with_arguments(name: str, arguments: Any, number: str = "") -> Call:
-    """Build a call to `name`. `arguments` is an object or its JSON text; `number` is the call's
+    """Build a call to `name`. `arguments` is an object or JSON text; `number` becomes the call's
     id.
     """
     if isinstance(arguments, str):

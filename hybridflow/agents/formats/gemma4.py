@@ -17,8 +17,8 @@ _STRING = "\0"  # placeholder for a string; a NUL cannot occur in JSON or in a k
 
 
 def _object_at(text: str, place: int) -> tuple[Any, int]:
-    """Parse the object that starts at `place` and ends at the next call mark outside a string.
-    Returns the object and the position of that mark.
+    """Parse the object that starts at `place` and extends to the next call mark outside of a
+    string. Returns the object and the position of that mark.
 
     Raises:
         ValueError: there is no object.
@@ -46,7 +46,7 @@ def _as_json(text: str) -> str:
     parts = text.split(_QUOTE)
     outside = _STRING.join(parts[::2])
     if outside.count(_STRING) > len(parts) // 2:
-        raise ValueError("a control character outside of a string")
+        raise ValueError("there is a control character outside of a string")
     pieces = _KEY.split(outside)
     pieces[2::3] = [f'"{key}":' for key in pieces[2::3]]
     plain = "".join(pieces).split(_STRING)

@@ -19,7 +19,8 @@ _INVOKE = re.compile(r'invoke name="(?P<name>[^"]*+)"')
 
 @dataclass
 class _Open:
-    """An open tag: the start of its content, and the values of the tags inside it."""
+    """A tag that has not been closed yet: the position of its content, and the values of the tags
+    in it."""
 
     name: str
     start: int

@@ -58,7 +58,7 @@ class Tool:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the tool's arguments."""
+        """Names of the tool's arguments."""
         if self.declared is not None:
             return tuple(self.declared.get("properties") or ())
         return tuple(inspect.signature(self.function).parameters)

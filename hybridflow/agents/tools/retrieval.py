@@ -260,8 +260,8 @@ def _loaded(folder: Path, count: int) -> bm25s.BM25 | None:
 
 
 def _keep(ranked: bm25s.BM25, kept: Path, digest: str) -> None:
-    """Save the index and remove earlier ones. If it cannot be written, the next process rebuilds
-    it."""
+    """Save the index and remove older versions. If saving fails, the next process rebuilds the
+    index."""
     made = None
     try:
         kept.mkdir(parents=True, exist_ok=True)

@@ -99,8 +99,8 @@ def prepare(
 
 
 def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str]:
-    """Return the SHA-256 of each raw file. It is part of the request, so a changed source triggers
-    a new preparation."""
+    """Return the SHA-256 of each raw file. The hashes are part of the request, so a changed source
+    triggers a new preparation."""
     if not known.source_files:
         if source is not None:
             raise ConfigError(
@@ -125,8 +125,8 @@ def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str
 def _rows_if_done(
     out: Path, request: Mapping[str, object], any_source: bool = False
 ) -> dict[str, int] | None:
-    """Return the rows per file if `out` was prepared for exactly this request and every file is
-    intact, else None.
+    """Return the number of rows per file if `out` was prepared with the same request and every file
+    is intact, else None.
 
     Args:
         any_source: ignore changes to the raw files.

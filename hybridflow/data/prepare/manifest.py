@@ -38,8 +38,8 @@ def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[st
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of `folder`, or None if there is no valid one. Without a manifest, no
-    file in the folder is known to come from a preparation."""
+    """Return the manifest of `folder`, or None if there is no valid one. Without a manifest, it is
+    unknown which files in the folder were written by a preparation."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -63,10 +63,10 @@ def files_are_intact(folder: Path, manifest: Mapping[str, Any]) -> bool:
 
 
 def listed_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 (hex) of each named file of `folder`.
+    """Return the SHA-256 (hex) of each named file in `folder`.
 
     Raises:
-        DataError: a file is mostly a sparse hole, whose zeros would take hours to hash.
+        DataError: a file consists mostly of a sparse hole, which would take hours to hash.
     """
     hashes: dict[str, str] = {}
     for name in names:

@@ -1,5 +1,4 @@
-"""Validation of task options: ranges annotated in the same way as for configuration keys, and other
-checks."""
+"""Validation of task options. Ranges are annotated in the same way as for configuration keys."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ KEY = "data.prepare.options"
 
 
 def check_ranges(options: Any) -> None:
-    """Raise a ConfigError that names the option if any is outside its annotated range."""
+    """Raise a ConfigError that names the first option outside its annotated range."""
     for problem in out_of_range(options):
         raise ConfigError(f"{KEY}.{problem}")
 

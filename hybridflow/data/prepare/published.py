@@ -185,7 +185,7 @@ class _Reads:
             lacking = [split for split in splits if not published.files(split, place)]
             if lacking and place is not None:
                 yield (
-                    f"no files of split {' and '.join(lacking)} in {place}; task {self.name!r} "
+                    f"no files for split {' and '.join(lacking)} in {place}; task {self.name!r} "
                     f"reads {published.repository}: run `hf download --repo-type dataset "
                     f"{published.repository} --local-dir {place}`"
                 )

@@ -49,7 +49,8 @@ def write_character_tokenizer(
     `characters` and `words` in order. No BOS.
 
     Args:
-        folder: created; receives tokenizer.json, tokenizer_config.json and chat_template.jinja.
+        folder: created if needed; tokenizer.json, tokenizer_config.json and chat_template.jinja are
+            written to it.
         characters: the alphabet, without duplicates; any other character becomes the unknown token.
         words: strings that are always encoded as one token; if several match at the same position,
             the first in the list wins.

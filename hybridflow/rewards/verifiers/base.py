@@ -36,8 +36,8 @@ class ScoreResult:
         extra: additional values keyed by name, e.g. the parsed answer. They are recorded in rollout
             dumps; numbers also appear in metrics and in the report. They do not affect the
             advantage.
-        failure: the reason why there is no score: the function hung, raised or returned an invalid
-            value. The score is then 0.
+        failure: the reason why scoring failed: the function hung, raised or returned an invalid
+            value. In that case, `score` is 0.
     """
 
     score: float
@@ -53,10 +53,10 @@ class Verifier:
         function: called as (response, ground_truth, *, options); returns a score, a dict with a
             "score", or a `ScoreResult`. It may be async. Arguments named in `FACTS` receive facts
             about the row and the call.
-        data_sources: values of the column data_source for which it is used.
-        runs_in_driver: True if it takes microseconds and cannot hang, so its rows need neither a
+        data_sources: values of the data_source column for which the verifier is used.
+        runs_in_driver: True if a call takes microseconds and cannot hang, so it needs neither a
             separate process nor a time limit.
-        requires: an optional package that it imports; None if there is none.
+        requires: optional package that the verifier imports; None if it imports none.
         truth: parses a ground truth and raises ValueError if it is invalid. All rows are checked
             before a run starts. None disables the check.
     """

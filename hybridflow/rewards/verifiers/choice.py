@@ -53,8 +53,8 @@ _RULED_OUT = re.compile(
 
 
 def _letter(ground_truth: Any) -> str:
-    """Return the letter of a ground truth: "B", "(b)", or, as in MMLU, the 0-based index of an
-    option."""
+    """Convert a ground truth to its letter. It may be a letter ("B", "(b)") or, as in MMLU, the
+    0-based index of an option."""
     if (
         isinstance(ground_truth, int)
         and not isinstance(ground_truth, bool)
@@ -89,8 +89,8 @@ def choice(
 
     The choice is the letter in the last \boxed{} or <answer>, or after "answer" or "choice",
     whichever comes last. If there is none, it is the last option that is not ruled out ("option A
-    is wrong"), or else the letter that ends the response or is all of it. A statement with several
-    letters is not a choice; neither are the words "I" and "a".
+    is wrong"), or else a letter at the end of the response (or as the whole response). A statement
+    that names several letters is not a choice; neither are the words "I" and "a".
 
     Args:
         ground_truth: one letter, or the 0-based index of the option.
@@ -126,8 +126,8 @@ def _read(text: str) -> str | None:
 
 def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | None]]:
     """Yield the position and letter of the last "the answer is B" and the last "B is correct". The
-    letter is None if several are named or the statement is negated. Text that merely introduces a
-    boxed answer does not count as a separate statement."""
+    letter is None if the statement names several letters or is negated. Text that merely introduces
+    a boxed answer does not count as a separate statement."""
     near = max(len(text) - _NEAR_END, 0)
     for found in reversed(list(_ANNOUNCED.finditer(text, near))[-_MOST_STATEMENTS:]):
         after = text[found.end() : found.end() + _REACH]

@@ -43,18 +43,18 @@ def code(
     """Return the fraction of tests that the response's program passes.
 
     The program is the last fenced block labelled as Python, or else the last block without a label.
-    An unclosed block was cut off and does not count. The sandbox has the standard library and
-    numpy; `failed_with` names a module that is missing.
+    An unclosed block was cut off and does not count. The sandbox provides the standard library and
+    numpy. If a program imports any other module, `failed_with` names it.
 
     Args:
         response: text that contains the program in a fenced block.
-        ground_truth: in one of these formats, or the same as JSON. {"inputs": [...], "outputs":
-            [...]}: each input is passed to the program as standard input, and its output is
-            compared with the expected output token by token; numbers with a decimal point must
+        ground_truth: one of these formats, as an object or as JSON text. {"inputs": [...],
+            "outputs": [...]}: each input is passed to the program as standard input, and its output
+            is compared with the expected output token by token; numbers with a decimal point must
             agree within 1e-6. A list of {"input", "output"} is equivalent. With "fn_name", an input
             is the list of arguments (or JSON, one argument per line) for this function or method of
             `Solution`, and an output is the expected result. {"asserts": [...]} (or "test_list", as
-            in MBPP, or only the list, or its text): each assert is a test. {"test": ...,
+            in MBPP, or just the list, or the asserts as text): each assert is a test. {"test": ...,
             "entry_point": ...}, as in HumanEval: each assert in `check` is a test. "setup" (or
             "test_setup_code", "test_imports") runs before each test.
         partial_credit: if False, return 1.0 if all tests pass, else 0.0, and stop at the first
@@ -102,7 +102,8 @@ def program_of(answer: str) -> str | None:
 
 def _whole(block: Block) -> str:
     """Return the program in a block. If the text is not valid Python, but a longer version that
-    extends to a later fence is, return the longer version: the program itself contains a fence.
+    extends to a later fence is, return the longer version, because the program itself contains a
+    fence.
     """
     return next((text for text in (block.text, *block.longer) if _is_python(text)), block.text)
 

@@ -14,9 +14,9 @@ def exact(
     forbidden: str | int | None = None,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """Return 1.0 if the answer equals the ground truth, ignoring leading and trailing white space.
+    """Return 1.0 if the answer equals the ground truth, ignoring leading and trailing whitespace.
 
-    Ground truths with reversed or padded digits are compared as written.
+    Digits are compared as written, even if the dataset reverses or pads them.
 
     Args:
         forbidden: also return the extra value `cost`, which is 1.0 if the answer contains this

@@ -1,4 +1,5 @@
-"""Geometry3K: most of the score is for a correct answer, and a small share for its format."""
+"""Geometry3K: a correct answer earns most of the score, and the required format earns a small
+share."""
 
 from __future__ import annotations
 

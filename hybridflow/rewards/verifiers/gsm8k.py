@@ -45,8 +45,8 @@ def gsm8k(
     "72.0" = "+72").
 
     Strict mode requires the dataset's "####". The number after it may be decorated: bold type, a
-    box, dollars and other currencies, parentheses, "Answer:". Words before the number are not
-    allowed, nor is an approximation ("~72"). verl's strict mode accepts no decoration either;
+    box, dollars and other currencies, parentheses, "Answer:". Words before the number and
+    approximations ("~72") are not accepted. verl's strict mode does not accept decoration either;
     `flexible` corresponds to its flexible mode.
 
     Args:
@@ -75,10 +75,10 @@ def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
     """Extract the final answer of a response as plain digits, e.g. "-1234.5". Returns None if there
     is none.
 
-    Uses the last "####" with digits on its line (one without is a heading): an optional sign and
-    "$", then one number with or without thousands separators. The number may be followed by words,
-    a unit ("540 m2"), a full stop, or a number that belongs to the words ("18 dollars for 2 eggs"),
-    but not by a second answer ("3 or 4", "3/4", "18 (or 25)").
+    Uses the last "####" with digits on its line (without digits, it is a heading): an optional sign
+    and "$", then one number with or without thousands separators. The number may be followed by
+    words, a unit ("540 m2"), a full stop, or words that contain another number ("18 dollars for 2
+    eggs"), but not by a second answer ("3 or 4", "3/4", "18 (or 25)").
     """
     lines = (_first_line(after) for after in reversed(text.split(_MARK)[1:]))
     found = _leading_number(next((line for line in lines if re.search("[0-9]", line)), ""))

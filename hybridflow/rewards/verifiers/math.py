@@ -61,7 +61,8 @@ def math(
 
     The answer is the content of the last \boxed{}, or else the text after the last "the answer is",
     or else the last expression in the last sentence. An unclosed box or thinking block means that
-    the response was cut off and has no answer. If one number is expected, several are wrong.
+    the response was cut off and has no answer. If the ground truth is a single number, an answer
+    with several numbers is wrong.
 
     Args:
         response: text with the answer.
@@ -152,8 +153,8 @@ def _same_number(wanted: str, given: str) -> bool:
 
 
 def _same_name_and_unit(expected: str, given: str) -> bool:
-    """Return False if the names (x = 5, y = 5) or the units (cm, m) contradict each other, else
-    True."""
+    """Return False if both answers state a name (x = 5, y = 5) or a unit (cm, m) and the two
+    differ, else True."""
     rest, name = expressions.without_name(expected)
     given_rest, given_name = expressions.without_name(given)
     unit = expressions.without_unit(rest)[1]
@@ -189,7 +190,7 @@ def _verified(truth: str, found: str) -> bool:
 
 
 def _expected(truth: str) -> None:
-    """Raise ValueError if nothing is left of a ground truth without its decoration."""
+    """Raise ValueError if a ground truth is empty after its decoration is removed."""
     if not expressions.plain(truth):
         raise ValueError(f"the ground truth {truth!r} is not a valid expression")
 
@@ -231,7 +232,7 @@ def _functions() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
     """Return math-verify's functions for parsing an expression and for comparing two.
 
     Their timeouts are replaced by `time_budget`, because math-verify's own error handlers swallow
-    timeouts. Parsed ground truths are cached, because all samples of a prompt share one.
+    timeouts. Parsed ground truths are cached, because all samples of a prompt share a ground truth.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 

@@ -261,7 +261,7 @@ def test_a_template_that_moves_what_was_said_is_refused() -> None:
     )
     tokenizer = tokenizer_with(tools_before_the_last_question)
     with pytest.raises(
-        DataError, match="changes earlier messages when a message of role user follows"
+        DataError, match="changes earlier messages when a message with role user follows"
     ):
         tokenizer.template.check("user")
     tokenizer.template.check("tool")

@@ -55,8 +55,8 @@ def test_positions_are_transformers(sizes: list[tuple[int, int]], texts: list[in
     ("tokens", "grids", "message"),
     [
         ([3, TOKEN, 3], [], "1 image tokens .* 0 images"),
-        ([3, 3], [(1, 2, 2)], r"0 image tokens .* 1 images have \[1\]"),
-        ([TOKEN, TOKEN, 3], [(1, 4, 4)], r"2 image tokens .* have \[4\]"),
+        ([3, 3], [(1, 2, 2)], r"0 image tokens .* 1 images need \[1\]"),
+        ([TOKEN, TOKEN, 3], [(1, 4, 4)], r"2 image tokens .* need \[4\]"),
         ([TOKEN, 3, TOKEN], [(1, 2, 4)], "image tokens 0 to 1 .* one image"),
     ],
 )
@@ -77,7 +77,7 @@ def batch(patches: int, **without: None) -> DataProto:
 
 def test_columns_of_images_are_checked_before_they_are_computed() -> None:
     check_images(batch(8), IMAGES)
-    with pytest.raises(ValueError, match=r"row 0 has 7 patches.*have \[8\]"):
+    with pytest.raises(ValueError, match=r"row 0 has 7 patches.*specifies \[8\]"):
         check_images(batch(7), IMAGES)
     with pytest.raises(ValueError, match="only the column image_grid_thw; it must have both"):
         check_images(batch(8, pixel_values=None), IMAGES)

@@ -133,7 +133,9 @@ def test_thinking_that_a_template_drops_later_is_learned(name: str) -> None:
 def test_what_a_template_leaves_out_of_an_answer_is_refused() -> None:
     tokenizer = tokenizer_with(TEMPLATES["Qwen-Qwen2.5-7B-Instruct"])
     messages = [CONVERSATION[0], {**CONVERSATION[1], "reasoning_content": "hmm"}]
-    with pytest.raises(DataError, match="message 1: the chat template omits 'hmm' of this answer"):
+    with pytest.raises(
+        DataError, match="message 1: the chat template omits 'hmm' from this answer"
+    ):
         learned_rows(tokenizer, messages, None, None)
     with pytest.raises(DataError, match="message 1: the chat template does not show this answer"):
         learned_rows(tokenizer, [CONVERSATION[0], {"role": "assistant", "content": ""}], None, None)

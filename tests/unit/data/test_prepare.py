@@ -333,5 +333,5 @@ def test_a_malformed_line_is_named_with_file_and_number(tmp_path, line, named):
 def test_a_missing_source_is_named(tmp_path):
     with pytest.raises(DataError, match=r"data\.prepare\.source"):
         prepare("gsm8k", tmp_path / "data")
-    with pytest.raises(DataError, match="no files of split train and test"):
+    with pytest.raises(DataError, match="no files for split train and test"):
         prepare("gsm8k", tmp_path / "data", tmp_path)

@@ -106,7 +106,7 @@ def test_what_passes_can_be_cut_and_what_is_refused_cannot(
             "q, k and v",
             "already lists the layers",
             "without a layer",
-            "leave no layer",
+            "leave no layers",
         )
         assert any(part in str(error) for part in by_choice) or not is_whole(hf, parallel), str(
             error

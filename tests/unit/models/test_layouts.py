@@ -97,26 +97,26 @@ def test_a_cut_may_go_through_a_part() -> None:
             "llama",
             Coordinates(pp_size=3),
             (
-                "num_hidden_layers is 4, which actor.parallel.pipeline 3 does not divide; choose a "
+                "num_hidden_layers is 4, which is not divisible by actor.parallel.pipeline 3; choose a "
                 "divisor of 4"
             ),
         ),
         (
             "llama",
             Coordinates(tp_size=3),
-            "num_attention_heads is 8, which actor.parallel.tensor 3",
+            "num_attention_heads is 8, which is not divisible by actor.parallel.tensor 3",
         ),
         (
             "llama",
             Coordinates(pp_size=2, vpp_size=3),
-            "layers of pipeline stage 0 is 2, which actor.parallel.virtual_pipeline 3",
+            "layers of pipeline stage 0 is 2, which is not divisible by .*virtual_pipeline 3",
         ),
         (
             "llama",
             Coordinates(pp_size=4, first_stage_layers=2),
-            "without the 2 of the first .* is 2, which .* 3 does not divide",
+            "without the 2 of the first .* is 2, which is not divisible by .* 3",
         ),
-        ("llama", Coordinates(first_stage_layers=2), "leave no layer for another stage"),
+        ("llama", Coordinates(first_stage_layers=2), "leave no layers for the other stages"),
         (
             "llama",
             Coordinates(pp_size=3, layers_per_stage=(1, 3)),
@@ -142,7 +142,11 @@ def test_a_cut_may_go_through_a_part() -> None:
             Coordinates(pp_size=2, first_stage_layers=1, layers_per_stage=(1, 3)),
             "already lists the layers of every stage; set first_stage_layers 1",
         ),
-        ("qwen3_moe", Coordinates(ep_size=3), "num_experts is 8, which actor.parallel.expert 3"),
+        (
+            "qwen3_moe",
+            Coordinates(ep_size=3),
+            "num_experts is 8, which is not divisible by actor.parallel.expert 3",
+        ),
         ("qwen3_moe", Coordinates(etp_size=3), "moe_intermediate_size is 32"),
         ("glm4_moe", Coordinates(tp_size=64), "num_attention_heads is 8"),
     ],

@@ -69,7 +69,7 @@ def spoil(folder: Path) -> dict[str, Callable[[], object]]:
         "does not contain the tensor model.norm.weight, which": without_a_tensor,
         "is not a valid weight index": lambda: index.write_text("{}"),
         "is not a valid weight index .not JSON": lambda: index.write_text("{"),
-        "index.json is a git-lfs pointer, not the file": lambda: index.write_text(
+        "index.json is a git-lfs pointer, not the index itself": lambda: index.write_text(
             "version https://git-lfs.github.com/"
         ),
         "3.safetensors is not a complete safetensors file; run": lambda: shard.write_bytes(

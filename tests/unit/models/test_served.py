@@ -19,7 +19,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 GROWING = {**YARN, "llama_4_scaling_beta": 0.1}
 # what is computed, and what is not: family, fields, the message
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("mistral", {"sliding_window": 31}, r"sliding_window=31, and data\.max_prompt_length \+ "),
+    ("mistral", {"sliding_window": 31}, r"sliding_window=31 \(data\.max_prompt_length \+ "),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}, "=8"),
     ("gpt_oss", {"tie_word_embeddings": True}, "tie_word_embeddings=true"),
     ("gemma3_text", {"tie_word_embeddings": False}, "tie_word_embeddings=false"),

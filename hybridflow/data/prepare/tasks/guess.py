@@ -32,8 +32,8 @@ class GuessOptions:
     Attributes:
         largest: the largest number; the smallest is 0.
         num_train, num_test: number of prompts.
-        num_sft: games of a player who guesses at random, each cut off at a random guess, for a warm
-            start; 0 writes none.
+        num_sft: demonstrations for a warm start: games with random guesses, each cut off after a
+            random number of guesses; 0 writes none.
         max_guesses: maximum number of guesses in these games.
         seed: seed for all random draws.
     """

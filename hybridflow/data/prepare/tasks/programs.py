@@ -51,7 +51,7 @@ class ProgramsOptions:
     Attributes:
         num_steps: number of steps in each problem.
         operations: words that a problem may use.
-        num_train, num_test: number of prompts, all of them different problems.
+        num_train, num_test: number of prompts, each a different problem.
         num_sft: number of demonstrations, which pair problems from train.parquet with random
             operations; 0  writes no sft.parquet.
         num_cases: number of inputs on which an answer is run.
@@ -164,8 +164,8 @@ def _demonstrations(
     demonstration: Callable[[Steps, Steps, np.random.Generator], dict[str, Any]],
     rng: np.random.Generator,
 ) -> list[dict[str, Any]]:
-    """Return a demonstration for each of the problems with these numbers. The operations in the
-    responses are random."""
+    """Return one demonstration for each of these problem numbers. The operations in the responses
+    are random."""
     found = []
     for number in numbers:
         steps = options.steps(int(number))
