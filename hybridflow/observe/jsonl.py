@@ -95,8 +95,8 @@ def read_jsonl(
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Format ascending numbers as ranges, such as `3, 7-9`. After a few ranges, only the number of
-    omitted ones is shown.
+    """Format sorted integers as ranges, such as `3, 7-9`. Only the first few ranges are listed,
+    followed by the count of the remaining integers.
     """
     ranges: list[list[int]] = []
     for number in numbers:

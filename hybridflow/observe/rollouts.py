@@ -85,7 +85,7 @@ _STEP_FILE = re.compile(r"step_([0-9]{1,15})\.parquet")
 
 
 def dump_path(folder: str | Path, step: int) -> Path:
-    """Return the file of a step: `FOLDER/step_000012.parquet`."""
+    """Return the path of a step's dump: `FOLDER/step_000012.parquet`."""
     return Path(folder) / f"step_{step:06d}.parquet"
 
 
