@@ -30,7 +30,8 @@ class Source:
         dtype: precision of the weights.
         manifest: the checkpoint's manifest; None for a Hugging Face folder.
         run: the folder of the run that wrote the weights, with its config.yaml; None if unknown.
-        role: name of the further policy (`roles.NAME`) in a checkpoint; empty for the first policy.
+        role: name of the additional policy (`roles.NAME`) in a checkpoint; empty for the first
+            policy.
     """
 
     folder: Path

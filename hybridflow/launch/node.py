@@ -161,7 +161,7 @@ def _run_ray(
     announce: Callable[[], bool] | None,
 ) -> int:
     """Run Ray until it exits, restarting it if it exits before all nodes have joined. Returns the
-    status for `run`."""
+    exit status that `run` returns."""
     for start in range(1, _STARTS + 1):
         with _ray(node, folder, command, temporary) as ray:
             status = _wait(ray, folder, asked, announce)

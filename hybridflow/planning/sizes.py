@@ -222,7 +222,7 @@ class LayerShape:
     Attributes:
         attention, mlp: matrix products.
         core: forward operations per query-key pair.
-        window: number of tokens that a query attends to; 0 for all before it.
+        window: number of tokens that a query attends to; 0 for all preceding tokens.
         kv: elements in the KV cache.
         state: elements of a delta net's state per request (not per token), in float32.
         heads: activations divided by tensor parallelism: queries, keys, values and the attention
@@ -276,8 +276,8 @@ def head_shapes(decoder: Decoder) -> list[LayerShape]:
 
 
 def embedding_copy(decoder: Decoder, at: Coordinates) -> Numbers:
-    """Count the elements of the embedding that a stage at `at` has for its heads, but does not
-    train."""
+    """Count the elements of the untrained copy of the embedding that the stage at `at` keeps for
+    its prediction heads."""
     if not decoder.num_mtp or at.pp_size == 1 or at.pp_rank < at.pp_size - 1:
         return Numbers()
     return _numbers(decoder.first_tensors(at.virtual_stages()[-1]))

@@ -247,7 +247,7 @@ class Job:
         except RuntimeError as error:
             reason = str(error).splitlines()[0].split(" This is typically ")[0]
             raise self._not_written(
-                f"another rank exited, or took too long to write its files: {reason}"
+                f"another rank has ended, or took too long to write its files: {reason}"
             ) from error
 
     def _write_own(self, tensors: Sequence[Any]) -> str:

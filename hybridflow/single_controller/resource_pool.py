@@ -27,7 +27,7 @@ _REFUSED = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "RAY_ACCEL_ENV_VAR_OV
 
 @dataclass(frozen=True)
 class Slot:
-    """A slot for one process. Its list of visible devices is empty without GPUs."""
+    """A slot for one process. Its list of visible devices is empty on machines without GPUs."""
 
     node: str
     local_rank: int  # position among the slots of its node
