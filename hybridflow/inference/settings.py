@@ -157,7 +157,8 @@ def _of_role(config: RunConfig, source: Source) -> RunConfig:
     if source.role not in config.roles:
         known = ", ".join(("policy", *config.roles))
         raise ConfigError(
-            f"{source.folder} is not a policy of its run (policies: {known}); pass one of these"
+            f"{source.folder} does not belong to a policy of its run; pass the folder of one of "
+            f"its policies: {known}"
         )
     return derived.policy_view(config, source.role)
 

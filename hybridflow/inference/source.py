@@ -58,7 +58,7 @@ class Source:
 
 
 def find(given: str) -> Source:
-    """Find the weights at a path, or for a hub id in the cache.
+    """Find the weights at a path, or in the cache if a hub id is given.
 
     Raises:
         ConfigError: no model was found; the message lists the names that were tried.

@@ -59,8 +59,8 @@ class Driver:
             self._send(signal.SIGTERM)
 
     def check(self) -> None:
-        """Called before the driver starts. Raises ResourceError if Ray has exited on a node, or
-        RunStopped if the job was asked to stop.
+        """Raise ResourceError if Ray has exited on a node, or RunStopped if the job was asked to
+        stop. Called before the driver starts.
         """
         if failed := records.failures(self.folder):
             raise ResourceError(f"{failed[0]['node']}: {failed[0]['what']}")

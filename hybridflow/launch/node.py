@@ -348,8 +348,8 @@ def _keep_logs(temporary: Path, target: Path) -> None:
 
 
 def _stop(ray: subprocess.Popen[bytes]) -> None:
-    """Kill `ray start`, and let `guard.clear_up` end the daemons. A regular stop of Ray would first
-    drain the node for 30 seconds.
+    """Kill `ray start`, and let `guard.clear_up` end the daemons. A regular Ray shutdown would
+    first drain the node for 30 seconds.
     """
     with suppress(ProcessLookupError):  # it has exited
         os.killpg(ray.pid, signal.SIGKILL)

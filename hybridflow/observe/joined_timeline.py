@@ -1,5 +1,5 @@
 """The timeline of all processes of a run, on the driver's clock. The driver's phases are read from
-`timeline.jsonl`, the calls of ranks and engine workers from `logs/*.spans.jsonl`
+`timeline.jsonl`, and the calls of ranks and engine workers are read from `logs/*.spans.jsonl`
 (`hybridflow.process.spans`).
 """
 

@@ -112,8 +112,8 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def _lines(file: BinaryIO, most_bytes: float) -> Iterator[bytes | None]:
-    """Yield the lines in the first `most_bytes` of a file, and None for each line that is longer
-    than any record can be."""
+    """Yield the lines in the first `most_bytes` of a file, with None in place of each line that
+    exceeds the maximum length of a record."""
     read = 0
     while read < most_bytes and (line := file.readline(MOST_LINE_BYTES)):
         read += len(line)

@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl and timeline.jsonl, read with limits. The files may come from
+"""The records of metrics.jsonl and timeline.jsonl, read with size limits. The files may come from
 another user, so values that no run would write are skipped."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def of_numbers(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_span(record: Mapping[str, Any]) -> bool:
-    """Return True if a timeline record is a finished phase."""
+    """Return True if a timeline record describes a finished phase."""
     for name in ("seconds", "start", "end"):
         time = record.get(name, 0.0)
         if not (isinstance(time, int | float) and 0 <= time < MOST_STEP):

@@ -152,8 +152,8 @@ def remove_dumps_after(folder: str | Path, step: int) -> int:
 
 
 def remove_old_dumps(folder: str | Path, newest: int, also_every: int) -> None:
-    """Delete old dumps. Keep the `newest` dumps and, if `also_every` is not 0, the dumps whose step
-    is a multiple of it.
+    """Delete old dumps. Keep the newest `newest` dumps and, if `also_every` is not 0, those whose
+    step is a multiple of `also_every`.
     """
     for step, path in list_dumps(folder)[:-newest]:
         if not also_every or step % also_every:

@@ -214,7 +214,8 @@ def dump_folders(path: Path) -> list[Path]:
 
 
 def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file up to a limit, and add an entry to `missing` if more are left."""
+    """Yield the records of a file up to a limit, and add an entry to `missing` if there are
+    more."""
     if path.exists() and not is_inside(path, path.parent):
         missing.append(f"{path.name}: {_OUTSIDE}")
         return
@@ -240,8 +241,8 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _lost_steps(run: RunFolder) -> Iterator[str]:
-    """Yield a sentence for each kind of record in which some steps are missing. A run that trains
-    on another run's dumps may begin at any step.
+    """Yield a sentence for each kind of record that is missing for some steps. A run that trains on
+    another run's dumps may begin at any step.
     """
     first = None if run.setting("trainer.rollouts_from") else 1
     for phase in ("train", "sft", "reward"):

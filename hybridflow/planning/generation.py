@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def _kv_element(self) -> float:
-        """A rank's share of an element of the cache, in bytes."""
+        """Bytes per element of the KV cache on one rank."""
         attention = self.shape.tensor // self.shape.data_attention
         latent = isinstance(self.decoder.attention(0), LatentAttention)
         return self.kv_item / (1 if latent else min(attention, self.decoder.groups))

@@ -60,8 +60,8 @@ def decoder_of(hf: Mapping[str, Any], mtp: bool = False) -> Decoder:
 def chunk_layers(decoder: Decoder, at: Coordinates) -> range:
     """Return the layers of the virtual stage at `at`, as Megatron assigns them.
 
-    If the layers do not divide evenly and no stage's count is given, return the nearest even share.
-    The trainer rejects such layouts, but other systems allow them.
+    If the layers do not divide evenly and no stage's layer count is set, return this stage's share
+    of the most even split. The trainer rejects such layouts, but other systems allow them.
     """
     if not at.is_even:
         return at.layers(decoder.num_layers)
@@ -163,8 +163,8 @@ def _cut(at: Coordinates) -> Coordinates:
 
 @functools.cache
 def block_numbers(block: Block, cut: Coordinates) -> Numbers:
-    """Count a block's parameters on the first rank of a cut. Cuts are even, so every rank has the
-    same number."""
+    """Count a block's parameters on the first rank. Parameters are sharded evenly, so every rank
+    has the same number."""
     return _numbers(block.local("", "", cut))
 
 

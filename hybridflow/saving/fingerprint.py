@@ -69,7 +69,7 @@ class Fingerprint:
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Fingerprint:
         """Rebuild a fingerprint from the result of `asdict`. For a checkpoint written before
-        fingerprints existed, it is empty. Raises ValueError for anything else.
+        fingerprints existed, it is empty. Raises ValueError if the value is malformed.
         """
         found = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         if not all(isinstance(one, dict) for one in found.values()):

@@ -311,7 +311,8 @@ def _architecture(model: Mapping[str, Any]) -> str:
 
 
 def _hub_id(path: Any) -> str:
-    """Return the hub id of a model's folder in the Hugging Face cache; empty for another folder."""
+    """Return the hub id of a model's folder in the Hugging Face cache; an empty string for any
+    other folder."""
     if not isinstance(path, str):
         return ""
     if found := _CACHED.search(path):

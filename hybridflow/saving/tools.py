@@ -189,8 +189,8 @@ def verify(folder: Path, whole: bool = False) -> tuple[Manifest, list[str]]:
     """Reread every file. Returns the manifest and a list of problems.
 
     Args:
-        whole: if True, verify the folder as part of a checkpoint even if no file next to it
-            identifies it as one.
+        whole: if True, require the rest of the checkpoint even if nothing else indicates that the
+            folder is part of one.
     """
     manifest = Manifest.read(folder)
     found = _all_problems(folder, manifest)

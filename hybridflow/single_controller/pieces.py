@@ -76,8 +76,8 @@ class ColumnRecipe:
 
     Args:
         name: name of the column in the batch.
-        sources: for each part, the position of its object among the objects sent along, and the
-            column's name in that object.
+        sources: for each part, the position of its object among the objects sent with the call, and
+            the column's name in that object.
         index: `[B]` row indices into the concatenation of all parts.
     """
 

@@ -70,7 +70,7 @@ class ThreadGroup:
         return True
 
     async def restart(self) -> None:
-        """Raise WorkerError, because these workers are never lost without the driver."""
+        """Raise WorkerError, because these workers can only be lost together with the driver."""
         raise WorkerError("workers in the driver's process cannot be restarted")
 
     def call(

@@ -149,8 +149,8 @@ class Backend(Model, Protocol):
         """
 
     def release_copies(self) -> None:
-        """Free the copies made by `parameters`. The tensors that it returned are empty until it is
-        called again.
+        """Free the copies made by `parameters`. Tensors that it has returned are empty until
+        `parameters` is called again.
         """
 
     @property

@@ -1,4 +1,4 @@
-"""The rollout worker: one process per engine that starts, supervises and queries it."""
+"""The rollout worker: a process that starts, supervises and queries one engine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def engine_spec(
 ) -> EngineSpec:
     """Return the spec of engine `number` of a run. For a multi-node engine, it describes the first
     node, and its address is not set yet. `devices` lists the devices of all engines, if one process
-    starts them.
+    starts all of them.
     """
     ranks = config.tensor * config.pipeline
     return EngineSpec(
