@@ -1,8 +1,8 @@
 """A step of GRPO, part by part: `python examples/one_step.py`.
 
-Five steps on two-digit sums with a tiny model of random weights, in this process, in under a
-minute. Nothing but the package is needed. Each part can be looked at, and replaced; everything
-around the step (checkpoints, records, resuming) is the run's. See docs/python.md.
+Trains a tiny model with random weights on two-digit sums for five steps, in this process, in under
+a minute. Only the package is required. You can inspect and replace each part; the run handles
+everything else (checkpoints, records, resuming). See docs/python.md.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ STEPS = 5
 def share_of_sevens(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, object]
 ) -> float:
-    """A reward that a model without any knowledge learns within a few steps."""
+    """Return the share of sevens, a reward that an untrained model learns within a few steps."""
     return solution_str.count("7") / max(len(solution_str), 1)
 
 
 def show_samples(batch: hf.DataProto, count: int = 3) -> None:
-    """A batch is columns of one row a sample: dense, of different lengths (`jagged`), or
-    objects."""
+    """Print a few samples. A batch has one row per sample, and its columns are dense, jagged (rows
+    of different lengths) or objects."""
     for row in range(0, len(batch), len(batch) // count):
         ids = batch.jagged("response_ids").row(row)
         text, score = batch["response_text"][row], batch["scores"][row]
@@ -31,14 +31,14 @@ def show_samples(batch: hf.DataProto, count: int = 3) -> None:
 
 
 def one_step(run: hf.Run, step: int) -> None:
-    """The dataflow of GRPO, as hybridflow/flows/grpo.py has it."""
+    """Run one step of GRPO, with the same dataflow as hybridflow/flows/grpo.py."""
     # 1. the engine answers prompts, `rollout.n` times each, and the reward scores the answers
     batch = run.samples()
     print(f"step {step}: {len(batch)} samples, mean score {batch['scores'].mean():.3f}")
     show_samples(batch)
 
-    # 2. log-probabilities of the sampled tokens: of the policy before its update (no column where
-    # the update computes them anyway), and of the reference that the KL term holds it to
+    # 2. log-probabilities of the sampled tokens, under the policy before its update (no column if
+    # the update computes them anyway) and under the reference of the KL term
     batch = run.policy.log_probs(batch)
     batch = run.reference.log_probs(batch)
 
@@ -50,13 +50,13 @@ def one_step(run: hf.Run, step: int) -> None:
     # 4. all optimizer updates of the step
     run.policy.update(batch)
 
-    # 5. the engine gets the new weights, and answers with them
+    # 5. the engine receives the new weights and answers with them
     run.sync()
     print(f"  now 12+34= is answered {run.generate(['12+34='])[0]!r}")
 
 
 def main(output_dir: str = "runs") -> int:
-    """Make the steps; returns 0 when the reward has grown."""
+    """Run the steps. Returns 0 if the reward has increased."""
     with hf.Run(
         recipe="e2e",
         name="one-step",

@@ -92,7 +92,7 @@ if TRITON:
 
     @triton.jit
     def kernel_mixed(words):  # type: ignore[no-untyped-def]
-        """Kernel version of `_mixed`."""
+        """Compute the same as `_mixed` in a kernel."""
         words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * _KERNEL_MIX
         return words ^ ((words >> 27) & ((1 << 37) - 1))
 

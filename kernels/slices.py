@@ -294,7 +294,7 @@ def _check(slices: Sequence[Slice], nbytes: int) -> None:
 
 
 def _move(slices: Sequence[Slice], payload: torch.Tensor, scatter: bool) -> None:
-    """Torch implementation, without the checksum."""
+    """Move the slices with torch operations. The checksum is computed separately."""
     copied = [piece for piece in slices if piece.block is None]
     if copied:
         views = [piece.view(payload) for piece in copied]

@@ -1,8 +1,8 @@
 """Self-play: the policy learns a game against its own earlier weights.
 
-Two players take 1, 2 or 3 stones of a pile in turns, and whoever takes the last one wins. The best
-move leaves a multiple of 4 stones. A prompt is the number of stones that are left, and an answer
-the number of stones that are taken. Any other answer loses the game.
+Two players take turns removing 1, 2 or 3 stones from a pile, and whoever takes the last stone wins.
+The best move leaves a multiple of 4 stones. A prompt is the number of stones left, and the answer
+is the number of stones to take. Any other answer loses the game.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Mover = Callable[[np.ndarray], Awaitable[np.ndarray]]  # piles [B] -> moves [B]
 
 @dataclass(frozen=True)
 class Options:
-    """Games begin with 1 to `largest` stones. The opponent takes the policy's weights before the
-    first step and every `every` steps from there."""
+    """Options of the game. Games begin with 1 to `largest` stones. The opponent copies the policy's
+    weights before the first step and then every `every` steps."""
 
     largest: int = 12
     every: int = 10
@@ -30,7 +30,8 @@ class Options:
 
 @flow("nim", roles=("policy", "opponent"), options=Options)
 async def nim(run: Any) -> None:
-    """The first moves of games are learned; policy and opponent play on to the end."""
+    """Train the policy on the first move of each game. Policy and opponent then play it to the
+    end."""
     policy, opponent = mover(run.policy), mover(run.opponent)
     piles = np.arange(1, run.options.largest + 1)
     async for step in run.steps():
@@ -49,7 +50,7 @@ async def nim(run: Any) -> None:
 
 
 def mover(player: Any) -> Mover:
-    """A player that samples one move for each pile."""
+    """Return a function that samples one move of `player` for each pile."""
 
     async def move(piles: np.ndarray) -> np.ndarray:
         return numbers(await player.generate([str(pile) for pile in piles], 1))
@@ -58,12 +59,13 @@ def mover(player: Any) -> Mover:
 
 
 async def perfect(piles: np.ndarray) -> np.ndarray:
-    """The best move, or where there is none one stone."""
+    """Return the winning move for each pile, or 1 if there is none."""
     return np.maximum(piles % (MOST + 1), 1)
 
 
 async def played(piles: np.ndarray, first: np.ndarray, other: Mover, own: Mover) -> np.ndarray:
-    """[B] bool: whether the player wins that moves `first` and then as `own`, against `other`."""
+    """Play the games to the end. Returns [B] bool: True if the player who starts with the moves
+    `first` and continues with `own` wins against `other`."""
     left = piles.copy()
     winner = np.full(len(piles), -1)
     live = np.arange(len(piles))
@@ -80,11 +82,12 @@ async def played(piles: np.ndarray, first: np.ndarray, other: Mover, own: Mover)
 
 
 def is_best(piles: np.ndarray, moves: np.ndarray) -> np.ndarray:
-    """Whether each move leaves a multiple of 4 stones, of the piles of which one does."""
+    """Return True for each move that leaves a multiple of 4 stones, omitting piles for which no
+    move does."""
     winnable = piles % (MOST + 1) > 0
     return (moves == piles % (MOST + 1))[winnable]
 
 
 def numbers(moves: Any) -> np.ndarray:
-    """The stones that the answers take; 0 for text that is no number."""
+    """Return the number of stones that each answer takes; 0 if the answer is not a number."""
     return np.array([int(text) if text.isdecimal() else 0 for text in moves["response_text"]])

@@ -1,5 +1,5 @@
-"""The data: piles of stones as prompts, and demonstrations of any legal move, which show what a
-move looks like and not which one is good."""
+"""The data for Nim: piles of stones as prompts, and demonstrations of random legal moves, which
+teach the format of a move but not which move is good."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 
 @dataclass(frozen=True)
 class Options:
-    """Piles of 1 to `largest` stones, and `num_sft` demonstrations drawn by `seed`."""
+    """Options of the data: piles of 1 to `largest` stones, and `num_sft` demonstrations drawn with
+    `seed`."""
 
     largest: int = 12
     num_sft: int = 2000
@@ -25,7 +26,8 @@ class Options:
 
 
 def write(options: Options, out: Path, source: Path | None) -> dict[str, int]:
-    """Writes train.parquet, sft.parquet and tokenizer/; returns rows per parquet file."""
+    """Write train.parquet, sft.parquet and tokenizer/. Returns the number of rows in each parquet
+    file."""
     del source
     rng = np.random.default_rng(options.seed)
     demonstrations: list[dict[str, Any]] = []

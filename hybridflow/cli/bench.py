@@ -147,7 +147,7 @@ def run_suite(args: argparse.Namespace) -> int:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """Run `hybridflow bench compare`. Returns exit status 1 if a metric is slower, 3 if the
+    """Run `hybridflow bench compare`. Returns exit status 1 if a metric has become slower, 3 if the
     hardware differs."""
     from hybridflow.bench import files, show
     from hybridflow.bench.gate import compare
@@ -162,8 +162,8 @@ def run_compare(args: argparse.Namespace) -> int:
         first, second = (files.pooled(files.load_all([path])) for path in (args.first, args.second))
     if first.suite != second.suite:
         raise DataError(
-            f"A is a result of {first.suite}, but B is of {second.suite}; compare two results of "
-            "the same suite"
+            f"A is a result of {first.suite}, but B is a result of {second.suite}; compare two "
+            "results of the same suite"
         )
     found = compare(first, second, args.bound)
     print(show.compared(found))

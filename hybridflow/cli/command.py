@@ -29,7 +29,8 @@ Handler = Callable[[argparse.Namespace], int]
 def add_command(
     commands: Any, name: str, summary: str, epilog: str, handler: Handler | None
 ) -> argparse.ArgumentParser:
-    """Add the parser of a command to `commands`. A command with actions does not have a handler."""
+    """Add a command's parser to `commands`. `handler` is None for a command that has
+    subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         allow_abbrev=False,  # new options would change the meaning of abbreviations

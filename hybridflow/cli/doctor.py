@@ -83,8 +83,8 @@ def _of_machine(args: argparse.Namespace) -> list[Finding]:
 
 
 def _of_model(args: argparse.Namespace) -> list[Finding]:
-    """Check only the model folder, not the recipe's data or this machine, which may have been used
-    only to download the model.
+    """Check only the model folder. The recipe's data and this machine are not checked, because the
+    machine may be used only to download the model.
     """
     from hybridflow.config import hub
     from hybridflow.doctor import machine, model

@@ -142,7 +142,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _option_hint(parser: argparse.ArgumentParser, word: str, argv: list[str]) -> str:
-    """Return a hint for an unknown option: the setting of that name if there is one, else the
+    """Return a hint for an unknown option: the setting of that name if there is one, or else the
     nearest option.
     """
     from hybridflow.config.keys import exists

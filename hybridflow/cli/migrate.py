@@ -126,7 +126,8 @@ def _of_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value parsed by Hydra's grammar to plain Python values, without quoted strings."""
+    """Convert a value parsed by Hydra's grammar to plain Python values. Quoted strings lose their
+    quotation marks."""
     from hydra.core.override_parser.types import QuotedString
 
     if isinstance(value, QuotedString):

@@ -45,7 +45,7 @@ number of such engines; --engines may be repeated.
 
 
 def add(commands: Any) -> None:
-    """Add the commands `plan` and `reshard plan`. The latter uses the same flags, for a transfer
+    """Add the commands `plan` and `reshard plan`. The latter uses the same flags to plan a transfer
     without a recipe.
     """
     plan = add_command(
@@ -156,8 +156,8 @@ def _run_recipe(args: argparse.Namespace) -> int:
     for role, own in further.items():
         where = "in separate processes"
         if config.roles[role].base is not None:
-            where = "adapters on the policy's ranks and weights, which exist once"
-        text += f"\n\nFurther policy {role}, {where}\n{table(own, f'roles.{role}')}"
+            where = "adapters that share the policy's ranks and base weights"
+        text += f"\n\nAdditional policy {role}, {where}\n{table(own, f'roles.{role}')}"
     _write_page(args, name, plan, text)
     if args.json:
         figures = plan.figures() | ({"transfer": transfer.figures()} if transfer else {})

@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Run `hybridflow serve`. It normally ends with an interrupt."""
+    """Run `hybridflow serve` until it is interrupted."""
     from hybridflow.inference.settings import Job, expected_engines, settings
     from hybridflow.inference.source import find
 

@@ -68,7 +68,7 @@ def run_timeline(args: argparse.Namespace) -> int:
 
 
 def _interval(timeline: JoinedTimeline, steps: str | None) -> tuple[float, float]:
-    """Return the time interval that covers these steps, or the whole timeline if None."""
+    """Return the time interval that covers the steps, or the whole timeline if `steps` is None."""
     if steps is None:
         every = [
             span for one in timeline.processes for spans in one.threads.values() for span in spans

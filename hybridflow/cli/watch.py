@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
 
 
 def run_watch(args: argparse.Namespace) -> int:
-    """Run `hybridflow watch`, which normally ends with an interrupt."""
+    """Run `hybridflow watch` until it is interrupted."""
     require_run_folder(args.run_dir)
     if args.other is not None:
         require_run_folder(args.other)

@@ -80,8 +80,8 @@ class Events:
     def release(self) -> None:
         """Return the events to the pool for the next session.
 
-        Another process may still query them. That is safe, because the work it waits for completes
-        before anything recorded later.
+        Another process may still query them. This is safe, because an event that is recorded again
+        completes only after the work that the process is waiting for.
         """
         with _lock:
             _free.setdefault(self._device, []).extend(self._events)

@@ -160,8 +160,8 @@ class Platform:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def empty_cache(self) -> None:
-        """Return unused cached memory to the CUDA driver, or on cpu from the C heap to the
-        system."""
+        """Return unused cached memory to the CUDA driver or, on cpu, unused C heap memory to the
+        operating system."""
         if self.kind == "cuda":
             _cuda().empty_cache()
             return
@@ -186,7 +186,8 @@ def _cuda() -> Any:
 def _why_no_cuda() -> str:
     """Return the reason that torch cannot use a GPU on this machine.
 
-    `torch.cuda.is_available` returns False without a reason; `torch.cuda.init` raises with one.
+    `torch.cuda.is_available` returns False without a reason; `torch.cuda.init` raises an error that
+    states it.
     """
     import torch
 

@@ -47,7 +47,7 @@ class HoldsReference(ABC):
 
     @torch.no_grad()
     def take_trained(self, other: HoldsReference) -> None:
-        """Copy the weights of another model with the same ones and the same layout, and drop the
+        """Copy the weights of another model with the same parameters and layout, and drop the
         optimizer. Call `set_optimizer` again afterwards."""
         theirs = other.weights()
         for name, tensor in self.weights().items():

@@ -2,8 +2,8 @@
 
 Tensor objects keep their identity. A storage is resized to zero and later back to its old size, so
 all views stay valid: Megatron's flat buffers and the parameters in them, the distributed
-optimizer's shards, and `main_grad`. Only the address changes. Megatron-Core 0.16.1 does not keep
-addresses between steps (NCCL-registered buffers, `nccl_ub`, would, but are not used).
+optimizer's shards, and `main_grad`. Only the address changes. Megatron-Core 0.16.1 retains no
+addresses across steps, except with NCCL-registered buffers (`nccl_ub`), which are not used.
 
 On CUDA the bytes are copied to pinned host memory that is allocated once. On CPU, device memory is
 process memory, so the bytes are written to an unlinked temporary file in TMPDIR, which disappears

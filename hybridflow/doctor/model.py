@@ -49,8 +49,8 @@ def examine(folder: Path, config: RunConfig | None = None) -> list[Finding]:
 
 
 def _observed(config: RunConfig | None) -> str | None:
-    """Return the role of the messages that the recipe inserts after answers, or None if there are
-    none."""
+    """Return the role of the messages (e.g. tool results) that the recipe inserts after answers, or
+    None if it inserts none."""
     if config is None or config.rollout.agent.loop == "single_turn":
         return None
     return config.rollout.agent.observation_role

@@ -143,8 +143,8 @@ def sequences(vocabulary: int) -> torch.Tensor:
 
 
 def write_weights(family: Family, folder: Path) -> None:
-    """Write random weights. Norms and biases differ from one and zero, so that omitting one is
-    detected."""
+    """Write random weights. Norm weights differ from 1 and biases from 0, so that an omitted norm
+    or bias is detected."""
     import torch
     from safetensors.torch import save_file
 

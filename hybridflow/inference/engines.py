@@ -150,8 +150,8 @@ def _fitting(config: RunConfig, progress: Progress) -> RunConfig:
     if rollout.num_engines <= most:
         return config
     progress.message(
-        f"rollout.num_engines={rollout.num_engines} do not fit on the {len(_visible(platform))} "
-        f"visible GPUs; starting {most}"
+        f"rollout.num_engines={rollout.num_engines} is too many for the "
+        f"{len(_visible(platform))} visible GPUs; starting {most}"
     )
     return replace(config, rollout=replace(rollout, num_engines=most))
 

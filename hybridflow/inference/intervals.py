@@ -34,8 +34,8 @@ class Interval:
 def interval_of(values: np.ndarray) -> Interval | None:
     """Return the confidence interval of the mean of values [P], one per prompt. Prompts are
     independent, but the answers to a prompt are not, so each prompt counts once. If every value is
-    0 or 1, Wilson's method is used, which is also valid near 0 and 1; otherwise the bootstrap. None
-    for a single prompt whose value is neither 0 nor 1.
+    0 or 1, Wilson's method is used, which is also valid near 0 and 1; otherwise the bootstrap.
+    Returns None for a single prompt whose value is neither 0 nor 1.
     """
     values = np.asarray(values, np.float64)
     if np.isin(values, (0.0, 1.0)).all():

@@ -1,6 +1,6 @@
 """The folder from which engines start, with a model's config, tokenizer and weights. The weights of
-a checkpoint are exported to a temporary folder; those of a Hugging Face folder are linked. Of a
-folder whose text model is trained alone, engines start from a copy of the text model.
+a checkpoint are exported to a temporary folder; those of a Hugging Face folder are linked. If only
+the text model of a multimodal folder is trained, engines start from a copy of that text model.
 """
 
 from __future__ import annotations

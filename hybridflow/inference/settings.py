@@ -139,7 +139,9 @@ def _refuse_without_effect(words: Sequence[str], job: Job) -> None:
     for word in words:
         key = word.lstrip("+~").partition("=")[0]
         if key == "model.path":
-            raise ConfigError(f"{word}: pass the folder itself: hybridflow {job.name} FOLDER")
+            raise ConfigError(
+                f"{word}: pass the folder as an argument instead: hybridflow {job.name} FOLDER"
+            )
         if key.partition(".")[0].partition("/")[0] not in _SECTIONS:
             raise ConfigError(
                 f"{key} has no effect on hybridflow {job.name}, which does not train; its settings "
@@ -155,7 +157,8 @@ def _of_role(config: RunConfig, source: Source) -> RunConfig:
     if source.role not in config.roles:
         known = ", ".join(("policy", *config.roles))
         raise ConfigError(
-            f"{source.folder} is not a policy of its run (policies: {known}); pass one of these"
+            f"{source.folder} does not belong to a policy of its run; pass the folder of one of "
+            f"its policies: {known}"
         )
     return derived.policy_view(config, source.role)
 
@@ -271,7 +274,8 @@ def _engines(config: RunConfig) -> RolloutConfig:
     if rollout.nodes_per_engine > 1:
         raise ConfigError(
             f"rollout.nodes_per_engine={rollout.nodes_per_engine}: engines are started on this "
-            "machine only; set rollout.nodes_per_engine=1, and rollout.tensor to its GPUs"
+            "machine only; set rollout.nodes_per_engine=1, and rollout.tensor to at most its "
+            "number of GPUs"
         )
     rollout = replace(
         rollout, sampling=SamplingConfig(), pool=None, sleep_while_training=False, n=1

@@ -30,7 +30,8 @@ class Source:
         dtype: precision of the weights.
         manifest: the checkpoint's manifest; None for a Hugging Face folder.
         run: the folder of the run that wrote the weights, with its config.yaml; None if unknown.
-        role: name of the further policy (`roles.NAME`) in a checkpoint; empty for the first policy.
+        role: name of the additional policy (`roles.NAME`) in a checkpoint; empty for the first
+            policy.
     """
 
     folder: Path
@@ -57,7 +58,7 @@ class Source:
 
 
 def find(given: str) -> Source:
-    """Find the weights at a path, or for a hub id in the cache.
+    """Find the weights at a path, or in the cache if a hub id is given.
 
     Raises:
         ConfigError: no model was found; the message lists the names that were tried.

@@ -33,7 +33,7 @@ class Exclusion:
 
 def remember(path: Path, bad: Mapping[str, str], job: str) -> str:
     """Append the excluded nodes and their problems. If the file cannot be written, returns an error
-    message instead of raising, because a job must not fail because of it.
+    message instead of raising, because this must not make a job fail.
     """
     lines = []
     for node, why in bad.items():

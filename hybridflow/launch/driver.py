@@ -59,8 +59,8 @@ class Driver:
             self._send(signal.SIGTERM)
 
     def check(self) -> None:
-        """Called before the driver starts. Raises ResourceError if Ray has exited on a node, or
-        RunStopped if the job was asked to stop.
+        """Raise ResourceError if Ray has exited on a node, or RunStopped if the job was asked to
+        stop. Called before the driver starts.
         """
         if failed := records.failures(self.folder):
             raise ResourceError(f"{failed[0]['node']}: {failed[0]['what']}")
@@ -122,7 +122,7 @@ class Driver:
 
 def command(words: Sequence[str], address: str) -> list[str]:
     """Return the driver's command: `hybridflow WORDS` with the address of the Ray head, or, if the
-    first word is `PROGRAM`, Python with the remaining words. Such a program is started as from a
+    first word is `PROGRAM`, Python with the remaining words. Such a program is started as if from a
     shell, so that it can import modules from its own folder.
     """
     if words[0] == PROGRAM:
@@ -137,7 +137,7 @@ def run(
     """Wait for the cluster, then run the driver in it.
 
     Args:
-        folder: the `restart-N` folder of this start of the job.
+        folder: the `restart-N` folder of this attempt to run the job.
         nodes: number of nodes that must join.
         words: see `command`.
         start_timeout_s: time within which the nodes must join, in seconds.

@@ -31,11 +31,11 @@ class Job:
         words: the driver's command (`launch.driver.command`), for example ("train",
             "--config-name", "x").
         nodes: number of nodes that the run uses, including `other_nodes`.
-        other_nodes: how many of them form the second part of a heterogeneous job, which uses the
+        other_nodes: number of these nodes in the second part of a heterogeneous job, which uses the
             sbatch options `other_options`.
         spares: number of additional nodes that replace bad ones.
         grace_s: time for a checkpoint before Slurm reclaims the nodes, in seconds.
-        drain: True if a benchmark job drains the nodes that are outliers.
+        drain: True if a benchmark job drains outlier nodes.
         body: the file in launch/slurm/ that follows the settings; a site's `body` replaces only
             job.sh.
     """

@@ -161,7 +161,7 @@ def _run_ray(
     announce: Callable[[], bool] | None,
 ) -> int:
     """Run Ray until it exits, restarting it if it exits before all nodes have joined. Returns the
-    status for `run`."""
+    exit status that `run` returns."""
     for start in range(1, _STARTS + 1):
         with _ray(node, folder, command, temporary) as ray:
             status = _wait(ray, folder, asked, announce)
@@ -348,8 +348,8 @@ def _keep_logs(temporary: Path, target: Path) -> None:
 
 
 def _stop(ray: subprocess.Popen[bytes]) -> None:
-    """Kill `ray start`, and let `guard.clear_up` end the daemons. A regular stop of Ray would first
-    drain the node for 30 seconds.
+    """Kill `ray start`, and let `guard.clear_up` end the daemons. A regular Ray shutdown would
+    first drain the node for 30 seconds.
     """
     with suppress(ProcessLookupError):  # it has exited
         os.killpg(ray.pid, signal.SIGKILL)

@@ -79,8 +79,8 @@ def check_node(
     Args:
         node: this node's name in `hosts`.
         hosts: all nodes of the allocation.
-        folder: the folder for this start of the job; every node must see the files that the others
-            write there.
+        folder: the folder for this attempt to run the job; every node must see the files that the
+            others write there.
         wanted: requirements for the node.
         timeout_s: seconds to wait for the others' files.
         clock: seconds since the epoch; replaced in tests.

@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def failures(folder: Path) -> list[dict[str, Any]]:
-    """Return the failure records of the nodes on which Ray has exited in this start, earliest
+    """Return the failure records of the nodes on which Ray exited during this attempt, earliest
     first.
     """
     found = filter(None, map(read, folder.glob(FAILED.format("*"))))
@@ -44,7 +44,7 @@ def failures(folder: Path) -> list[dict[str, Any]]:
 
 
 def has_later_start(folder: Path) -> bool:
-    """Return True if the job has been restarted since the start that uses this folder."""
+    """Return True if the job has been restarted since the attempt that uses this folder."""
     restart = int(folder.name.rpartition("-")[2])
     return folder.with_name(f"restart-{restart + 1}").exists()
 

@@ -53,7 +53,7 @@ def submitted(job: Job, number: str, site: Site) -> str:
 
 
 def status(job: str, out: Path) -> str:
-    """Return Slurm's status line for the job, followed by one line for each start that has ended.
+    """Return Slurm's status line for the job, followed by one line for each finished attempt.
     Raises ResourceError if Slurm does not respond.
     """
     lines = _queued(job) or [f"{job} is not in Slurm's queue"]
@@ -63,8 +63,8 @@ def status(job: str, out: Path) -> str:
 
 
 def follow(job: str, out: Path) -> Iterator[str]:
-    """Yield the job's output (the driver's lines, and the verdict for each start) as it is written,
-    until the job ends.
+    """Yield the job's output (the driver's lines, and the verdict on each attempt) as it is
+    written, until the job ends.
 
     Raises:
         ResourceError: the job is unknown, or Slurm does not respond.

@@ -24,8 +24,8 @@ class Options:
 
     Attributes:
         nodes: number of nodes; None for as many as the run's cluster and engines need.
-        other_nodes: number of these nodes that form the second part of a heterogeneous job, which
-            uses the sbatch options `other_sbatch`.
+        other_nodes: number of these nodes in the second part of a heterogeneous job, which uses the
+            sbatch options `other_sbatch`.
         spares: number of spare nodes, used to replace bad ones.
         grace: seconds for writing a checkpoint before the job ends.
         site: path of the site file; None for the one given by $HYBRIDFLOW_SITE.

@@ -21,7 +21,7 @@ _TAIL = "--- last lines of its log ---"
 
 @dataclass(frozen=True)
 class Attempt:
-    """The outcome of one start of the job."""
+    """The outcome of one attempt to run the job."""
 
     restart: int
     outcome: str  # finished | stopped | failed
@@ -41,7 +41,7 @@ def judge(
     state: str = "RUNNING",
     why: str = "",
 ) -> tuple[Attempt, str, int]:
-    """Determine how this start ended. Returns the attempt, the tail of the log that shows the
+    """Determine how this attempt ended. Returns the attempt, the tail of the log that shows the
     reason, and the exit status for the job's script (75 requests a requeue).
 
     Args:
@@ -93,7 +93,7 @@ def judge(
 
 
 def read_attempts(job_dir: Path) -> list[Attempt]:
-    """Return the outcomes of the job's earlier starts, oldest first."""
+    """Return the outcomes of the job's earlier attempts, oldest first."""
     try:
         lines = (job_dir / records.ATTEMPTS).read_text(encoding="utf-8").splitlines()
     except OSError:

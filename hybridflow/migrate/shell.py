@@ -156,7 +156,7 @@ class _Reader:
         values: list[str] = []
         while True:
             if self.at >= len(self.text):
-                raise ValueError("unclosed bracket ( of an array")
+                raise ValueError("unclosed parenthesis in an array")
             letter = self.text[self.at]
             if letter == ")":
                 self.at += 1
@@ -308,7 +308,7 @@ class _Reader:
         return self.variables[name]
 
     def _computed(self, expression: str) -> str:
-        """Compute `$((...))`: whole numbers, variables, + - * / % and brackets."""
+        """Compute `$((...))`: integers, variables, + - * / % and parentheses."""
 
         def value(node: ast.expr) -> int:
             if isinstance(node, ast.Constant) and isinstance(node.value, int):

@@ -202,7 +202,7 @@ def _kinds() -> Mapping[str, Kind]:
 
 
 def _converted(key: str, value: Any) -> Any:
-    """Convert a value to the type and the value names of HybridFlow's key."""
+    """Convert a value to the type of HybridFlow's key, and translate verl's names for values."""
     kind = _kinds()[key]
     if isinstance(value, str):
         value = dict(kind.aliases).get(value, value)

@@ -41,7 +41,7 @@ _MOST_GROUP_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Published:
-    """The properties of a run that a tracker shows.
+    """Information about a run, published to a tracker.
 
     Attributes:
         config: the run's configuration, as nested mappings.
@@ -90,8 +90,8 @@ class AppendOnly:
     # ---- for subclasses
 
     def destination(self) -> str:
-        """Return the destination of the records, for example an address. A separate list of
-        published records is kept for each destination.
+        """Return where records are sent, for example a server address. A separate list of published
+        records is kept for each destination.
         """
         raise NotImplementedError
 
@@ -126,13 +126,13 @@ class AppendOnly:
             self._mark(phase, step)
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Publish the remaining records that have not been published yet."""
+        """Publish all records up to `step` that have not been published yet."""
         for record in self._records():
             if record["phase"] == phase and record["step"] <= step:
                 self._log(record)
 
     def rollouts(self, step: int, path: Path) -> None:
-        """Publish a dump's samples and distributions, unless this has already been done."""
+        """Publish a dump's samples and distributions, unless they have already been published."""
         self._start()
         kind = path.parent.name
         if (kind, step) not in self._known and self.run.samples:
@@ -249,8 +249,8 @@ def read_distributions(path: Path) -> dict[str, np.ndarray]:
 
 
 def own_name(phase: Phase, name: str) -> str:
-    """Return a metric's name in a tracker. Because records of all phases share the same step axis
-    there, names of other phases get a prefix: timing_s/step of a warm start becomes
+    """Return the name under which trackers log a metric. In trackers, all phases share one step
+    axis, so metrics of supervised and reward training get a prefix: timing_s/step becomes
     sft/timing_s/step.
     """
     shared = phase in ("sft", "reward") and not name.startswith(f"{phase}/")

@@ -1,5 +1,4 @@
-"""Running a tracker in a separate process, so that a tracker that fails or hangs neither stops nor
-slows the run.
+"""A tracker that runs in a separate process, where it cannot stop or slow down the run.
 
 The driver puts messages into a bounded queue and never waits. A thread writes them to the process
 (`hybridflow.observe.tracker_host`), which acknowledges every record. Records that are not
@@ -80,8 +79,8 @@ class Background:
         self._put("report", path=str(path))
 
     def end(self) -> None:
-        """Tell the tracker that no more messages follow. This starts its deadline for the remaining
-        ones.
+        """Tell the tracker that no more messages follow, and start the timeout for the messages
+        still queued.
         """
         if not self._closing:
             self._closing = True
@@ -118,7 +117,7 @@ class Background:
         again = (
             ""
             if is_user_entry(self.name)
-            else f": hybridflow track {self._run_dir} --to {self.name}"
+            else f"; to resend them, run hybridflow track {self._run_dir} --to {self.name}"
         )
         count = sum(map(len, self.lost.values()))
         where = "; ".join(
@@ -126,7 +125,7 @@ class Background:
         )
         return (
             f"tracker {self.name}: {count} of {len(self._sent)} records were lost ({where}); see "
-            f"{self._log_path}. metrics.jsonl has them{again}"
+            f"{self._log_path}. metrics.jsonl contains them{again}"
         )
 
     def _put(self, kind: str, **values: Any) -> None:

@@ -64,7 +64,7 @@ class Chart:
 @dataclass(frozen=True)
 class Drawn:
     """A chart ready for the page: the SVG, its legend entries (label, CSS colour, faint), and a
-    note about thinning."""
+    note if steps were averaged."""
 
     title: str
     about: str

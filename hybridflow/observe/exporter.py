@@ -99,7 +99,7 @@ class Exporter:
         for phase, (step, wall_time, metrics) in self._latest.items():
             head = f'run="{_escaped(self._run)}",phase="{phase}"'
             add("hybridflow_step", "latest step (step)", head, float(step))
-            about = "when it was recorded (s since 1970)"
+            about = "time at which the latest step was recorded (s since 1970)"
             add("hybridflow_recorded_seconds", about, head, wall_time)
             for name, value in metrics.items():
                 add(family_of(name), _help(name), f'{head},metric="{_escaped(name)}"', value)

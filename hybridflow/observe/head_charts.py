@@ -1,5 +1,5 @@
-"""The report's charts about multi-token-prediction heads: which drafts engines accept, and what the
-heads learn."""
+"""The report's charts about multi-token-prediction heads: draft acceptance by the engines, and the
+heads' training loss and accuracy."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _MOST_DEPTHS = 7  # colours of the palette besides that of the total
 
 
 def head_charts(run: RunFolder) -> list[Chart]:
-    """Return the charts of a run whose engines draft or that trains heads. Without data, they are
-    dropped when drawn."""
+    """Return the charts about drafting by the engines and training of the heads. Charts without
+    data are dropped when drawn."""
     per_pass = "engine/tokens_per_pass"
     return [
         _by_depth(
             run,
             "Drafted tokens that the model accepted",
             ("engine/accepted_drafts", "engine/accepted_drafts/depth_{}"),
-            "share of all drafted tokens; of passes, by depth in the draft",
+            "share of all drafted tokens; by depth: share of passes",
         ),
         Chart(
             "Tokens from each pass of the model",
             [Series(per_pass, run.points("train", per_pass))],
-            "accepted drafts and one more",
+            "accepted draft tokens plus one",
             per_pass,
             include=(1.0,),
         ),
@@ -46,8 +46,8 @@ def head_charts(run: RunFolder) -> list[Chart]:
 
 
 def _by_depth(run: RunFolder, title: str, names: tuple[str, str], unit: str) -> Chart:
-    """Return a chart of shares: over all depths, and of each. `names` are those of the two
-    metrics."""
+    """Return a chart of a share over all depths and at each depth. `names` contains the names of
+    the two metrics."""
     total, of_depth = names
     pattern = re.compile(re.escape(of_depth).replace(r"\{\}", "([0-9]+)"))
     found = (pattern.fullmatch(name) for name in run.names("train"))

@@ -1,5 +1,5 @@
 """The timeline of all processes of a run, on the driver's clock. The driver's phases are read from
-`timeline.jsonl`, the calls of ranks and engine workers from `logs/*.spans.jsonl`
+`timeline.jsonl`, and the calls of ranks and engine workers are read from `logs/*.spans.jsonl`
 (`hybridflow.process.spans`).
 """
 
@@ -64,7 +64,7 @@ class JoinedTimeline:
     missing: list[str] = field(default_factory=list)
 
     def steps(self) -> dict[int, Span]:
-        """Return the span of each step as a whole."""
+        """Return {step: the span that covers the whole step}."""
         found = {}
         for span in self.processes[0].threads.get("main", []):
             if span.name == WHOLE_STEP and span.step is not None:
@@ -88,8 +88,8 @@ class JoinedTimeline:
 def join(
     run_dir: Path, most_files: int = _MOST_FILES, most_bytes: int = _MOST_BYTES
 ) -> JoinedTimeline:
-    """Read the timeline of a run folder, from at most this many span files and at most this many
-    bytes of each.
+    """Read the timeline of a run folder. Reads at most `most_files` span files, and at most
+    `most_bytes` of each.
 
     Raises:
         DataError: the folder has no timeline.
@@ -120,7 +120,8 @@ def join(
         missing.append(f"only {most_files} of {len(files)} span files were read")
     if not others:
         missing.append(
-            "the ranks recorded no spans: the run had one process, or used an earlier version"
+            "the ranks recorded no spans: the run used one process, or an earlier version of "
+            "HybridFlow"
         )
     return JoinedTimeline([driver, *(_shifted(one, ahead) for one in others)], missing)
 
@@ -192,9 +193,7 @@ def _fill(process: Process, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _clocks(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Return {process: (seconds ahead of the driver's clock, error)}, according to the last
-    measurement of each.
-    """
+    """Return {process: (seconds ahead of the driver's clock, error)}, as measured most recently."""
     found = {}
     for record in records:
         ahead = record.get("ahead")

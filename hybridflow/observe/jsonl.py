@@ -95,8 +95,8 @@ def read_jsonl(
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Format ascending numbers as ranges, such as `3, 7-9`. After a few ranges, only the number of
-    omitted ones is shown.
+    """Format sorted integers as ranges, such as `3, 7-9`. Only the first few ranges are listed,
+    followed by the count of the remaining integers.
     """
     ranges: list[list[int]] = []
     for number in numbers:
@@ -112,8 +112,8 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def _lines(file: BinaryIO, most_bytes: float) -> Iterator[bytes | None]:
-    """Yield the lines in the first `most_bytes` of a file, and None for each line that is longer
-    than any record can be."""
+    """Yield the lines in the first `most_bytes` of a file, with None in place of each line that
+    exceeds the maximum length of a record."""
     read = 0
     while read < most_bytes and (line := file.readline(MOST_LINE_BYTES)):
         read += len(line)

@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl and timeline.jsonl, read with limits. The files may come from
+"""The records of metrics.jsonl and timeline.jsonl, read with size limits. The files may come from
 another user, so values that no run would write are skipped."""
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class MetricRecords:
         self._strange = 0
 
     def add(self, record: dict[str, Any]) -> bool:
-        """Add a record. Returns False if the limit is reached, so that later ones are not read."""
+        """Add a record. Returns False once the limit is exceeded; the caller should then stop
+        reading."""
         if not is_step(record.get("step")) or record.get("phase") not in PHASES:
             self._strange += 1
             return True
@@ -45,22 +46,19 @@ class MetricRecords:
         found = []
         if self._values > _MOST_VALUES:
             found.append(
-                f"metrics.jsonl: has more than {_MOST_VALUES:,} values; later steps are skipped"
+                f"metrics.jsonl: more than {_MOST_VALUES:,} values; later steps are skipped"
             )
         if self._strange:
             found.append(
                 f"metrics.jsonl: skipped {self._strange} records without a step or a phase"
             )
         if len(self._names) >= MOST_NAMES:
-            found.append(
-                f"metrics.jsonl: has more than {MOST_NAMES:,} metrics; the others are skipped"
-            )
+            found.append(f"metrics.jsonl: more than {MOST_NAMES:,} metrics; the others are skipped")
         return found
 
 
 def of_numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record restricted to numbers and text, with None in place of numbers that no chart
-    can show."""
+    """Return the record's numbers and strings. Numbers that cannot be charted become None."""
     kept: dict[str, Any] = {}
     for name, value in record.items():
         if value is None or isinstance(value, str) or is_number(value):
@@ -71,7 +69,7 @@ def of_numbers(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_span(record: Mapping[str, Any]) -> bool:
-    """Return True if a timeline record is a finished phase."""
+    """Return True if a timeline record describes a finished phase."""
     for name in ("seconds", "start", "end"):
         time = record.get(name, 0.0)
         if not (isinstance(time, int | float) and 0 <= time < MOST_STEP):
@@ -81,7 +79,7 @@ def is_span(record: Mapping[str, Any]) -> bool:
 
 
 def is_step(value: object) -> bool:
-    """Return True if a value may be the number of a step."""
+    """Return True if a value is a plausible step number."""
     return type(value) is int and 0 <= value < MOST_STEP
 
 

@@ -35,7 +35,7 @@ def write_trace(timeline: JoinedTimeline, path: Path) -> int:
 
 
 def _packets(process: Process, number: int, uuids: Iterator[int]) -> Iterator[Any]:
-    """Yield one function per packet, which fills in that packet."""
+    """Yield a function for each packet. The function fills in the packet's fields."""
     parent = next(uuids)
     yield _described(parent, None, process.name, number)
     for thread, spans in process.threads.items():
@@ -61,8 +61,9 @@ def _packets(process: Process, number: int, uuids: Iterator[int]) -> Iterator[An
 
 
 def _events(spans: list[Span]) -> Iterator[tuple[int, Span | None]]:
-    """Yield (nanoseconds, span that begins) in order of time; None as the span means that the
-    innermost span ends. `spans` is a lane, sorted by start.
+    """Yield (nanoseconds, span) for the start and (nanoseconds, None) for the end of each span, in
+    chronological order. An end always closes the innermost open span. `spans` is a lane, sorted by
+    start.
     """
     is_open: list[int] = []
     for span in spans:

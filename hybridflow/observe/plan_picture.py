@@ -165,7 +165,7 @@ def _value(at: float, row: int, text: str) -> Markup:
 def drawn(
     title: str, about: str, body: list[Markup], rows: int, legend: list[tuple[str, str, bool]]
 ) -> Drawn:
-    """Return the picture, whose height fits this many rows."""
+    """Return a picture that is tall enough for `rows` rows."""
     svg = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
         WIDTH, TOP + ROW * rows + 22, title, Markup("").join(body)
     )

@@ -247,8 +247,8 @@ class _Plain(_Display):
 
 
 class _Live(_Display):
-    """A live region of the library rich: running stages with spinners, the bar, and the last step's
-    metrics."""
+    """A live terminal region, drawn with the library rich: running stages with spinners, the bar,
+    and the last step's metrics."""
 
     def __init__(self, out: TextIO, state: State) -> None:
         from rich.console import Console

@@ -97,7 +97,7 @@ def overview(run: RunFolder) -> dict[str, Any]:
 
 
 def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], text: str) -> None:
-    """Write a page about a plan. Nothing needs to have run.
+    """Write an HTML page about a plan. No run is required.
 
     Args:
         plan: `phases` and `device_bytes` from `Plan.figures()`.
@@ -138,7 +138,7 @@ def facts(run: RunFolder) -> list[Fact]:
 
 
 def missing(run: RunFolder) -> list[str]:
-    """Return sentences about missing data."""
+    """Return sentences that list missing files, phases and metrics."""
     found = list(run.missing)
     for phase, names in EXPECTED_METRICS.items():
         if phase == "sft" and run.setting("sft.steps") in (0, None):
@@ -158,7 +158,7 @@ def missing(run: RunFolder) -> list[str]:
 
 
 def drawn_groups(run: RunFolder) -> list[Group]:
-    """Return the charts of the metrics, by heading."""
+    """Return the charts of the metrics, grouped under headings."""
     marks = []
     for record in run.changes:
         if record.get("phase") == "rl":
@@ -173,7 +173,7 @@ def drawn_groups(run: RunFolder) -> list[Group]:
 
 
 def process_groups(run: RunFolder) -> list[Group]:
-    """Return the pictures of the plan and of a step on all processes. May read many files."""
+    """Return the pictures of one step on all processes, and of the plan. May read many files."""
     groups = [
         ("Processes", step_pictures(run.path)),
         ("Plan", _plan_pictures(run.summary.get("planned"))),

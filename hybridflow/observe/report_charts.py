@@ -297,8 +297,8 @@ def _difference(run: RunFolder) -> Chart:
 
 def _mismatch(run: RunFolder) -> Chart:
     names = [
-        ("of all tokens, by importance weights", "rollout/mismatch/ess", 0),
-        ("as the updates weight them", "rollout_correction/ess", 1),
+        ("all tokens, with importance weights", "rollout/mismatch/ess", 0),
+        ("with the weights used in updates", "rollout_correction/ess", 1),
     ]
     about = (
         "rollout/mismatch/ess, rollout_correction/ess: mean(w)^2 / mean(w^2), w = trainer / engine"
@@ -310,8 +310,8 @@ def _mismatch(run: RunFolder) -> Chart:
 
 def _routes(run: RunFolder) -> Chart:
     names = [
-        ("trainer, differing from the engine", "actor/router_replay/differing", 0),
-        ("updates, differing from the record", "actor/router_replay/drifted", 1),
+        ("trainer differs from the engine", "actor/router_replay/differing", 0),
+        ("updated router differs from the record", "actor/router_replay/drifted", 1),
     ]
     note = " (not replayed)" if run.setting("actor.router_replay") == "compare" else " (replayed)"
     about = "actor/router_replay/differing, drifted"
@@ -379,6 +379,6 @@ def _several(
 
 
 def _of(group: str, *parts: str) -> list[tuple[str, str, int]]:
-    """Return the argument `names` of `_several` for the statistics of a metric."""
+    """Return (label, metric name, colour) for each of a metric's statistics."""
     colors = {"mean": 0, "max": 1, "min": 2}
     return [(part, f"{group}/{part}", colors[part]) for part in parts]

@@ -85,7 +85,7 @@ _STEP_FILE = re.compile(r"step_([0-9]{1,15})\.parquet")
 
 
 def dump_path(folder: str | Path, step: int) -> Path:
-    """Return the file of a step: `FOLDER/step_000012.parquet`."""
+    """Return the path of a step's dump: `FOLDER/step_000012.parquet`."""
     return Path(folder) / f"step_{step:06d}.parquet"
 
 
@@ -152,8 +152,8 @@ def remove_dumps_after(folder: str | Path, step: int) -> int:
 
 
 def remove_old_dumps(folder: str | Path, newest: int, also_every: int) -> None:
-    """Delete old dumps. Keep the `newest` dumps and, if `also_every` is not 0, the dumps whose step
-    is a multiple of it.
+    """Delete old dumps. Keep the newest `newest` dumps and, if `also_every` is not 0, those whose
+    step is a multiple of `also_every`.
     """
     for step, path in list_dumps(folder)[:-newest]:
         if not also_every or step % also_every:

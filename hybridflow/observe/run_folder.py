@@ -89,8 +89,8 @@ class RunFolder:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
     def points(self, phase: str, name: str) -> list[tuple[float, float | None]]:
-        """Return (step, value) of a metric, ordered by step. If a step has several records, the
-        last one is used."""
+        """Return a metric's (step, value) pairs, ordered by step. If a step has several records,
+        the last one is used."""
         found = {}
         for record in self.metrics:
             if (
@@ -121,7 +121,7 @@ class RunFolder:
         return names
 
     def values(self, phase: str, name: str) -> list[float]:
-        """Return the values of a metric in step order, without gaps."""
+        """Return the values of a metric in step order, omitting missing values."""
         return [value for _, value in self.points(phase, name) if value is not None]
 
     def setting(self, dotted: str) -> Any:
@@ -171,7 +171,7 @@ def load_run(path: Path) -> RunFolder:
 
 
 def read_about(path: Path) -> RunFolder:
-    """Read the files that are replaced as a whole: configuration, summary, environment, changes."""
+    """Read the run's configuration, summary, environment and configuration changes."""
     run = RunFolder(path)
     run.config_text, run.config = _config(path / "config.yaml", run.missing)
     run.summary = _json(
@@ -204,8 +204,8 @@ def decoder_of(path: Path) -> Decode | None:
 
 
 def dump_folders(path: Path) -> list[Path]:
-    """Return the folders of dumps: rollouts and validation, even if they do not exist, then the
-    folders of further policies and validation sets.
+    """Return the dump folders: rollouts and validation, even if they do not exist, then those of
+    additional policies and validation sets.
     """
     found = [path / "rollouts", path / "validation"]
     for pattern in ("validation-*", "rollouts-*"):
@@ -214,7 +214,8 @@ def dump_folders(path: Path) -> list[Path]:
 
 
 def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file up to a limit, and add an entry to `missing` if more are left."""
+    """Yield the records of a file up to a limit, and add an entry to `missing` if there are
+    more."""
     if path.exists() and not is_inside(path, path.parent):
         missing.append(f"{path.name}: {_OUTSIDE}")
         return
@@ -223,7 +224,7 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
         for number, record in enumerate(read_jsonl(path, skipped, _MOST_RECORD_BYTES)):
             if number == MOST_RECORDS:
                 missing.append(
-                    f"{path.name}: has more than {MOST_RECORDS:,} records; later ones are skipped"
+                    f"{path.name}: more than {MOST_RECORDS:,} records; later ones are skipped"
                 )
                 break
             yield record
@@ -240,8 +241,8 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _lost_steps(run: RunFolder) -> Iterator[str]:
-    """Yield a sentence for each kind of record in which some steps are missing. A run that trains
-    on another run's dumps may begin at any step.
+    """Yield a sentence for each kind of record that is missing for some steps. A run that trains on
+    another run's dumps may begin at any step.
     """
     first = None if run.setting("trainer.rollouts_from") else 1
     for phase in ("train", "sft", "reward"):
@@ -342,7 +343,7 @@ def _sample(path: Path, kind: str, step: int, decode: Decode | None) -> Sample:
 
 
 def read_rows(path: Path, numbers: list[int], decode: Decode | None) -> list[dict[str, Any]]:
-    """Return rows of a dump as dictionaries with the columns that pages show and `tokens`. Raises
+    """Return rows of a dump as dictionaries with the displayed columns and the key `tokens`. Raises
     DataError if the dump cannot be read."""
     picked = pick_parquet(path, numbers, _SHOWN, _MOST_GROUP_BYTES)
     tokens = read_stretches(path, numbers, decode, _MOST_GROUP_BYTES)

@@ -59,7 +59,7 @@ def linear(
 
 
 def steps(values: Iterable[float], start: float, end: float) -> Scale:
-    """Return a scale for step numbers that ends with the data and has integer ticks."""
+    """Return a scale for step numbers that ends at the last step and has integer ticks."""
     found = list(values)
     low = min(found)
     high = max(found)

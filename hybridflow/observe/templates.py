@@ -1,6 +1,6 @@
 """The HTML templates of `pages/`: their environment, and how text from a run is shown.
 
-All values are escaped, and characters that steer a terminal or change the writing direction are
+All values are escaped. Control characters and those that change the writing direction are made
 visible.
 """
 
@@ -52,7 +52,7 @@ def shown(text: Any) -> str:
 
 
 def whole(text: Any) -> str:
-    """Format a text as `shown` does, but cut only beyond 200,000 characters."""
+    """Format a text like `shown`, but truncate it only after 200,000 characters."""
     plain_text = text if isinstance(text, str) else shown(text)
     more = len(plain_text) - _WHOLE_LIMIT
     rest = f"\n… {more:,} more characters" if more > 0 else ""
@@ -67,7 +67,7 @@ def visible(text: str) -> str:
 
 
 def plain(value: Any) -> str:
-    """Format a number, a text or plain data on one line; truncated if very long."""
+    """Format a number, string or plain data on one line; truncated if very long."""
     if isinstance(value, float):
         return f"{value:.6g}"
     try:

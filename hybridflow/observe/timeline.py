@@ -87,7 +87,7 @@ class Timeline:
             span.end(error=error)
 
     def begin(self, name: str, step: int | None = None) -> Span:
-        """Start a phase that the caller ends and that may overlap with others. `step` defaults to
+        """Start a phase that may overlap with others. The caller must end it. `step` defaults to
         the enclosing phase's step."""
         around = self._open.get()
         outer, outer_step = around[-1] if around else (WHOLE_STEP, None)

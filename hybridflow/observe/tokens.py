@@ -77,7 +77,7 @@ def read_stretches(
     path: Path, rows: Sequence[int], decode: Decode | None, most_bytes: int = 1 << 30
 ) -> list[list[Stretch]]:
     """Return the stretches of tokens in these rows of a dump, one list per row. The lists are empty
-    if the dump contains no tokens, or if a row group contains more than `most_bytes` of them."""
+    if the dump contains no tokens, or if a row group has more than `most_bytes` of token data."""
     empty: list[list[Stretch]] = [[] for _ in rows]
     if decode is None:
         return empty

@@ -106,4 +106,4 @@ def _number(name: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise TypeError(f"metric {name!r} is not a number: {value!r}") from error
+        raise TypeError(f"metric {name!r} must be a number, got {value!r}") from error

@@ -57,8 +57,8 @@ def main(name: str, run_dir: str, timeout_s: float) -> int:
 
 
 class Answers:
-    """Sends answers to the driver on the original standard output. Output of libraries is
-    redirected elsewhere.
+    """Sends replies to the driver on the original standard output. Library output is redirected to
+    stderr.
     """
 
     def __init__(self) -> None:

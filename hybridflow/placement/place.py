@@ -91,8 +91,8 @@ def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
     spread pools.
 
     Raises:
-        ResourceError: a pool does not fit in addition to the earlier ones. The message lists its
-            requirements and the free devices per node.
+        ResourceError: a pool does not fit on the devices left by the pools placed before it. The
+            message lists its requirements and the free devices per node.
     """
     free = [list(range(node.devices)) for node in cluster.nodes]
     found: list[tuple[Group, int, int, Room]] = []

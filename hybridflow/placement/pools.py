@@ -95,7 +95,7 @@ def policy_pool(name: str, section: str) -> str:
 
 def _pools_of_policy(name: str, pools: tuple[Pool, ...], has_base: bool) -> list[Pool]:
     """Return an additional policy's pools, with names derived from the policy's. Its ranks need not
-    fill whole nodes; with a base, they are the first policy's."""
+    fill whole nodes; a policy with a base uses the first policy's ranks."""
     renamed = []
     for pool in pools:
         if has_base and pool.name == "actor":

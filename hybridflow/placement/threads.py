@@ -19,7 +19,7 @@ def threads_by_role(config: RunConfig, cores: int, most: int | None = None) -> d
 
     Args:
         config: configuration of a run on one machine.
-        cores: number of cores on that machine; 1 if GPUs or other machines compute, since each
+        cores: number of cores on that machine; 1 if the run uses GPUs or other machines, since each
             process then gets one thread.
         most: maximum per process set by the user (`user_limit`), or None.
     """

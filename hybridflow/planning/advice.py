@@ -19,8 +19,8 @@ Change = Mapping[str, Any]
 
 
 def refused(config: RunConfig) -> list[str]:
-    """Return the reasons why a run with this configuration would be rejected at startup, without
-    reading data or model files."""
+    """Return the reasons why a run with this configuration would be rejected at startup. Does not
+    read data or model files."""
     return check.problems(config, files=False) or list(dict.fromkeys(model_problems(config)))
 
 
@@ -61,8 +61,8 @@ def _fits(config: RunConfig, machines: Machines, assumed: Assumed, hf: Any) -> b
 
 
 def _changes(config: RunConfig) -> Iterator[Change]:
-    """Yield candidate changes, cheapest first. The first ones cost step time, the later ones change
-    the layout or add devices."""
+    """Yield candidate changes, cheapest first. The first candidates only make steps slower; later
+    ones change the layout or add devices."""
     actor = config.actor
     rollout = config.rollout
     sections = ["actor", *derived.critics(config)]

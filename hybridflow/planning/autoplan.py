@@ -232,8 +232,8 @@ def cuts(training: Training, size: int) -> Iterator[Cut]:
 
 
 def end_stages(layers: int, pipeline: int) -> tuple[int, int]:
-    """Return the numbers of layers in the first and in the last stage such that all other stages
-    have equal numbers; 0 means the same number as the others. The end stages never have more layers
+    """Return the layer counts of the first and the last stage that leave the same number of layers
+    to each other stage; 0 means as many as the other stages. The end stages never have more layers
     than the others, because they also contain the embedding and the output layer.
     """
     if layers % pipeline == 0:

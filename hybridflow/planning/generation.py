@@ -106,7 +106,7 @@ class Engine:
 
     @cached_property
     def draft(self) -> Numbers:
-        """Number of weights that a rank has to draft with the model's heads."""
+        """Number of weights on a rank for drafting with the model's heads."""
         last = EngineRank(self.decoder, self.shape, self.ranks - 1)
         return _numbers(last.draft())
 
@@ -117,8 +117,8 @@ class Engine:
 
     @cached_property
     def kv_token(self) -> float:
-        """Bytes per token in a rank's KV cache, including that of the heads it drafts with. Layers
-        with windows have all tokens too."""
+        """Bytes per token in a rank's KV cache, including the cache of the draft heads. Layers with
+        sliding windows also cache all tokens."""
         elements = sum(layer.kv for layer in self._layers) / self.shape.pipeline
         elements += sum(layer.kv for layer in head_shapes(self.decoder))
         return elements * self._kv_element
@@ -132,14 +132,14 @@ class Engine:
 
     @property
     def _kv_element(self) -> float:
-        """A rank's share of an element of the cache, in bytes."""
+        """Bytes per element of the KV cache on one rank."""
         attention = self.shape.tensor // self.shape.data_attention
         latent = isinstance(self.decoder.attention(0), LatentAttention)
         return self.kv_item / (1 if latent else min(attention, self.decoder.groups))
 
     @cached_property
     def state_request(self) -> float:
-        """Bytes of a request's states on a rank, in the layers with delta nets."""
+        """Size in bytes of one request's recurrent states on a rank, in all delta-net layers."""
         attention = self.shape.tensor // self.shape.data_attention
         return 4 * sum(layer.state for layer in self._layers) / self.shape.pipeline / attention
 

@@ -29,8 +29,8 @@ def recomputed(config: RunConfig) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Assumed:
-    """Assumptions that the configuration does not contain: mean tokens per prompt and per response.
-    None means half of the maximum.
+    """Assumed values that the configuration does not specify: mean tokens per prompt and per
+    response. None means half of the maximum.
     """
 
     prompt: float | None = None
@@ -260,8 +260,8 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any, trains: 
 
 
 def _adapters(config: RunConfig, name: str, trains: bool, is_guest: bool) -> LoraConfig | None:
-    """Return a role's adapters. A colocated reference is the frozen base with its own copy of the
-    policy's."""
+    """Return a role's adapters. A colocated reference uses the policy's frozen base weights and a
+    separate copy of its adapters."""
     lora = config.actor.lora
     has_them = trains if name == "actor" else name == "reference" and is_guest
     return lora if lora.rank and has_them else None

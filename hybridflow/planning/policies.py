@@ -1,6 +1,6 @@
-"""Plans of a run with several policies (`roles`): one of each. Policies whose adapters share the
-first policy's weights are on its devices, so each of their plans includes what the others keep
-there.
+"""Plans for a run with several policies (`roles`), one plan per policy. Policies whose adapters
+share the first policy's weights run on its devices, so each plan includes the memory that the other
+policies occupy there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def make_plans(
     assumed: Assumed,
     sizes_of: Callable[[RunConfig], Mapping[str, Any]],
 ) -> tuple[Plan, dict[str, Plan]]:
-    """Return the plan of a step of the first policy, and {name: plan} of the further ones.
+    """Return the first policy's plan of a step, and {name: plan} for the additional policies.
 
     Args:
         sizes_of: returns the Hugging Face config of a policy's model.
@@ -48,8 +48,8 @@ def make_plans(
 
 
 def _adapters(job: Job) -> float:
-    """Return the bytes that a policy's adapters, and what belongs to them, always occupy on its
-    fullest device."""
+    """Return the bytes that a policy's adapters, with their gradients and optimizer state unless
+    offloaded, always occupy on its fullest device."""
     training = job.actor.training
     factors = max(map(training.trained_weights, range(training.cut.pipeline)))
     offload = job.actor.offload

@@ -1,9 +1,9 @@
 """The schedule of a step's phases. Device pools work concurrently, while the phases on one pool run
-one after another. An actual run follows the same schedule (`trainer.run`, `trainer.devices`). The
-passes before advantages start once all responses are complete, and end before any update. The next
-generation waits for the policy's update and for all work on the policy's and the engines' devices.
-An update on other devices (the critic's) may overlap the next generation and ends before the next
-passes on these devices.
+one after another. An actual run follows the same schedule (`trainer.run`, `trainer.devices`).
+Forward passes that the advantages depend on start once all responses are complete, and end before
+any update. The next generation waits for the policy's update and for all work on the policy's and
+the engines' devices. An update on other devices (the critic's) may overlap the next generation and
+ends before the next passes on these devices.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def step_seconds(pools: Sequence[Seconds], overlaps: bool, rest: float = 0.0) ->
     """Return the seconds per step in steady state.
 
     Args:
-        overlaps: if True, generation runs concurrently with training on older samples, in pools
-            that are not used by both.
+        overlaps: if True, generation runs concurrently with training on older samples, except in
+            pools used by both.
         rest: seconds between the updates and the next generation.
     """
     generation = max(pool[0] for pool in pools)

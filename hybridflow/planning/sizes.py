@@ -60,8 +60,8 @@ def decoder_of(hf: Mapping[str, Any], mtp: bool = False) -> Decoder:
 def chunk_layers(decoder: Decoder, at: Coordinates) -> range:
     """Return the layers of the virtual stage at `at`, as Megatron assigns them.
 
-    If the layers do not divide evenly and no stage's count is given, return the nearest even share.
-    The trainer rejects such layouts, but other systems allow them.
+    If the layers do not divide evenly and no stage's layer count is set, return this stage's share
+    of the most even split. The trainer rejects such layouts, but other systems allow them.
     """
     if not at.is_even:
         return at.layers(decoder.num_layers)
@@ -163,8 +163,8 @@ def _cut(at: Coordinates) -> Coordinates:
 
 @functools.cache
 def block_numbers(block: Block, cut: Coordinates) -> Numbers:
-    """Count a block's parameters on the first rank of a cut. Cuts are even, so every rank has the
-    same number."""
+    """Count a block's parameters on the first rank. Parameters are sharded evenly, so every rank
+    has the same number."""
     return _numbers(block.local("", "", cut))
 
 
@@ -222,7 +222,7 @@ class LayerShape:
     Attributes:
         attention, mlp: matrix products.
         core: forward operations per query-key pair.
-        window: number of tokens that a query attends to; 0 for all before it.
+        window: number of tokens that a query attends to; 0 for all preceding tokens.
         kv: elements in the KV cache.
         state: elements of a delta net's state per request (not per token), in float32.
         heads: activations divided by tensor parallelism: queries, keys, values and the attention
@@ -276,8 +276,8 @@ def head_shapes(decoder: Decoder) -> list[LayerShape]:
 
 
 def embedding_copy(decoder: Decoder, at: Coordinates) -> Numbers:
-    """Count the elements of the embedding that a stage at `at` has for its heads, but does not
-    train."""
+    """Count the elements of the untrained copy of the embedding that the stage at `at` keeps for
+    its prediction heads."""
     if not decoder.num_mtp or at.pp_size == 1 or at.pp_rank < at.pp_size - 1:
         return Numbers()
     return _numbers(decoder.first_tensors(at.virtual_stages()[-1]))

@@ -102,8 +102,8 @@ class Practice:
         keeps_expert_outputs: True if expert outputs are saved (without memory-efficient
             permutation).
         even_routing: True if routing is forced to be even, as in benchmarks.
-        trains_heads: True if the decoder's multi-token-prediction heads are trained next to the
-            model, one micro-batch at a time, with a copy of the embedding that is not trained.
+        trains_heads: True if the decoder's multi-token-prediction heads are trained alongside the
+            model, one micro-batch at a time, using an untrained copy of the embedding.
     """
 
     recompute: frozenset[str] = frozenset()
@@ -155,7 +155,7 @@ class Training:
 
     @cached_property
     def trained(self) -> tuple[Numbers, ...]:
-        """Counts of the parameters that are trained on a rank of each pipeline stage."""
+        """Number of trained parameters per rank, for each pipeline stage."""
         if self.lora is not None:
             return tuple(one.factors for one in self._adapters)
         if not self.practice.trains_heads:
@@ -215,7 +215,7 @@ class Training:
         return each * (numbers.dense / self.cut.shards + numbers.expert / self.cut.expert_shards)
 
     def tokens(self, micro_tokens: float) -> float:
-        """Return how many of a micro-batch's tokens one rank has outside tensor-parallel
+        """Return how many of a micro-batch's tokens one rank processes outside tensor-parallel
         regions.
         """
         return micro_tokens / self.cut.context / (self.cut.tensor if self.cut.sequence else 1)
@@ -339,8 +339,8 @@ class Training:
 
     @property
     def _backward(self) -> float:
-        """Backward operations per forward operation of a linear: the gradients of its input and of
-        its weight. A frozen weight has none, and those of adapters are not counted."""
+        """Backward operations per forward operation of a linear layer, for the gradients of its
+        input and weight. Frozen weights have no gradient; adapter gradients are not counted."""
         return 2.0 if self.lora is None else 1.0
 
     def _layer_seconds(

@@ -26,8 +26,8 @@ def transfer_of(
         sizes: the policy's config.json.
 
     Raises:
-        ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit. The message
-            includes the remedy.
+        ConfigError, ModelError, WeightSyncError: the model or the parallel sizes are not supported.
+            The message includes the remedy.
     """
     rollout = config.rollout
     trainer = ParallelShape.of(config.actor.parallel, derived.world_size(config))

@@ -1,8 +1,8 @@
 """Weights of a published folder that training does not use, such as multi-token-prediction layers
 (unless `actor.mtp.train` is set), the vision tower next to a text model, and tensors that the
 family does not map. Checkpoints do not contain them. An export copies them unchanged from that
-folder, and adjusts its config.json accordingly. It has the model's tensors where that folder has
-them.
+folder, and adjusts its config.json accordingly. Trained tensors are exported under the names, and
+in the stacked form, that the published folder uses.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Carried:
     is_multimodal: bool = False
 
     def place(self, name: str) -> Place:
-        """Return where an export has a tensor of the model."""
+        """Return the location of a model tensor in the export."""
         return self.places.get(name) or Place(name)
 
     def read(self, name: str) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Carried:
 
 
 def _unmapped(source: SafetensorsFolder, mapped: Set[str]) -> list[str]:
-    """Return the tensors of the folder that the model does not have."""
+    """Return the names of the folder's tensors that are not part of the model."""
     held = {source.place(name).tensor for name in mapped}
     return [
         name
@@ -113,7 +113,8 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
 
 
 def _copied(source: SafetensorsFolder, names: Iterable[str]) -> tuple[list[Entry], list[str]]:
-    """Return an entry for each of these tensors of the folder that can be written, and messages."""
+    """Return an entry for each of the folder's tensors `names` that can be written, and messages
+    about copied and omitted tensors."""
     entries = []
     unknown = []
     lines = []
@@ -137,7 +138,7 @@ def _copied(source: SafetensorsFolder, names: Iterable[str]) -> tuple[list[Entry
 
 
 def nothing_from(family: Family, why: object) -> Carried:
-    """Return an empty result with the reason for which nothing is copied from a folder."""
+    """Return an empty result with the reason why nothing is copied from the folder."""
     alone = f", which is the text model alone (model_type {family.hf['model_type']})"
     which = alone if MULTIMODAL in family.hf else ""
     return Carried(
@@ -146,8 +147,8 @@ def nothing_from(family: Family, why: object) -> Carried:
 
 
 def entries_with(carried: Carried, entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries of an export: those of the model where the folder has them, one for each
-    alias, and those that are copied."""
+    """Return the entries of an export: the model's tensors as stored in the folder, the aliases,
+    and the copied tensors."""
     written: dict[str, Entry] = {}
     for entry in entries:
         place = carried.place(entry.name)
@@ -164,8 +165,8 @@ def entries_with(carried: Carried, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def sources_with(carried: Carried, names: Iterable[str]) -> dict[str, list[tuple[str, Place]]]:
-    """Return {tensor of an export: the tensors of the model that it consists of, and the place of
-    each}, without those that are copied.
+    """Return {exported tensor: [(tensor of the model, its place in the exported tensor)]}. Copied
+    tensors are omitted.
 
     Args:
         names: the tensors of the model.
@@ -183,8 +184,8 @@ def sources_with(carried: Carried, names: Iterable[str]) -> dict[str, list[tuple
 def owners_with(
     carried: Carried, owners: Mapping[str, Sequence[OwnedPiece]]
 ) -> dict[str, list[OwnedPiece]]:
-    """Return {tensor of an export: its slices, ordered by rank}, given those of the model's
-    tensors."""
+    """Return {exported tensor: its slices, ordered by rank}. `owners` contains the slices of the
+    model's tensors."""
     return {
         stored: sorted(
             (replace(one, place=place) for name, place in parts for one in owners[name]),
@@ -208,8 +209,8 @@ def exported_config(
     code only if its files are in `folder`.
 
     Args:
-        is_multimodal: `Carried.is_multimodal`; if False, a text model that is trained alone has a
-            config of its own.
+        is_multimodal: `Carried.is_multimodal`; if False, a text model trained without its vision
+            tower is exported with a text-only config.
     """
     written = {entry.name: entry for entry in entries}
     lines = []

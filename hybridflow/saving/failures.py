@@ -23,7 +23,8 @@ def cause_of(error: BaseException) -> str:
 
 
 def not_written(folder: Path, cause: str) -> CheckpointError:
-    """Return the error of a save to `folder`. `cause` is the text of `cause_of`."""
+    """Return the error to raise if saving to `folder` failed. `cause` is the result of
+    `cause_of`."""
     rest = "the previous checkpoint is untouched. Free disk space and rerun"
     if _MISSING in cause:
         rest = "another program has removed a part of it. Rerun"

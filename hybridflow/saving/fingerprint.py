@@ -32,7 +32,7 @@ class Fingerprint:
     """A run's fingerprint, JSON-serializable for `driver.json`.
 
     Attributes:
-        settings: values keyed by dotted key, without the settings that name a file in `files`.
+        settings: values keyed by dotted key, except settings that name a file in `files`.
         files: (name, xxh3 of the content) for each file, keyed by the setting that names it.
         tokens: digests of the vocabulary and of the chat template.
         packages: package versions.
@@ -69,7 +69,7 @@ class Fingerprint:
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Fingerprint:
         """Rebuild a fingerprint from the result of `asdict`. For a checkpoint written before
-        fingerprints existed, it is empty. Raises ValueError for anything else.
+        fingerprints existed, it is empty. Raises ValueError if the value is malformed.
         """
         found = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         if not all(isinstance(one, dict) for one in found.values()):
@@ -107,8 +107,8 @@ class Fingerprint:
         return found
 
     def has_other_data(self, before: Fingerprint, phase: str) -> bool:
-        """Return True if the checkpoint's phase was trained on other rows than this run would
-        use.
+        """Return True if the checkpoint's phase was trained on different data files than this run
+        would use.
         """
         key = TRAINED_ON[phase]
         return key in before.files and _contents(self.files.get(key, ())) != _contents(

@@ -1,6 +1,6 @@
 """Export of a model as a Hugging Face folder. Every rank sends the slices that it owns to the ranks
-that write files. These write one file each, tensor by tensor. A rank never holds more than one
-whole tensor, plus its slices of the few tensors being written.
+that write files. Each of those ranks writes one file, tensor by tensor. A rank never holds more
+than one whole tensor, plus its slices of the few tensors being written.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Manifest:
         """Read the manifest of the checkpoint in `folder`.
 
         Raises:
-            CheckpointError: the manifest is missing, damaged or has another format.
+            CheckpointError: the manifest is missing or damaged, or has an unsupported format.
         """
         file = folder / MANIFEST
         try:
@@ -235,8 +235,8 @@ def _is_hollow(file: Path, status: os.stat_result) -> bool:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's index. `chunks` contains the location of each rectangle, `hf` that of
-    each HF slice.
+    """Return a checkpoint's index. `chunks` locates each rectangle in the files, and `hf` each HF
+    slice in the saved tensors.
 
     Raises:
         CheckpointError: the index is damaged, or an entry is malformed.

@@ -277,8 +277,8 @@ def _json(path: Path, most_bytes: int) -> dict[str, Any]:
 
 
 def _metrics(run: Path, most: float) -> list[dict[str, Any]]:
-    """Return the metric records up to a step. If a phase and step was recorded twice, only the last
-    record is kept.
+    """Return the metric records up to a step. If a step was recorded twice in the same phase, only
+    the last record is kept.
     """
     found: dict[tuple[str, int], dict[str, Any]] = {}
     with suppress(HybridFlowError, OSError):
@@ -311,7 +311,8 @@ def _architecture(model: Mapping[str, Any]) -> str:
 
 
 def _hub_id(path: Any) -> str:
-    """Return the hub id of a model's folder in the Hugging Face cache; empty for another folder."""
+    """Return the hub id of a model's folder in the Hugging Face cache; an empty string for any
+    other folder."""
     if not isinstance(path, str):
         return ""
     if found := _CACHED.search(path):

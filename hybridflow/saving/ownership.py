@@ -27,7 +27,7 @@ Owners = dict[str, list["OwnedPiece"]]  # slices of each HF tensor, ordered by r
 @dataclass(frozen=True)
 class OwnedPiece:
     """A slice of a Hugging Face tensor, its owner, and the owner's local parameter from which it is
-    read. `place` is where the export has the tensor, if that is not under its own name.
+    read. `place` is the tensor's location in the export; None if it is exported under its own name.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class OwnedPiece:
     place: Place | None = None
 
     def region(self, written: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return the slices that index the tensor of the export, of shape `written`."""
+        """Return the index of this piece in the exported tensor, which has shape `written`."""
         place = self.place or Place(self.piece.source)
         start, shape = place.region(self.piece.source_start, self.piece.shape, written)
         return tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
@@ -55,9 +55,7 @@ def megatron_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
 
 
 def fsdp_owners(family: Family, ranks: int) -> Owners:
-    """Assign an owner to every slice among `ranks` FSDP ranks. There are no replicas to choose
-    from.
-    """
+    """Assign every slice to one of `ranks` FSDP ranks. There are no replicas to choose from."""
     found: Owners = {}
     for rank in range(ranks):
         for local in fsdp_tensors(family, rank, ranks):

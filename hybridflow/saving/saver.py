@@ -67,7 +67,7 @@ class State(Protocol):
 
 
 class Holder(Protocol):
-    """The properties of a model that its manifest records."""
+    """The model properties that are recorded in a manifest."""
 
     @property
     def family(self) -> Family:
@@ -98,7 +98,7 @@ class Saver:
     def __init__(
         self, open_job: Callable[[Path, str, int, Exchange], Job], timeout_s: float = 1800.0
     ) -> None:
-        """Create a saver with no save in progress.
+        """Create the saver.
 
         Args:
             open_job: creates a `Job` from folder, phase, step and exchange, and captures everything
@@ -154,7 +154,7 @@ class Saver:
         """Return True if no save is in progress.
 
         Raises:
-            CheckpointError: the last save failed, for the reason in the message. Raised only once
+            CheckpointError: the last save failed; the message contains the reason. Raised only once
                 per failure.
         """
         if self._thread is not None:
@@ -247,7 +247,7 @@ class Job:
         except RuntimeError as error:
             reason = str(error).splitlines()[0].split(" This is typically ")[0]
             raise self._not_written(
-                f"another rank has ended, or its files took too long: {reason}"
+                f"another rank has ended, or took too long to write its files: {reason}"
             ) from error
 
     def _write_own(self, tensors: Sequence[Any]) -> str:

@@ -53,7 +53,7 @@ _MOST_LATEST_BYTES = 1 << 16
 
 
 class Saves(Protocol):
-    """The interface through which the store saves a role's ranks."""
+    """The interface through which the store saves the state of a role's ranks."""
 
     async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         """Write the state to a new folder. In background mode, return as soon as the state has been
@@ -156,8 +156,8 @@ class CheckpointStore:
         background: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
-        """Open the folder. `timeout_s` is the maximum time for which the next save, or the end of
-        the run, waits for a save in progress."""
+        """Open the folder. `timeout_s` limits how long the next save, or the end of the run, waits
+        for a save in progress."""
         self.folder = folder
         self.retention = retention
         self.background = background
@@ -361,7 +361,8 @@ class _Pending:
         self._thread.start()
 
     def is_over(self) -> bool:
-        """Return True if the save was committed. Raises the error that prevented it."""
+        """Return True if the save was committed, and False while it is in progress. Raises the
+        error if it failed."""
         if self._thread.is_alive():
             return False
         if self._error is not None:
@@ -420,7 +421,7 @@ def left_out(folder: Path) -> list[str]:
             is_name_of_checkpoint(one.name) and one.suffix not in _UNFINISHED and one.is_dir()
         )
         if has_ended and (lacking := _lacks(one)):
-            lines.append(f"{one} is ignored and cannot be resumed from: {lacking} is missing")
+            lines.append(f"{one} is ignored and cannot be used to resume: {lacking} is missing")
     return lines
 
 

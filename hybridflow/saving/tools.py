@@ -189,8 +189,8 @@ def verify(folder: Path, whole: bool = False) -> tuple[Manifest, list[str]]:
     """Reread every file. Returns the manifest and a list of problems.
 
     Args:
-        whole: if True, verify the folder as part of a checkpoint even if no file next to it
-            identifies it as one.
+        whole: if True, require the rest of the checkpoint even if nothing else indicates that the
+            folder is part of one.
     """
     manifest = Manifest.read(folder)
     found = _all_problems(folder, manifest)
@@ -271,7 +271,7 @@ def export(
         tokenizer: folder from which to copy tokenizer files; None for the run's.
         published: the model's original folder, from which weights that training does not use are
             copied; None for the run's `model.path`.
-        alone: True to copy none, so that a text model has a folder of its own.
+        alone: True to copy no such weights, so that the folder contains only the text model.
 
     Raises:
         CheckpointError: a file of the checkpoint does not match the manifest.
@@ -377,8 +377,8 @@ def import_(
     `model.path`.
 
     The new folder contains every tensor that training needs, in one precision, with checksums.
-    Other tensors are copied unchanged and reported, or with `alone` left out, so that a text model
-    has a folder of its own.
+    Other tensors are copied unchanged and reported. With `alone`, they are omitted, so that the
+    folder contains only the text model.
 
     Raises:
         ModelError: a tensor is missing, or a file does not match the folder's checksums.sha256 (if
@@ -457,7 +457,7 @@ def _write(
 def _trained(
     entry: Entry, source: WeightSource, parts: Sequence[tuple[str, Place]]
 ) -> torch.Tensor:
-    """Return a tensor of an export from the tensors of the model of which it consists."""
+    """Read an exported tensor, assembled from the model's tensors `parts`."""
     import torch
 
     [(name, place), *others] = parts

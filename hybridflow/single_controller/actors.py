@@ -129,8 +129,8 @@ def _pinned_settings(user: Mapping[str, str]) -> str:
 
 
 def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that torch.distributed reads, and a setting of one thread
-    per process. `extra` overrides both.
+    """Return the environment variables that torch.distributed reads, and those that limit each
+    process to one thread. `extra` overrides both.
     """
     env = {
         "RANK": str(context.rank),

@@ -262,8 +262,8 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Address (HOST:PORT) at which another program can join this cluster. It needs the same Ray
-        token in its environment.
+        """Address (HOST:PORT) at which other programs can join this cluster, given the same Ray
+        token in their environment.
         """
         self.require_open()
         return _gcs_address()

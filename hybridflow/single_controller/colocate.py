@@ -60,7 +60,7 @@ def address_of(worker_class: type, method: Callable[..., Any], role: str | None)
     It includes the role if the class is colocated.
 
     Raises:
-        TypeError: the class or role has no such method, or several roles have it and `role` is
+        TypeError: the class or role has no such method, or several roles have one and `role` is
             None.
     """
     spec: MethodSpec = method_spec(method)

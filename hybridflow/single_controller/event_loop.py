@@ -1,4 +1,4 @@
-"""The driver's event loop. Each thread that waits has a separate loop."""
+"""The driver's event loops. Each waiting thread has a separate loop."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def begin(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 def interrupter() -> Callable[[Callable[[], bool]], object]:
-    """Return a function with which another thread can interrupt this one, as Ctrl-C does.
+    """Return a function that another thread can call to interrupt this one, like Ctrl-C.
 
     The interrupt takes effect while this thread waits in `block_on`, or at its next wait. The
     function takes a callback, which is called at that time and returns True if the interrupt is
@@ -140,8 +140,8 @@ def interrupter() -> Callable[[Callable[[], bool]], object]:
 
 
 def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancel tasks of this thread's loop, and wait up to 10 s until they have ended. Call from
-    outside the loop."""
+    """Cancel tasks of this thread's loop, and wait up to 10 s for them to finish. Call from outside
+    the loop."""
     loop = _loop()
     for task in tasks:
         task.cancel()

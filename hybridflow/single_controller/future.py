@@ -335,7 +335,7 @@ def _is_ours(cause: Failure | Exception) -> bool:
 
 
 def _how_it_died(error: Exception) -> str:
-    """Extract the lines of Ray's message that describe the process's exit."""
+    """Extract the lines of Ray's error message that describe how the process exited."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "exit" in line.lower() or "kill" in line.lower()]
     return " ".join((telling or lines[-1:])[:2])

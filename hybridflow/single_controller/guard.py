@@ -23,8 +23,8 @@ _PATIENCE_S = 15.0
 
 
 def driver_is_done(driver: int) -> bool:
-    """Wait until the driver exits. Returns True if it wrote to this process's stdin before, False
-    if it died without doing so.
+    """Wait until the driver exits. Returns True if it wrote to this process's stdin before exiting,
+    and False if it died without doing so.
     """
     while os.getppid() == driver:
         readable, _, _ = select.select([0], [], [], _POLL_S)

@@ -154,8 +154,7 @@ class Host:
         an object in the store.
 
         Args:
-            together: the groups of columns. Empty if the rank's result is not collected but
-                dropped.
+            together: the groups of columns. Empty if the rank's result is discarded.
             inline_bytes: columns up to this size are included in the header.
             request, objects: as for `call`.
         """

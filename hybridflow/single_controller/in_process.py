@@ -32,7 +32,7 @@ class InProcessGroup:
     ) -> None:
         """Construct the worker.
 
-        A process can have one such group at a time. The worker may combine several roles
+        A process can have only one such group at a time. The worker may combine several roles
         (`colocated`).
         """
         self.worker_class = worker_class

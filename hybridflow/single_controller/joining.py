@@ -51,7 +51,8 @@ def find_address(address: str) -> str:
     like Ray, or to an address in /tmp/ray, which any user can create.
 
     Raises:
-        ResourceError: `address` is "auto", and this user runs no or several Ray clusters here.
+        ResourceError: `address` is "auto", and this user runs no Ray cluster, or several, on this
+            machine.
     """
     if address != "auto" or (address := os.environ.get("RAY_ADDRESS") or "auto") != "auto":
         return address

@@ -48,8 +48,8 @@ class Header:
 
 @dataclass(frozen=True)
 class At:
-    """Placeholder for an argument that is passed as a separate object. Contains that object's
-    position.
+    """Placeholder for an argument that is sent as a separate object, at this position in the list
+    of objects.
     """
 
     position: int
@@ -76,8 +76,8 @@ class ColumnRecipe:
 
     Args:
         name: name of the column in the batch.
-        sources: for each part, the position of its object among the objects sent along, and the
-            column's name in that object.
+        sources: for each part, the position of its object among the objects sent with the call, and
+            the column's name in that object.
         index: `[B]` row indices into the concatenation of all parts.
     """
 
@@ -97,7 +97,7 @@ class Recipe:
     names: tuple[str, ...]
 
     def build(self, objects: Sequence[Any]) -> DataProto:
-        """Build the batch from the objects sent along."""
+        """Build the batch from the objects sent with the call."""
         batch = objects[self.local] if isinstance(self.local, int) else self.local
         for column in self.columns:
             parts = [

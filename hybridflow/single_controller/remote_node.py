@@ -34,7 +34,7 @@ class _Observer:
                 os.kill(pid, signal.SIGUSR1)
 
     def end(self, pids: Sequence[int]) -> None:
-        """Wait until the processes have exited, and kill those that do not exit."""
+        """Wait for the processes to exit, and kill those that do not exit in time."""
         end_processes(pids)
 
 
@@ -70,8 +70,8 @@ class RemoteNode:
         self._done(self._actor().dump_stacks.remote(list(pids)))
 
     def end(self, pids: Sequence[int]) -> None:
-        """Wait until these processes have exited, and send SIGKILL to the rest, because Ray alone
-        does not kill a stopped process.
+        """Wait for these processes to exit, and send SIGKILL to those that do not, because Ray
+        alone does not kill a stopped process.
         """
         if self._observer is not None:
             self._done(self._observer.end.remote(list(pids)))

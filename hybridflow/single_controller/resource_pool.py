@@ -27,7 +27,7 @@ _REFUSED = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "RAY_ACCEL_ENV_VAR_OV
 
 @dataclass(frozen=True)
 class Slot:
-    """A slot for one process. Its list of visible devices is empty without GPUs."""
+    """A slot for one process. Its list of visible devices is empty on machines without GPUs."""
 
     node: str
     local_rank: int  # position among the slots of its node
@@ -117,8 +117,8 @@ class ResourcePool:
 
     @staticmethod
     def merge(pools: Sequence[ResourcePool]) -> ResourcePool:
-        """Concatenate the slots of several pools. Raises ResourceError if the pools overlap or
-        differ in kind."""
+        """Concatenate the slots of several pools. Raises ResourceError if the pools overlap, or
+        differ in `gpus` or `max_colocate`."""
         slots = [slot for pool in pools for slot in pool.slots]
         keys = {(slot.placement_group.id, slot.bundle_index, slot.local_rank) for slot in slots}
         if len(keys) != len(slots):
@@ -128,8 +128,8 @@ class ResourcePool:
         return ResourcePool(tuple(slots), pools[0].gpus, pools[0].max_colocate)
 
     def release(self) -> None:
-        """Release the reservation, which is shared by all pools reserved together with, split from
-        or merged with this one. Kill the groups first.
+        """Release the reservation. It is shared by all pools that were reserved together with this
+        one, split from it or merged with it. Kill their groups first.
         """
         from ray.util.placement_group import remove_placement_group
 

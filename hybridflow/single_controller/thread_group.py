@@ -25,7 +25,7 @@ class Pending(Protocol):
     """A call in progress."""
 
     def done(self) -> bool:
-        """Return True if awaiting it returns immediately."""
+        """Return True if awaiting the call would return immediately."""
 
     def __await__(self) -> Generator[Any, None, Any]: ...
 
@@ -51,7 +51,7 @@ class ThreadGroup:
 
     def add(self, count: int) -> None:
         """Construct this many workers, one after another, in this thread. If a constructor fails,
-        `workers` contains the workers constructed before.
+        `workers` contains those constructed so far.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         for rank in range(count):
@@ -70,7 +70,7 @@ class ThreadGroup:
         return True
 
     async def restart(self) -> None:
-        """Raise WorkerError, because these workers are never lost without the driver."""
+        """Raise WorkerError, because these workers can only be lost together with the driver."""
         raise WorkerError("workers in the driver's process cannot be restarted")
 
     def call(

@@ -4,9 +4,9 @@ The local Ray processes, or the address of a joined cluster, are checked every s
 one of the processes exits.
 
 Ray's own client waits a minute for a dead gcs and then aborts the driver; for a stopped gcs it
-waits forever. Here the main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster`
-raises an error with the reason on exit. Ray's C++ code does not handle signals, so if the main
-thread is stuck there, the driver process is terminated.
+waits forever. The watchdog instead interrupts the main thread, like Ctrl-C, and `Cluster` raises an
+error with the reason on exit. Ray's C++ code does not handle signals, so if the main thread is
+stuck there, the driver process is terminated.
 """
 
 from __future__ import annotations
@@ -198,9 +198,9 @@ class Starting:
     """Processes that are starting up. A process that has been seen running must not exit.
 
     Args:
-        running: returns the current processes, keyed by name. Processes that already exist now
+        running: returns the current processes, keyed by name. Processes that exist at construction
             belong to an earlier cluster and are ignored.
-        timeout_s: maximum duration of start-up, counted from now.
+        timeout_s: maximum duration of start-up, counted from construction.
     """
 
     def __init__(self, running: Callable[[], Mapping[str, int]], timeout_s: float) -> None:

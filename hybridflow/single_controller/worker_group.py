@@ -235,7 +235,7 @@ class WorkerGroup:
         return self._launch(address, plan, timeout, spec.writes if collectors else (), collectors)
 
     def pids(self) -> list[int]:
-        """Return the process ids in rank order, each valid on its own node."""
+        """Return the process ids in rank order. Each is valid only on its rank's node."""
         return [rank.pid for rank in self._ranks]
 
     def log_paths(self) -> list[Path]:

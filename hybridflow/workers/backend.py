@@ -86,7 +86,7 @@ class Backend(Model, Protocol):
 
     @property
     def served(self) -> Family:
-        """The family whose tensors engines hold."""
+        """The model family that the engines serve."""
 
     @property
     def replay(self) -> Replay:
@@ -126,8 +126,9 @@ class Backend(Model, Protocol):
         """Replace all weights. Call `set_optimizer` again afterwards."""
 
     def take_trained(self, other: Any) -> None:
-        """Copy the weights that training may change (the adapters, if there are any) from another
-        policy with the same ones, and drop the optimizer. Call `set_optimizer` again afterwards.
+        """Copy the weights that training may change (only the adapters, if there are any) from
+        another policy with the same parameters, and drop the optimizer. Call `set_optimizer` again
+        afterwards.
         """
 
     def freeze_reference(self) -> None:
@@ -143,13 +144,13 @@ class Backend(Model, Protocol):
         """
 
     def sent_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors that a weight sync sends from, keyed by layout name: `parameters`, or
-        the weights as they are and the factors, if engines keep adapters.
+        """Return the tensors from which a weight sync sends, keyed by layout name: `parameters` or,
+        if engines serve the adapters separately, the unmerged weights and the adapter factors.
         """
 
     def release_copies(self) -> None:
-        """Free the copies made by `parameters`. The tensors that it returned are empty until it is
-        called again.
+        """Free the copies made by `parameters`. Tensors that it has returned are empty until
+        `parameters` is called again.
         """
 
     @property
@@ -158,7 +159,7 @@ class Backend(Model, Protocol):
 
     @property
     def served_adapters(self) -> ServedAdapters | None:
-        """The adapters that engines keep; None if they are merged or there are none."""
+        """The adapters that engines serve separately; None if they are merged or there are none."""
 
     @property
     def trainable_parameters(self) -> int:
@@ -183,8 +184,8 @@ def open_backend(
 
     Args:
         trains: if False, the policy cannot have an optimizer.
-        base: the policy whose frozen weights this one shares; it has the same model, layout and
-            backend, which is Megatron.
+        base: the policy whose frozen weights this one shares. Both must have the same model and
+            layout, and use the Megatron backend.
     """
     use_family(config.model.family)
     family = family_of(hf_config, mtp=config.actor.mtp.train and trains)

@@ -155,8 +155,8 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "gradients", "optimizer")
     def fill(self, folder: Path) -> None:
-        """Load the weights of a Hugging Face folder of the same model, with a fresh optimizer if
-        the policy trains."""
+        """Load the weights of a Hugging Face folder of the same model, and create a fresh optimizer
+        if the policy trains."""
         self.model.load_from(SafetensorsFolder(folder))
         if self.spec.trains:
             self.model.set_optimizer(self.spec.config.actor.optim)
@@ -164,8 +164,8 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "gradients", "optimizer")
     def take_adapters(self, role: str) -> None:
-        """Copy the adapters of the policy `role` of these processes, which has the same base, with
-        a fresh optimizer if this one trains."""
+        """Copy the adapters of the policy `role`, which shares these processes and the base
+        weights. Creates a fresh optimizer if this policy trains."""
         self.model.take_trained(self._neighbours[role].model)
         if self.spec.trains:
             self.model.set_optimizer(self.spec.config.actor.optim)

@@ -95,8 +95,8 @@ class EngineRequests:
             )
 
     def failed(self) -> tuple[BaseException, int] | None:
-        """Return an error that left requests unfinished, and the start number of the engine that
-        raised it. Returns None if there is no such error.
+        """Return an error that left requests unfinished, and how often the engine had been
+        restarted when they were sent. Returns None if there is no such error.
         """
         with self._changed:
             for part in [part for part in self._parts if _is_done(part)]:
@@ -112,8 +112,8 @@ class EngineRequests:
         return None
 
     def cut_short(self, start: int) -> None:
-        """Finish all requests that failed with this start of the engine, keeping the tokens
-        received so far.
+        """Finish all failed requests that were sent after restart `start` of the engine, keeping
+        the tokens received so far.
         """
         with self._changed:
             for part in [part for part in self._parts if _is_done(part) and part.start == start]:
@@ -159,9 +159,7 @@ class EngineRequests:
             self._note_busy()
 
     def take(self, extras: Extras) -> list[Ended]:
-        """Return the requests that have finished since the last call and recorded exactly these
-        extras.
-        """
+        """Return the requests with these extras that have finished since the last call."""
         with self._changed:
             taken = [one for one in self._ended if one.extras == extras]
             self._ended = [one for one in self._ended if one.extras != extras]

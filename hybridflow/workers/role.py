@@ -85,7 +85,7 @@ class RoleWorker:
             batch: the rows, with prompt_ids and response_ids.
             name: the column for the log-probs.
             entropy_name: the column for the entropies; None to skip computing them.
-            temperature: sampling temperature; None for that of the rollout.
+            temperature: sampling temperature; None for the rollout's.
         """
         model: Any = self.model
         found = model.log_probs(

@@ -1,4 +1,4 @@
-"""The rollout worker: one process per engine that starts, supervises and queries it."""
+"""The rollout worker: a process that starts, supervises and queries one engine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def engine_spec(
 ) -> EngineSpec:
     """Return the spec of engine `number` of a run. For a multi-node engine, it describes the first
     node, and its address is not set yet. `devices` lists the devices of all engines, if one process
-    starts them.
+    starts all of them.
     """
     ranks = config.tensor * config.pipeline
     return EngineSpec(
@@ -204,7 +204,7 @@ class RolloutWorker:
 
         Each row includes max_new_tokens and a ticket, which identifies its response in `collect`.
         If the engine is lost, or has not received complete weights since its last start, nothing is
-        sent and the rows finish as cut short.
+        sent and the rows finish with the reason `CUT_SHORT`.
         """
         prompts = batch.jagged("prompt_ids")
         requests = TokenRequests(
@@ -303,16 +303,18 @@ class RolloutWorker:
         return self.requests.take(extras)
 
     def _lost(self, start: int) -> bool:
-        """Return True if this start of the engine has exited or lacks complete weights."""
+        """Return True if the engine has exited, lacks complete weights, or has been restarted more
+        than `start` times."""
         state = self.supervisor.state()
         return state.state != UP or state.restarts != start or start != self._serving_start()
 
     def _serving_start(self) -> int:
-        """Return the engine's start number if this start has complete weights, or -1."""
+        """Return how often the engine had been restarted when it received complete weights, or
+        -1."""
         return self.supervisor.restarts if self._has_own_weights else self._served_start
 
     def _settle(self, error: EngineError, start: int) -> bool:
-        """Determine, after `error`, whether this start of the engine is lost. A hung engine is
+        """Determine, after `error`, whether the engine is lost (see `_lost`). A hung engine is
         restarted and counts as lost.
         """
         settled = time.monotonic() + _SETTLE_S
@@ -377,12 +379,12 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def adopt_plan(self, plan: str, *further: str) -> None:
-        """Accept only orders of this plan and of `further` ones from now on."""
+        """From now on, accept only orders that belong to `plan` or to one of `further`."""
         self._plans = (plan, *further)
 
     @register(Dispatch.ALL_TO_ALL)
     def receive_weights(self, order: Order) -> Outcome:
-        """Run one attempt of a weight sync. If the engine is lost during it, it is restarted in the
+        """Run one attempt of a weight sync. If the engine is lost meanwhile, it is restarted in the
         background."""
         state = self.supervisor.state()
         self._has_own_weights = False

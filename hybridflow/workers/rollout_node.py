@@ -20,7 +20,8 @@ class RolloutNodeWorker:
     """
 
     def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
-        """Takes the same arguments as `RolloutWorker`. Nothing is started before `follow`."""
+        """Takes the same arguments as `RolloutWorker`. Starts no server until `follow` is
+        called."""
         self._kind = config.engine
         self.engine, node = divmod(context.rank, config.nodes_per_engine - 1)
         spec = engine_spec(config, self.engine, *engine)

@@ -16,7 +16,7 @@ set -euo pipefail
 action=${1:?usage: cluster.sh head ADDRESS | join HEAD ADDRESS | stop}
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.hybridflow-ray-token}
 export RAY_USAGE_STATS_ENABLED=0
-PYTHON=${PYTHON:-python3} # the one that has HybridFlow and Ray
+PYTHON=${PYTHON:-python3} # with HybridFlow and Ray installed
 unset RAY_AUTH_TOKEN RAY_ADDRESS RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER
 FIRST_PORT=${FIRST_PORT:-20000} # below the ephemeral ports; must differ for a second cluster on the same machines
 if [[ $action != stop && ! -s $RAY_AUTH_TOKEN_PATH ]]; then

@@ -7,7 +7,7 @@
 #   driver      `hybridflow train`, on the head's node
 #   verdict     why the job ended, on the last line of this output; then a requeue, or the job's exit status
 #
-# Files: $OUT/$SLURM_JOB_ID/restart-N/ has a log of each node and of the driver. `hybridflow slurm logs` merges them.
+# Files: $OUT/$SLURM_JOB_ID/restart-N/ contains the logs of all nodes and the driver, merged by `hybridflow slurm logs`.
 
 set -euo pipefail
 cd -- "$WORKDIR"
@@ -89,7 +89,7 @@ finish() {
   [[ -z $driver ]] || { driver_status=0 && ended "$driver" || driver_status=$?; }
   [[ -z $ray ]] || kill -USR2 "$ray" 2> /dev/null || true # each node stops Ray and cleans up
   [[ -z $ray ]] || ended "$ray" || true
-  # If Slurm lost this node for a while, the job may have a later start elsewhere. Only the current start is requeued.
+  # If Slurm lost this node for a while, the job may have been restarted elsewhere. Only the latest attempt is requeued.
   local state='' start=''
   read -r state start < <(again squeue --noheader --Format=State,RestartCnt --jobs "$SLURM_JOB_ID" 2> /dev/null) || true
   [[ ${start:-$RESTART} == "$RESTART" ]] || state=REQUEUED

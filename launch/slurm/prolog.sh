@@ -1,7 +1,7 @@
 #!/bin/bash
 # A node health check for slurm.conf (Prolog= or HealthCheckProgram=). It drains the node if a check fails, and finishes
-# within 30 seconds even if a disk or a driver hangs. Set PYTHON to the Python that has HybridFlow, and MIN_FREE_GIB and
-# GPUS to the requirements of a node of this cluster.
+# within 30 seconds even if a disk or a driver hangs. Set PYTHON to a Python with HybridFlow installed, and MIN_FREE_GIB
+# and GPUS to the requirements for a node of this cluster.
 set -euo pipefail
 PYTHON=${PYTHON:-/opt/hybridflow/.venv/bin/python}
 status=0

@@ -50,7 +50,7 @@ SAID = {
         "config.yaml: not readable (aliases are not allowed",
         "index.json has 60000016 bytes",
     ),
-    "many_records": ("metrics.jsonl: has more than", "all match the manifest"),
+    "many_records": ("metrics.jsonl: more than", "all match the manifest"),
     "wrong_content": (
         "Rollouts of step 2 (1 of 1 rows)",
         "has the right hash but does not contain",

@@ -48,8 +48,8 @@ class CatchesUp(Protocol):
     """A sink that can catch up by reading the records it missed from the run folder."""
 
     def catch_up(self) -> Iterator[tuple[Phase, int]]:
-        """Record everything that is missing. Yields the phase and step of each record of
-        `metrics.jsonl` that is added.
+        """Record everything that has not been recorded yet. Yields (phase, step) for each added
+        record of `metrics.jsonl`.
         """
 
 

@@ -32,7 +32,7 @@ class ConsoleTracker:
     """Prints a line for each step. Not used with a progress display, which shows the same data."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Ignore the run folder."""
+        """Create the tracker. `run_dir` is ignored."""
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
         """Print a line."""

@@ -1,6 +1,6 @@
 """The MLflow tracker. If MLFLOW_TRACKING_URI is not set, it writes `RUN_DIR/mlflow/mlflow.db` and
-files next to it, which `mlflow ui` can show; `hybridflow track RUN_DIR --to mlflow` sends a run to
-a server later.
+other files in that folder, which `mlflow ui` can read. `hybridflow track RUN_DIR --to mlflow` sends
+a run to a server later.
 """
 
 from __future__ import annotations

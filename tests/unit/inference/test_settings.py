@@ -89,7 +89,10 @@ def test_a_model_without_a_run_has_defaults(tmp_path: Path) -> None:
         (["rollout.temprature=1"], "unknown key rollout.temprature"),
         (["actor.optim.lr=1"], "actor.optim.lr has no effect on hybridflow eval, which does not"),
         (["algorithm=dr-grpo"], "algorithm has no effect on hybridflow eval"),
-        (["model.path=x"], "model.path=x: pass the folder itself: hybridflow eval FOLDER"),
+        (
+            ["model.path=x"],
+            "model.path=x: pass the folder as an argument instead: hybridflow eval FOLDER",
+        ),
         (["model.tokenizer=gone"], "model.tokenizer=gone: folder not found"),
         (
             ["rollout.val_samples=2"],

@@ -89,7 +89,7 @@ def test_one_that_hangs_is_ended_and_its_loss_counted(
     losses, seconds = logged(tmp_path, "hangs", 3000, 1.0, tmp_path / "pid")
     [said] = losses
     assert "2998 of 3000 records were lost (train steps 3-3000)" in said
-    assert said.endswith("metrics.jsonl has them")
+    assert said.endswith("metrics.jsonl contains them")
     assert seconds < 3.0  # a millisecond a step; one wait for the tracker would be an hour
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3000
     with pytest.raises(ProcessLookupError):

@@ -231,7 +231,7 @@ def test_wrong_names_are_refused(tmp_path: Path) -> None:
         tracker.log(1, {"a": 1.0}, "test")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="metric name 'step' is reserved"):
         tracker.log(1, {"step": 1.0})
-    with pytest.raises(TypeError, match="metric 'a' is not a number"):
+    with pytest.raises(TypeError, match="metric 'a' must be a number"):
         tracker.log(1, {"a": "many"})  # type: ignore[dict-item]
 
 

@@ -516,9 +516,9 @@ def test_a_checkpoint_that_is_left_out_is_named(
     assert latest is not None and latest.step == 1
     two, three = store.left_out()
     assert (
-        "global_step_2 is ignored and cannot be resumed from: policy/manifest.json is missing"
+        "global_step_2 is ignored and cannot be used to resume: policy/manifest.json is missing"
         in two
     )
-    assert "global_step_3 is ignored and cannot be resumed from: driver.json is missing" in three
+    assert "global_step_3 is ignored and cannot be used to resume: driver.json is missing" in three
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("is ignored") == 2
