@@ -33,7 +33,8 @@ def _check_precision_aware(
         )
     if dtype is not torch.bfloat16:
         raise ModelError(
-            f"{key} requires model.dtype=bfloat16: float32 weights have no separate main weights"
+            f"{key} requires model.dtype=bfloat16, because float32 weights have no separate main "
+            "weights; set model.dtype=bfloat16 or optim.precision_aware=false"
         )
     if not parallel.distributed_optimizer:
         raise ModelError(f"{key} requires parallel.distributed_optimizer=true")

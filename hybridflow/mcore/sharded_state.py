@@ -40,9 +40,9 @@ _OPTIMIZER = "optimizer.state."
 
 
 class ShardedState:
-    """The rectangles of one policy.
+    """All checkpoint rectangles of one policy on this rank.
 
-    `tensors` are views of its live memory and include replicas; `hf` yields the locations of the
+    `tensors` are views of live memory and include replicas; `hf` yields the locations of the
     model's HF tensors.
     """
 
@@ -93,8 +93,8 @@ class ShardedState:
         return found
 
     def put_back(self) -> None:
-        """Write loaded values back to an optimizer that keeps its state in lower precision, because
-        `tensors` then contains only float32 copies of the state.
+        """Write loaded values back to an optimizer that stores its state in lower precision. For
+        such an optimizer, `tensors` contains only float32 copies of the state.
         """
         for inner, parameter, tensors in self._copies:
             inner._set_main_param_and_optimizer_states(parameter, tensors)
@@ -147,11 +147,10 @@ class ShardedState:
 
 
 def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
-    """Return the rectangles of each local parameter, keyed by name (two for fused gate and up
-    projections).
+    """Return the rectangles of each local parameter, keyed by name.
 
-    Transformer Engine's `_extra_state` objects are skipped: they hold FP8 scales, and FP8 is not
-    used in training.
+    A fused gate and up projection has two. Transformer Engine's `_extra_state` objects are skipped:
+    they contain FP8 scales, and FP8 is not used in training.
     """
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     shards: dict[str, list[ShardedTensor]] = {}

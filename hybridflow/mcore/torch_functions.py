@@ -1,8 +1,8 @@
 """Rotary embedding, SwiGLU and RMS norm for machines without Transformer Engine.
 
-They compute the same results as Megatron's and torch's operators (the first two bitwise, the norm
-up to rounding), but with fewer passes over memory and without a loop over the sequences of a
-micro-batch.
+These functions compute the same results as Megatron's and torch's operators (the first two bitwise,
+the norm up to rounding), but with fewer passes over memory and without a loop over the sequences of
+a micro-batch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def rotate_unfused(
         cp_group: the context-parallel group.
         settings, named: positional and keyword arguments passed on to Megatron's formula.
 
-    The angles of each token may be given instead, as `cu_seqlens.angles` [t, 1, 1, r].
+    If `cu_seqlens.angles` [t, 1, 1, r] is set, it contains the angles of each token and is used
+    instead of `freqs`.
     """
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 

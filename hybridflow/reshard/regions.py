@@ -120,8 +120,8 @@ def subtract(box: Box, cut: Box) -> list[Box]:
 
 
 def make_disjoint(key: Array, start: Array, size: Array) -> tuple[Array, Array, Array]:
-    """Split rectangles so that they cover the same elements without overlap. Returns (index of the
-    rectangle, start, size).
+    """Split rectangles so that they cover the same elements without overlap. Returns (original
+    rectangle's index, start, size) of each part.
 
     An element in several rectangles is assigned to the first of them. Rectangles without overlaps
     are returned unchanged.

@@ -113,7 +113,7 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
 
 
 def _own_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Return the arguments of the configuration, together with `config_changes`."""
+    """Return the user's server arguments (`EngineSpec.extra_args`), with `config_changes` added."""
     own = {name.replace("_", "-"): value for name, value in spec.extra_args.items()}
     if changes := config_changes(spec.model_path):
         given = own.get(_CHANGES, {})
@@ -156,8 +156,8 @@ def unused_model_files(model_path: str, drafts: bool = False) -> list[str]:
 
 
 def config_changes(model_path: str) -> dict[str, Any]:
-    """Return the fields of config.json that SGLang reads under other names than transformers.
-    Without them, SGLang would compute a different model.
+    """Return overrides for fields of config.json that SGLang and transformers name differently.
+    Without the overrides, SGLang would compute a different model.
     """
     config = _read_config(model_path)
     kind = config.get("model_type")
@@ -185,7 +185,8 @@ def config_changes(model_path: str) -> dict[str, Any]:
 
 
 def _read_config(model_path: str) -> dict[str, Any]:
-    """Return the contents of config.json; {} if it cannot be read, which SGLang then reports."""
+    """Return the contents of config.json, or {} if the file cannot be read. SGLang reports that
+    error itself."""
     path = Path(model_path) / "config.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

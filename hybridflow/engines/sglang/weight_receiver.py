@@ -39,7 +39,8 @@ class WithDraft(torch.nn.Module):
         self.draft = draft
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Pass all weights to both loaders; each loads only those of its own model."""
+        """Pass all weights to both models' loaders. Each loader ignores weights that its model does
+        not use."""
         given = list(weights)
         for model in (self.served, self.draft):
             model.load_weights(iter(given))  # type: ignore[operator]

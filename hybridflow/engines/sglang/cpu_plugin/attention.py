@@ -156,8 +156,8 @@ def create_batched_attention(runner: Any) -> BatchedAttention:
 
 
 def use_host_copies() -> None:
-    """Disable the triton kernel and pinned memory that data-parallel attention uses for copies
-    unless `is_cpu()` is true, which it is not on this platform.
+    """Disable the triton kernel and the pinned memory with which data-parallel attention copies
+    data if `is_cpu()` is False, as it is on this platform.
 
     See sglang/srt/layers/dp_attention.py:644, and sglang/srt/model_executor/forward_batch_info.py
     lines 1948 and 2015 (the only uses of the flag).

@@ -162,7 +162,7 @@ def make_blocks(
     """Build the blocks of a batch in which sequence i has `lengths[i]` keys and its queries are the
     last `queries[i]` positions.
 
-    A query attends to its own key and to all earlier keys, or to only the last `window` of the
+    A query attends to its own key and to all earlier keys or, with `window`, only the last `window`
     earlier keys.
     """
     starts = torch.tensor([0, *queries]).cumsum(0)

@@ -29,9 +29,9 @@ class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """Return True for drafting with the model's own head (`speculation`)."""
+        """Return True for EAGLE, i.e. drafting with the model's own head (`speculation`)."""
         return algorithm == "EAGLE"
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
-        """Return False, because there is no device to pin host memory for."""
+        """Return False, because pinned memory is useful only with an accelerator."""
         return False
