@@ -1,4 +1,5 @@
-"""The base class of HTTP clients for engine servers: generation, and calls with deadlines."""
+"""The base class of HTTP clients for engine servers, for generation and control calls with
+deadlines."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ def build_model(
 
 
 def shards(model: ScoringModel) -> dict[str, DTensor]:
-    """Return the sharded parameters, keyed by transformers' names, which match those in checkpoints
-    except that a layer's experts are stacked. Adapter factors are included.
+    """Return the sharded parameters, keyed by transformers' names, which match the names in
+    checkpoints, except that a layer's experts are stacked. Adapter factors are included.
     """
     shards: dict[str, DTensor] = {}
     for name, parameter in model.named_parameters():

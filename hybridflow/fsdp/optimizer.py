@@ -14,7 +14,7 @@ from hybridflow.config.schema import OptimConfig
 
 
 def learning_rate(config: OptimConfig, update: int) -> float:
-    """Return the learning rate of the `update`-th update, counted from 1.
+    """Return the learning rate of update number `update`, counted from 1.
 
     Linear warm-up, then constant, or decay to `min_lr`. Matches Megatron's
     `OptimizerParamScheduler.get_lr` (optimizer_param_scheduler.py).

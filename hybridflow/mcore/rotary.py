@@ -24,8 +24,8 @@ from hybridflow.models.rotary import Rotary
 class ScaledRotaryEmbedding(RotaryEmbedding):
     """Megatron's rotary embedding with given frequencies.
 
-    Cosines and sines are multiplied by an attention factor. Latent attention reads it from this
-    module's output (multi_latent_attention.py:564), grouped-query attention from the config
+    Cosines and sines are multiplied by an attention factor. Latent attention reads the factor from
+    this module's output (multi_latent_attention.py:564), grouped-query attention from the config
     (attention.py:1102, `set_attention_factor`).
     """
 

@@ -1,12 +1,12 @@
 """This rank's part of a checkpoint: rectangles of global tensors that are views of live memory,
 built without copies or communication.
 
-Model and reference are sharded as Megatron describes them. The distributed optimizer holds a flat
-range of each parameter. Such a range splits into a few rectangles of the parameter, each contiguous
-in the flat shard, so every rank writes and reads exactly the elements it owns. (Megatron's
-`fully_reshardable` format first gathers the whole optimizer state on every data-parallel rank,
-distrib_optimizer.py:1430; its predecessor needs `flattened_range`, which mapping.py:134 rejects.
-The keys and the global tensors are the same.)
+Model and reference are sharded as Megatron describes them. Each rank of the distributed optimizer
+stores a flat range of each parameter. Such a range splits into a few rectangles of the parameter,
+each contiguous in the flat shard, so every rank writes and reads exactly the elements it owns.
+(Megatron's `fully_reshardable` format first gathers the whole optimizer state on every
+data-parallel rank, distrib_optimizer.py:1430; its predecessor needs `flattened_range`, which
+mapping.py:134 rejects. The keys and the global tensors are the same.)
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ def _adapter_slices(
 def _reference_shards(
     policy: Policy, shards: Mapping[str, list[ShardedTensor]]
 ) -> list[ShardedTensor]:
-    """Return rectangles for the reference's tensors: the same as the model's, under separate
-    keys.
+    """Return the rectangles of the reference's tensors. They match the model's rectangles, but have
+    separate keys.
     """
     parameters = policy.weights()
     found = []

@@ -89,7 +89,7 @@ def rotate_unfused(
 def positions_of(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     """Return the positions [t] of this rank's `tokens` tokens.
 
-    Each sequence is split into 2 cp_size equal pieces, of which the rank holds two.
+    Each sequence is split into 2 cp_size equal pieces, and each rank has two of them.
 
     The number of tokens is an argument because reading it from the bounds would force a device
     sync.

@@ -65,7 +65,7 @@ class Quantised:
 
     def weight_rows(self, tensor: Array) -> Array:
         """Return, in ascending order, the indices of the piece-table rows that hold weights with
-        scales. `tensor` is the table's column of that name."""
+        scales. `tensor` is the table's `tensor` column."""
         return np.flatnonzero((tensor != PADDING) & (self.scale_of[tensor] >= 0))
 
     def scale_rows(self, tensor: Array) -> Array:

@@ -32,8 +32,8 @@ _ONES = [(1,) * (DIMS - n) for n in range(DIMS + 1)]
 
 
 def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
-    """Return `values` as three entries. Shorter sequences are left-padded with `fill`; in longer
-    ones (a convolution's kernel), the last dimensions are merged into one.
+    """Return `values` as three entries. Shorter sequences are left-padded with `fill`. The last
+    dimensions of longer sequences (a convolution's kernel) are merged into one.
 
     Args:
         fill: 1 for a shape or size, 0 for a start.

@@ -48,7 +48,7 @@ def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
     """Return index pairs `[P, 2]` of rectangles with equal keys that share an element.
 
     Rectangles are sorted by (key, start along the key's most divided axis), so a rectangle can only
-    overlap later ones that start before its end.
+    overlap later rectangles that start before it ends.
     """
     if len(key) < 2:
         return np.empty((0, 2), dtype=np.int64)

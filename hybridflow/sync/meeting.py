@@ -81,8 +81,8 @@ def refuse_device(member: Member, device: torch.device, instead: str) -> None:
     suggested remedy."""
     if device.type != "cpu":
         raise WeightSyncError(
-            f"transport {member.endpoint.transport} carries CPU buffers, but {member.side} rank "
-            f"{member.rank} has its buffers on {device}; {instead}"
+            f"transport {member.endpoint.transport} requires CPU buffers, but the buffers of "
+            f"{member.side} rank {member.rank} are on {device}; {instead}"
         )
 
 

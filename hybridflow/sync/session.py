@@ -183,8 +183,8 @@ class Board:
         self.store.compare_set(self._key("go"), "", _GO)
 
     def call_off(self, reason: str) -> None:
-        """Call the order off. From then on no rank may copy, and senders waiting for go stop
-        waiting."""
+        """Call the order off. From then on no rank may copy, and senders that are waiting for the
+        go signal stop waiting."""
         self.decide(ABORT)
         self.store.compare_set(self._key("go"), "", reason)
 

@@ -1,4 +1,4 @@
-"""The prefill of prompts with images."""
+"""Prefill for prompts with images."""
 
 from __future__ import annotations
 

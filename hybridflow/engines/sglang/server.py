@@ -135,11 +135,12 @@ def core_binding(ranks: int, cores: list[int]) -> str:
 
 
 def unused_model_files(model_path: str, drafts: bool = False) -> list[str]:
-    """Return the names of all SGLang model files except the one for this model's architecture and,
-    with `drafts`, the one for its head. Empty if the architecture is not in `MODEL_FILES`.
+    """Return the names of the SGLang model files that this model does not need: all except the file
+    for its architecture and, with `drafts`, the file for its prediction head. Empty if the
+    architecture is not in `MODEL_FILES`.
 
     SGLang imports every model file to find one class (sglang/srt/models/registry.py:118), which
-    takes about one CPU second per start. It skips those listed in SGLANG_DISABLED_MODEL_ARCHS.
+    takes about one CPU second per start. It skips files listed in SGLANG_DISABLED_MODEL_ARCHS.
     """
     package = importlib.util.find_spec("sglang")
     if package is None or not package.submodule_search_locations:

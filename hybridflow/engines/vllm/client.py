@@ -135,8 +135,8 @@ class VllmClient(ServerClient):
 
         Args:
             control: the message.
-            flush_cache: drop the KV cache computed with the old weights, including that of waiting
-                requests.
+            flush_cache: drop the KV cache computed with the old weights, including the cache of
+                waiting requests.
         """
         self._request("/collective_rpc", {"method": RPC, "args": [control.to_json()]})
         if flush_cache and not self._call(

@@ -37,8 +37,8 @@ _LEAST = 1 << 16
 def _open(member: Member, device: torch.device) -> Any:
     if device.type != "cuda":
         raise WeightSyncError(
-            f"transport {member.endpoint.transport} carries GPU buffers, but {member.side} rank "
-            f"{member.rank} has its buffers on {device}; use shared_memory"
+            f"transport {member.endpoint.transport} requires GPU buffers, but the buffers of "
+            f"{member.side} rank {member.rank} are on {device}; use shared_memory"
         )
     return join_nodes(
         member,

@@ -73,7 +73,7 @@ class PeerToPeer:
             raise self._unopened(error) from error
 
     def _join(self, number: int, size: int) -> Any:
-        """Create the process group, with `number` as this rank's number."""
+        """Create the process group of `size` ranks, in which this rank has index `number`."""
         raise NotImplementedError
 
     @property

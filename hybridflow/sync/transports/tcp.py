@@ -275,8 +275,8 @@ def _timeval(seconds: float) -> bytes:
 def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float) -> socket.socket:
     """Connect and verify the other end.
 
-    Retries a few times if the connection is closed during the greeting, which happens when too many
-    unknown clients connect.
+    Retries a few times if the connection is closed during the handshake, which happens when too
+    many unknown clients connect.
     """
     for tries_left in reversed(range(_TRIES)):
         left = max(deadline - time.monotonic(), 0.001)
@@ -308,8 +308,8 @@ def _accept_all(
 
 
 class _Greeter:
-    """Greets all clients concurrently, each within `_HELLO_S`, so that an unknown client cannot
-    delay a rank."""
+    """Performs the handshake with all clients concurrently, each within `_HELLO_S` seconds, so that
+    an unknown client cannot delay a rank."""
 
     def __init__(self, member: Member, listener: socket.socket) -> None:
         self._member = member

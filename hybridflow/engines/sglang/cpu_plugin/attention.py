@@ -6,7 +6,7 @@ Upstream loops over the sequences of a batch in Python, in every layer
 `_run_sdpa_forward_decode`). With a hundred short sequences that loop takes most of an engine's
 time. Here sequences of similar length are padded into one block and computed in one call. Other
 cases (cross attention, a separate cache for sliding windows, other cache dtypes, very long
-sequences) are left to upstream. Attention sinks (gpt-oss) are always computed here, because
+sequences) are handled by upstream. Attention sinks (gpt-oss) are always computed here, because
 upstream does not support them.
 """
 

@@ -58,8 +58,8 @@ def register() -> None:
 
 
 def _is_fork_server() -> bool:
-    """Return True in a fork server and in its forks. A fork server does not know yet which model
-    its forks will serve."""
+    """Return True in a fork server and in its forks. A fork server is started before the model that
+    its forks will serve is known."""
     return "hybridflow.engines.sglang.preload" in sys.modules
 
 

@@ -78,8 +78,8 @@ def gate_shared(hidden: Any, gate: Any, shared: Any) -> Any:
 
 
 def add_gated_shared(hidden: Any, gate: Any, shared: Any, total: Any) -> None:
-    """Add the gated output of Qwen2-MoE's shared expert to that of the routed experts. Replaces a
-    Triton kernel.
+    """Add the gated output of Qwen2-MoE's shared expert to the output of the routed experts.
+    Replaces a Triton kernel.
     """
     total += gate_shared(hidden, gate, shared)
 

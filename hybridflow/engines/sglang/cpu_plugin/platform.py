@@ -12,7 +12,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
     """CPU as an out-of-tree (OOT) device. If `is_cpu()` were true, SGLang would use its sgl_kernel
-    paths; for an OOT device it uses the native ones."""
+    paths; for an OOT device it uses its native code paths."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
