@@ -237,7 +237,7 @@ def _scan(
 def _groups(sizes: Sequence[int]) -> list[list[int]]:
     """Divide the rows into groups, each padded to its longest row. Longer rows come first.
 
-    A group has at most as much padding as tokens. Empty rows are in no group.
+    A group contains at most as many padding tokens as real tokens. Empty rows are omitted.
     """
     groups: list[list[int]] = []
     longest = held = 0

@@ -24,7 +24,7 @@ class TokenRequests:
         prompts: token ids of each prompt.
         max_new_tokens: maximum length of each response.
         stop_token_ids: tokens that end a response; the response includes this token.
-        extras: data to return in addition to tokens and log-probs.
+        extras: optional outputs in addition to tokens and log-probs.
     """
 
     prompts: Sequence[Sequence[int]]

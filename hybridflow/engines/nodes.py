@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class FirstNode:
-    """The first node's store, which an engine's other nodes follow.
+    """The store through which an engine's first node directs the other nodes.
 
     Args:
         spec: spec of the first node's server.

@@ -99,8 +99,8 @@ class EngineSpec:
 
 
 def model_config(spec: EngineSpec) -> dict[str, Any]:
-    """Return the model's Hugging Face config, `flattened`; an empty dict if it cannot be read (the
-    server logs the reason)."""
+    """Return the model's Hugging Face config in flat form (`flattened`), or an empty dict if it
+    cannot be read (the server logs the reason)."""
     try:
         found = json.loads((Path(spec.model_path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -82,7 +82,7 @@ class Adapters:
 
     @staticmethod
     def is_factor(name: str) -> bool:
-        """Return True for a parameter that contains factors."""
+        """Return True if the parameter with this name contains adapter factors."""
         return ".lora_" in name
 
     def views(

@@ -243,7 +243,7 @@ class FsdpPolicy(HoldsReference):
     # ---- weights
 
     def shards(self) -> dict[str, Any]:
-        """Return the sharded parameters, keyed by transformers' name."""
+        """Return the sharded parameters, keyed by their names in transformers."""
         return dict(shards(self.model))
 
     def trained(self) -> dict[str, Any]:

@@ -303,8 +303,8 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
 
 
 def adapt_modules(model: torch.nn.Module, family: Family, described: Sequence[LocalTensor]) -> None:
-    """Apply properties of the family that Megatron has no setting for to the modules of a model
-    chunk or of the prediction heads. `described` lists the model's tensors in the family's map."""
+    """Adapt the modules of a model chunk, or of the prediction heads, to properties of the family
+    that Megatron cannot configure. `described` lists the model's tensors in the family's map."""
     routing.shape_biases(model, described)
     if family.latent_norm_eps is not None:
         _set_latent_norm_eps(model, family.latent_norm_eps)

@@ -278,7 +278,7 @@ class Policy(HoldsReference):
     def set_optimizer(self, config: OptimConfig) -> None:
         """Create a fresh optimizer for the current weights, with zero moments."""
         if not self.trains:
-            raise RuntimeError("set_optimizer called on a model that is not trained")
+            raise RuntimeError("set_optimizer called on a policy that was built with trains=False")
         self.optimizer = Optimizer(self.chunks, config, self.config, self.dtype)
         if self.head_training:
             self.head_training.set_optimizer(config, self.dtype)

@@ -57,8 +57,8 @@ def install() -> None:
 
     Idempotent.
 
-    Latent attention, and any rotary type with an attention factor, uses it with and without
-    Transformer Engine.
+    The replacement is used by latent attention and by rotary types with an attention factor, with
+    and without Transformer Engine.
     """
     rope_utils._apply_rotary_pos_emb_thd = rotate_unfused
 

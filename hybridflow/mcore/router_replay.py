@@ -377,6 +377,6 @@ def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def _segment_bounds(micro: MicroBatch) -> np.ndarray:
-    """Return the packed rows [segments + 1] at which the samples, in order, and the padding tail
-    begin. The last element is the total length."""
+    """Return the start of each sample and of the padding tail among the packed rows, followed by
+    the total length: [segments + 1]."""
     return np.asarray(micro.packed.bounds.numpy())

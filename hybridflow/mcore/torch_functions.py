@@ -223,8 +223,8 @@ def permute(
     drop_and_pad: bool = False,
 ) -> Any:
     """Sort tokens [t, h] by expert, like Megatron's `moe_utils.permute`, but without a device sync.
-    Calls that do not specify the number of output tokens (`num_out_tokens`), and all others that
-    are not supported, are forwarded to `original`.
+    Calls without the number of output tokens (`num_out_tokens`), and other unsupported calls, are
+    forwarded to `original`.
     """
     if fused or drop_and_pad or not isinstance(num_out_tokens, int):
         return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)

@@ -189,7 +189,7 @@ class GroupedLinear(nn.Module):
 
 
 class RowGroupedLinear(GroupedLinear):
-    """The experts' second linear: split by input columns."""
+    """The experts' second linear, split by input columns."""
 
     split_dim = 1
 

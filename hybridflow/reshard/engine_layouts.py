@@ -275,7 +275,7 @@ class EngineRank:
         ]
 
     def first(self) -> list[LocalTensor]:
-        """Return the buffers that precede the layers."""
+        """Return the buffers of the modules before the first layer."""
         embedding = f"{self.decoder.stem}embed_tokens.weight"
         if self.stage > 0:
             return []
@@ -289,7 +289,7 @@ class EngineRank:
         return self._attention(prefix, layer) + self._mlp(prefix, layer)
 
     def last(self) -> list[LocalTensor]:
-        """Return the buffers that follow the layers."""
+        """Return the buffers of the modules after the last layer."""
         decoder = self.decoder
         embedding = f"{self.decoder.stem}embed_tokens.weight"
         head = "lm_head.weight"

@@ -168,8 +168,8 @@ class PeerWatch:
                 self._ended = True
 
     def has_ended(self) -> bool:
-        """Return True if the process is known to have exited. Thread-safe, even against a
-        concurrent `close`."""
+        """Return True if the process is known to have exited. Thread-safe, even if `close` runs
+        concurrently."""
         # a new poll object per call, because two threads cannot wait on the same one
         poll = select.poll()
         fd = self.fd

@@ -160,7 +160,7 @@ class Messages:
         return self._group(row, peer, step, plan.target, number, piece, local)
 
     def _wire_dtypes(self, row: np.ndarray) -> list[str]:
-        """Return the engine's dtype of each delivery."""
+        """Return the dtype of each delivery in the engine."""
         table = self.plan.deliveries
         classes = self.plan.target.classes
         pairs = zip(table.receiver[row].tolist(), table.piece[row].tolist(), strict=True)

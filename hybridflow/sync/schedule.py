@@ -101,7 +101,7 @@ class PlanFacts:
         return (self.digest, *((self.adapters.digest,) if self.adapters else ()))
 
     def describe(self) -> str:
-        """Format the facts as one line."""
+        """Format the plan's summary as one line."""
         total = sum(self.nbytes)
         unused = (
             f"{len(self.unused)} tensors unused ({', '.join(self.unused[:3])})"

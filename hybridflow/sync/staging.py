@@ -269,7 +269,8 @@ class _Staging:
         raise NotImplementedError
 
     def prepare(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> Copies:
-        """Return the copies between these messages and buffers, cached while neither changes.
+        """Prepare the copies between these messages and buffers. The result is cached until either
+        changes.
 
         Raises:
             WeightSyncError: a buffer is missing, or too small for a slice.

@@ -297,7 +297,7 @@ class HfEngine:
         """Do nothing, because the engine shares the trainer's device and keeps its memory."""
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Do nothing, because `sleep` has released no memory."""
+        """Do nothing, because `sleep` releases no memory."""
 
 
 class _LogProbs:

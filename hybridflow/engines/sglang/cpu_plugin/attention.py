@@ -146,7 +146,7 @@ class BatchedAttention(TorchNativeAttnBackend):
 
 
 def create_batched_attention(runner: Any) -> BatchedAttention:
-    """Create the attention backend, as SGLang's registry expects."""
+    """Create the attention backend. The signature is that of SGLang's registry."""
     if runner.use_mla_backend:
         use_absorbed_latents()
     use_host_copies()
