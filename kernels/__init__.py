@@ -3,8 +3,8 @@ in one file.
 
 Callers use an operation's function, which runs the kernel if `uses_triton` returns True. With a
 torch build without CUDA, Triton is not even imported unless the environment variable
-TRITON_INTERPRET is set: 1 runs the kernels in Triton's interpreter on the CPU (as the tests do), 0
-only allows compiling them for a GPU that is not present.
+TRITON_INTERPRET is set: 1 runs the kernels in Triton's interpreter on the CPU (as the tests do); 0
+only makes it possible to compile them without a GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""An eight-byte checksum that reads memory once: the sum modulo 2^64 of mix(word XOR key of its
-position).
+"""An eight-byte checksum that reads memory once: the sum modulo 2^64 of mix(word XOR the key of the
+word's position).
 
 Words are eight bytes long; the remaining bytes form a last word, padded with zeros. For a given
 position, mix is a bijection, so a single changed word always changes the sum. Several changes
@@ -103,14 +103,14 @@ if TRITON:
 
     @triton.jit
     def kernel_key(position, seed):  # type: ignore[no-untyped-def]
-        """Return the value from which a position's key is mixed. It increases by _KERNEL_ODD per
-        position."""
+        """Return the value that is mixed to obtain a position's key. It increases by _KERNEL_ODD
+        per position."""
         return (position + 1) * _KERNEL_ODD + seed.to(tl.int64)
 
     @triton.jit
     def kernel_tail(body, begin, end):  # type: ignore[no-untyped-def]
-        """Return the word formed from the fewer than eight bytes of `body` between `begin` and
-        `end`, padded with zeros."""
+        """Return the last, incomplete word: the bytes of `body` from `begin` to `end`, padded to
+        eight bytes with zeros."""
         byte = tl.arange(0, 8)
         some = tl.load(body + begin + byte, mask=begin + byte < end, other=0)
         return tl.sum(some.to(tl.int64) << (8 * byte))

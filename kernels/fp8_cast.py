@@ -3,7 +3,7 @@ block's weights.
 
 scale = amax(|block|) / 448, where 448 is the largest float8_e4m3fn value. weight / scale is rounded
 to nearest even. All arithmetic is float32. A block of zeros has scale 1. A scale is at least the
-smallest normal float32, which prevents division by zero. A non-finite weight remains visible in the
+smallest normal float32, which prevents division by zero. If a weight is not finite, neither is the
 result.
 """
 
@@ -43,8 +43,8 @@ def block_scales(weights: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def write_scales(weights: torch.Tensor, block: tuple[int, int], out: torch.Tensor) -> None:
-    """Write the scales of weights `[n, r, c]`, which consist of whole blocks, to `out` (float32,
-    see `block_scales`)."""
+    """Write the scales of `weights` to `out` (float32, see `block_scales`). The weights `[n, r, c]`
+    must consist of whole blocks."""
     _check(weights, out, torch.float32)
     if in_kernel(weights, block):
         launch(weights, block, out, None)
@@ -61,13 +61,13 @@ def write_weights(
     """Quantise part of the weights to fp8 and write it to `out`.
 
     Args:
-        weights: `[n, r, c]`, whole blocks.
+        weights: `[n, r, c]`, consisting of whole blocks.
         row, column: start of the part.
         out: float8_e4m3fn `[n, r', c']`.
 
     Raises:
-        ValueError: `out` is not float8_e4m3fn or on another device, the part is out of bounds, or
-            the weights are not floats.
+        ValueError: `out` is not float8_e4m3fn or is on another device, the part is out of bounds,
+            or the weights are not floats.
     """
     rows, columns = block
     _check(weights, out, torch.float8_e4m3fn)
@@ -128,12 +128,12 @@ def in_kernel(weights: torch.Tensor, block: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True)
 class Words:
-    """Checksum (`digest`) of values that are part of a message.
+    """Destination for the checksum (`digest`) of values that form part of a message.
 
     Attributes:
         sums: int64, one entry per program: the sum over its words.
-        begin: first byte of the values in the message. It must be a multiple of 8, as must the
-            columns and the columns of a block.
+        begin: offset of the values in the message, in bytes. It must be a multiple of 8, as must
+            the number of columns and the block's number of columns.
         seed: seed of the message's checksum.
     """
 
@@ -237,8 +237,9 @@ if TRITON:
         become NaN.
 
         Uses integer arithmetic, because the conversion in Triton's interpreter does not round to
-        even. A normal result is the upper bits after adding one half (minus one, plus the last kept
-        bit). A subnormal result is in the lowest bits after adding 2^14.
+        even. A normal result is the upper bits after rounding: one half minus one, plus the last
+        remaining bit, is added to the discarded bits. A subnormal result is in the lowest bits
+        after adding 2^14.
         """
         bits = x.to(tl.int32, bitcast=True)
         sign = (bits >> 24) & 0x80

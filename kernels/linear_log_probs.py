@@ -53,9 +53,9 @@ class Tiles:
 def tiles_for(dtype: torch.dtype, h: int, best: int = 0) -> Tiles:
     """Return the tiles for this dtype and hidden size.
 
-    The interpreter uses small tiles, so that tests cover several of each. Tiles are also small if
-    registers are needed elsewhere: for fp32, for finding the highest logits, or for a hidden size
-    that is not a multiple of the depth.
+    The interpreter uses small tiles, so that test inputs span several tiles in each dimension.
+    Tiles are also small if registers are needed elsewhere: for fp32, for finding the highest
+    logits, or for a hidden size that is not a multiple of the depth.
     """
     if INTERPRETED:
         return Tiles(rows=8, columns=16, depth=8, split=32, group=2)
@@ -83,13 +83,13 @@ def partial_sums(
     """Compute the contribution of this rank's vocabulary rows to each row's normaliser.
 
     Args:
-        hidden_NH, weight_VH: [n, h], [v, h] of one dtype.
-        targets_N: [n] int64, the target's row of `weight_VH`; -1 if it is not among them.
-        temperature: divides the logits.
+        hidden_NH, weight_VH: [n, h] and [v, h], of the same dtype.
+        targets_N: [n] int64, each target's row in `weight_VH`; -1 if the target is on another rank.
+        temperature: divisor of the logits.
         with_entropy: whether to compute the third sum.
         chunk: rows whose logits are materialised at a time in the torch implementation.
         best: [n, k] fp32 and [n, k] int64, outputs for the k highest logits in descending order and
-            their rows of `weight_VH`; k is at most v. None: not computed.
+            their rows in `weight_VH`. k is at most v. None: not computed.
 
     Returns:
         [n] fp32 highest logit t (-inf if v is 0), [3, n] fp32: the sum of exp(x - t), the target's
@@ -129,8 +129,8 @@ def partial_sums(
 
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide in place. A temperature of one would change nothing, so the pass over the logits is
-    skipped."""
+    """Divide the logits by the temperature in place. A temperature of 1 skips the pass over the
+    logits."""
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -215,8 +215,8 @@ def _check(
     )
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"hidden is {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be [n, "
-            "h] and [v, h]"
+            f"hidden and weight must have shapes [n, h] and [v, h], got {tuple(hidden.shape)} and "
+            f"{tuple(weight.shape)}"
         )
     if targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -305,7 +305,7 @@ def _triton_sums(
 
 
 def _read_keys(keys: torch.Tensor, best: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Fill `best` from the keys of all programs, [n, any number].
+    """Fill `best` from the keys [n, total number of keys] that all programs have written.
 
     A key stores the logit's bits, mapped to integer order, in its upper half and the vocabulary
     row, counted from the end, in its lower half. Among equal logits the first row therefore comes
@@ -586,10 +586,10 @@ if TRITON:
         EVEN: tl.constexpr,
         ENTROPY: tl.constexpr,
     ):
-        """Compute the gradient of one tile's products, [n, v] for the v vocabulary rows from
+        """Compute one tile of the gradient of the products [n, v], where column 0 is vocabulary row
         `first`.
 
-        Columns beyond v, up to `stride`, get arbitrary values.
+        Arbitrary values are written to columns from v to `stride`.
         """
         tile, other = _place(tl.program_id(0), tl.cdiv(n, ROWS), tl.cdiv(v, COLUMNS), GROUP)
         rows = tile * ROWS + tl.arange(0, ROWS)

@@ -237,7 +237,7 @@ def _scan(
 def _groups(sizes: Sequence[int]) -> list[list[int]]:
     """Divide the rows into groups, each padded to its longest row. Longer rows come first.
 
-    A group has at most as much padding as tokens. Empty rows are in no group.
+    A group contains at most as many padding tokens as real tokens. Empty rows are omitted.
     """
     groups: list[list[int]] = []
     longest = held = 0
@@ -300,7 +300,7 @@ if TRITON:
 
     @triton.jit
     def _after(later_factor, later, factor, value):  # type: ignore[no-untyped-def]
-        """Compose the step y -> value + factor y with the step of the later tokens."""
+        """Compose the step y -> value + factor y with the combined step of the later tokens."""
         return factor * later_factor, value + factor * later
 
     @triton.jit
@@ -323,8 +323,8 @@ if TRITON:
         MASKED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """Scan one row in blocks from its end. A block passes its first sum and value on to the
-        preceding block."""
+        """Scan one row in blocks from its end. Each block passes its first token's sum and value to
+        the block before it."""
         row = tl.program_id(0)
         end = tl.load(ends + row)
         start = end - tl.load(lengths + row)

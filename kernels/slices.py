@@ -244,8 +244,8 @@ class _Group:
         self._table, self._of = _table(rows, counts, pieces[0].tensor.device)
 
     def launch(self, payload: torch.Tensor, sums: torch.Tensor, seed: int, scatter: bool) -> None:
-        """Move the slices. Each program writes its words' contribution to the checksum to
-        `sums`."""
+        """Launch the kernel that moves the slices. Each program writes the checksum contribution of
+        its words to `sums`."""
         kernel = _words_kernel if self._by_word else _elements_kernel
         kernel[(self.programs,)](
             self._table,
@@ -356,7 +356,7 @@ def _rows_of(piece: Slice) -> tuple[int, int, int, int, int]:
 
 
 def _kind(piece: Slice) -> tuple[int, bool, bool]:
-    """Return how the slice is moved, as arguments for `_Group`."""
+    """Return the arguments `width`, `cast` and `wide` of the `_Group` that moves the slice."""
     outer, inner, last, _, columns = _rows_of(piece)
     width = piece.dtype.itemsize
     local = piece.tensor.dtype.itemsize
@@ -378,8 +378,8 @@ def _has_words(piece: Slice) -> bool:
 
 
 def _gaps(owned: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
-    """Return the ranges that `owned` does not cover, in whole words, up to the end of the word
-    after the message's last byte."""
+    """Return the byte ranges that `owned` does not cover. Each range starts at a word boundary. The
+    last range includes the message's padded last word."""
     found = []
     at = 0
     for low, high in [*sorted(owned), (nbytes // WORD * WORD + WORD,) * 2]:
@@ -401,7 +401,8 @@ if TRITON:
 
     @triton.jit
     def _rows_here(table, of, SPAN: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return this program's slice in the table, its rows, and its first word within them."""
+        """Return the table address of this program's slice, the slice's rows that the program
+        moves, and the first word within these rows."""
         program = tl.program_id(0)
         place = table + tl.load(of + program).to(tl.int64) * _FIELDS
         across = tl.load(place + 8).to(tl.int32)
@@ -537,8 +538,8 @@ if TRITON:
 
     @triton.jit(do_not_specialize=["nbytes", "seed"])
     def _again_kernel(table, of, payload, sums, nbytes, seed, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Compute the checksum of words that no tile contains. The last word of a message is padded
-        with zeros."""
+        """Compute the checksum of the words that no tile contains entirely. The last word of a
+        message is padded with zeros."""
         program = tl.program_id(0)
         place = table + tl.load(of + program).to(tl.int64) * 3
         first = tl.load(place) + (program - tl.load(place + 2)) * WORDS

@@ -24,7 +24,7 @@ class TokenRequests:
         prompts: token ids of each prompt.
         max_new_tokens: maximum length of each response.
         stop_token_ids: tokens that end a response; the response includes this token.
-        extras: data to return in addition to tokens and log-probs.
+        extras: optional outputs in addition to tokens and log-probs.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -46,8 +46,8 @@ class Asking(Protocol):
         """
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Ask the engine to abort these responses. They are reported as usual, with the tokens so
-        far and the finish reason `abort`, unless they finish first."""
+        """Ask the engine to abort these requests. Each is still reported: with the tokens so far
+        and the finish reason `abort`, or normally if it finishes first."""
 
     def give_up(self) -> None:
         """Abort all requests in flight. `done` then fails with an EngineError, unless all requests
@@ -57,13 +57,13 @@ class Asking(Protocol):
 
 @runtime_checkable
 class Streams(Protocol):
-    """Interface of engines that handle many requests concurrently and report each one as it
-    finishes.
+    """Interface for engines that run many requests concurrently and report each response when it is
+    complete.
     """
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
-        """Send the requests and return immediately. Whenever a response finishes, `told` is called
-        from another thread with the prompt's index and its response.
+        """Send the requests and return immediately. `told(prompt index, response)` is called from
+        another thread each time a response is complete.
         """
 
 
@@ -87,8 +87,8 @@ def generated(
     extras: Extras,
     images: Sequence[PromptImages] = (),
 ) -> list[Completion]:
-    """Call `Engine.generate`, passing the keyword arguments for extras and images only if there are
-    any.
+    """Call `Engine.generate`, omitting the keyword arguments for extras that were not requested and
+    for images if there are none.
 
     Raises:
         EngineError: supports were requested, but a response does not include them.
@@ -126,8 +126,8 @@ class _InThread:
         return self._begun.get(number, _NOTHING)
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Remove these prompts from calls that have not started yet. A running `generate` cannot be
-        aborted.
+        """Cancel these prompts if their call to `generate` has not started yet. A running
+        `generate` cannot be aborted.
         """
         self._aborted |= set(numbers)
 

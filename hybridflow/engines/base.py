@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """A token range of a response that was generated with one weight version: `start` (inclusive)
+    """A range of response tokens generated with a single weight version, from `start` (inclusive)
     to `end` (exclusive)."""
 
     version: str
@@ -41,15 +41,15 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of a prompt: float32 patches [p, c], and each image's patch grid (frames, rows,
-    columns) [i, 3]; i is 0 for a prompt without images.
+    """The images of a prompt: `pixels` [p, c] contains float32 patches, and `grids` [i, 3] the
+    patch grid (frames, rows, columns) of each image. i is 0 for a prompt without images.
     """
 
     pixels: np.ndarray
     grids: np.ndarray
 
     def digest(self) -> str:
-        """Return a digest of the images."""
+        """Return the sha256 digest of the patches and grids."""
         found = sha256(self.grids.astype("int64").tobytes())
         found.update(self.pixels.astype("float32").tobytes())
         return found.hexdigest()
@@ -64,8 +64,8 @@ def prompt_images(prompts: DataProto) -> list[PromptImages]:
 
 
 class Extras(NamedTuple):
-    """Data to return in addition to tokens and log-probs: the experts and the sampling support of
-    each token.
+    """Optional outputs of generation, in addition to tokens and log-probs: the experts and the
+    sampling support of each token.
     """
 
     routes: bool = False
@@ -92,7 +92,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """One engine, from start to stop. All calls have deadlines and raise EngineError. An engine
+    """Interface of one engine. All calls have deadlines and raise EngineError on failure. An engine
     that spans several nodes is represented by one object per node; objects on nodes other than the
     first are only started, checked and stopped.
     """
@@ -107,8 +107,8 @@ class Engine(Protocol):
         """Wait until the engine responds. If this fails, no process is left running."""
 
     def check_alive(self) -> None:
-        """Raise EngineError, including the log tail, if the engine is not running. Called
-        frequently."""
+        """Raise EngineError, including the log tail, if the engine is not running. Must be cheap,
+        because it is called often."""
 
     def log_tail(self) -> str:
         """Return the last lines of the log."""
@@ -141,15 +141,15 @@ class Engine(Protocol):
         """Have each rank post its weight layout to the weight-sync store."""
 
     def receive(self, order: Order, plan: str) -> Outcome:
-        """Receive every weight in the order or none at all, following the plan with this digest.
-        Reports failures in its result and never raises a HybridFlowError.
+        """Load all weights of the order or none of them, using the plan with this digest. Failures
+        are reported in the outcome; no HybridFlowError is raised.
         """
 
     def sleep(self) -> None:
         """Release the device memory of weights and KV cache."""
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate uninitialised memory for `weights` or `kv_cache`."""
+        """Reallocate the memory of `weights` or `kv_cache`. Its contents are uninitialised."""
 
 
 class LocalEngine(Engine, Protocol):
@@ -158,8 +158,8 @@ class LocalEngine(Engine, Protocol):
 
     def take(self, version: str, fill: Callable[[Mapping[str, torch.Tensor]], int]) -> int:
         """Call `fill` to write this version into the engine's tensors {Hugging Face name: tensor},
-        and return its result. If it fails, the engine rejects requests until the next successful
-        call."""
+        and return the result of `fill`. If `fill` fails, the engine rejects requests until a later
+        call succeeds."""
 
 
 ENGINES: Registry[Callable[[EngineSpec, Path, Callable[[], None]], Engine]] = Registry(

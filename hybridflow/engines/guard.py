@@ -64,8 +64,8 @@ def states_of_members(session: int) -> dict[int, str]:
 
 
 def kill_session(session: int, timeout_s: float = 5.0) -> list[int]:
-    """Send SIGKILL to every process of the session except its leader until none is left. Returns
-    the pids that remain after `timeout_s`."""
+    """Kill all processes of the session except its leader, repeating SIGKILL until none remains.
+    Returns the pids that remain after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (left := session_members(session)) and time.monotonic() < deadline:
         for pid in left:
@@ -121,8 +121,8 @@ def note_shared_memory(folder: str, paths: set[str]) -> None:
 
 
 def noted_shared_memory(folder: str) -> set[str]:
-    """Return the paths recorded by the guard and, when the server became ready, by its parent. Used
-    if the guard itself has been killed.
+    """Return the shared-memory paths recorded by the guard, and by its parent when the server
+    became ready. Used if the guard itself has been killed.
     """
     try:
         with open(os.path.join(folder, NOTE), encoding="utf-8") as note:
@@ -141,8 +141,8 @@ def remove_shared_memory(paths: set[str]) -> None:
 
 
 def is_ours(folder: str) -> bool:
-    """Return True if the folder exists and belongs to this user. Another user could read its name
-    on the guard's command line and create it first.
+    """Return True if the folder exists and belongs to this user. Another user could read the
+    folder's name on the guard's command line and create the folder first.
     """
     try:
         status = os.lstat(folder)
@@ -152,15 +152,15 @@ def is_ours(folder: str) -> bool:
 
 
 def remove(folder: str) -> None:
-    """Remove a server's folder, even if it was not completed."""
+    """Remove a server's folder, including one that was only partly written."""
     for path in (folder, folder + UNFINISHED):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def die_with_guard(guard: int) -> None:
-    """Have the kernel kill this process (the server) when the guard with this pid exits; if the
-    guard has already exited, exit immediately. Must be called before anything else. Because the
-    guard has a single thread, the signal arrives exactly when the guard exits.
+    """Make the kernel kill this process (the server) when the guard with this pid exits. If the
+    guard has already exited, this process is killed immediately. Must be the first call in the
+    process. Because the guard has a single thread, the signal arrives exactly when the guard exits.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
@@ -211,8 +211,8 @@ def start(command: list[str]) -> subprocess.Popen[bytes] | Fork | None:
 
 
 def _become(command: list[str]) -> None:
-    """Run the server in this fork. Exits without the interpreter's shutdown, in which a server that
-    failed while it was starting may wait forever for its threads and queues."""
+    """Run the server in this fork. Exits without the interpreter's normal shutdown, which may wait
+    forever for the threads and queues of a server that failed during start-up."""
     import traceback
 
     from hybridflow.process.fork_server import run

@@ -1,4 +1,5 @@
-"""The base class of HTTP clients for engine servers: generation, and calls with deadlines."""
+"""The base class of HTTP clients for engine servers, for generation and control calls with
+deadlines."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ class ServerClient:
     Args:
         url: base address, e.g. `ServerProcess.url`.
         admin_key: bearer key of the engine.
-        request_timeout_s: deadline of each call in seconds; for prompts in flight, the longest time
-            that may pass without any data.
+        request_timeout_s: timeout of each call in seconds. Prompts in flight fail only if no data
+            arrives for this long.
         name: the engine's name in error messages; defaults to the address.
-        batch_size: maximum number of prompts per HTTP request; 0 uses the class's default
-            (`together`).
+        batch_size: maximum number of prompts per HTTP request; 0 means the class attribute
+            `together`.
     """
 
     streams: type[TokenStreams]  # the token protocol of this kind of server
@@ -151,13 +152,14 @@ class ServerClient:
             )
         except requests.Timeout as error:
             raise EngineSilent(
-                f"{path} not answered within {timeout_s:g} s", engine=self.name
+                f"no response from {path} within {timeout_s:g} s", engine=self.name
             ) from error
         except requests.RequestException as error:
             raise EngineSilent(f"{path}: no connection: {error}", engine=self.name) from error
         if answer.status_code != 200:
             raise EngineError(
-                f"{path} answered {answer.status_code}: {answer.text[:500]}", engine=self.name
+                f"{path} returned status {answer.status_code}: {answer.text[:500]}",
+                engine=self.name,
             )
         return answer
 

@@ -124,7 +124,8 @@ def _hold(linear: Any, name: str, adapters: ServedAdapters) -> None:
 
 
 def _adapted(method: Any, scale: float) -> Any:
-    """Return a copy of a linear's method that adds the adapter before any reduction."""
+    """Return a copy of the linear's `quant_method` that adds the adapter's output before any
+    reduction."""
     original = method.apply
 
     def apply(

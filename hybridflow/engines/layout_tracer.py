@@ -46,9 +46,9 @@ class TracedPiece:
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """The traced copies: `buffers` {name: (shape, dtype)}, `pieces` in copy order, and `untouched`
-    buffers, which were not written. Shapes and pieces of the `transposed` buffers describe their
-    transpose, i.e. with the last two axes exchanged."""
+    """The traced copies: `buffers` {name: (shape, dtype)}, `pieces` in copy order, and the
+    `untouched` buffers, which the loader did not write. For `transposed` buffers, shapes and pieces
+    refer to the transpose (last two axes exchanged)."""
 
     buffers: dict[str, tuple[Shape, str]]
     pieces: tuple[TracedPiece, ...]
@@ -108,11 +108,11 @@ def trace_layout(
     dtype: torch.dtype,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> TracedLayout:
-    """Trace `load_weights` (of `module` or a wrapper) for the HF tensors {name: shape}.
+    """Trace how `load_weights` (of `module` or its wrapper) loads the HF tensors {name: shape}.
 
     Args:
-        dtype: dtype of all tensors that are not in `dtypes` (which lists block-wise fp8 tensors and
-            their scales).
+        dtype: dtype of the tensors that are not in `dtypes`. `dtypes` lists block-wise fp8 tensors
+            and their scales.
 
     Raises:
         WeightSyncError: the loader copies from something other than an HF tensor, or copies
@@ -269,8 +269,8 @@ class _Recorder(TorchDispatchMode):
     def _resolve(
         self, tensor: torch.Tensor, buffer: str
     ) -> Iterator[tuple[str | None, Shape, Shape, list[tuple[int, int]]]]:
-        """Yield (HF name, start, shape, region of `tensor`) for every HF tensor visible in
-        `tensor`. For zeros, the name is None.
+        """Yield (HF name, start, shape, region of `tensor`) for every HF tensor that `tensor`
+        contains a part of. The name is None if `tensor` consists of zeros.
         """
         key = _storage(tensor)
         if key in self.zeros:
@@ -327,7 +327,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _exchanged(piece: TracedPiece) -> TracedPiece:
-    """Return the piece, relocated to the transpose of its buffer."""
+    """Return the piece with its location expressed in the transpose of its buffer."""
     *outer, row, column = zip(piece.local_start, piece.local_shape, strict=True)
     start, shape = zip(*outer, column, row, strict=True)
     return replace(piece, local_start=start, local_shape=shape)

@@ -20,7 +20,7 @@ class Load:
     """A server's metrics at one moment.
 
     Attributes:
-        running, waiting: number of requests being computed, and queued.
+        running, waiting: number of running requests and of queued requests.
         kv_use: fraction of the KV cache in use.
     """
 
@@ -42,9 +42,9 @@ class ReportsLoad(Protocol):
         """
 
     def take_drafts(self) -> dict[str, float]:
-        """Return the accepted fraction of drafted tokens, in total and by their depth in a draft,
-        and the mean number of tokens per pass of the model, over the same requests; empty if the
-        engine does not draft.
+        """Return the acceptance rate of drafted tokens, overall and per draft depth, and the mean
+        number of tokens per forward pass. Covers the same requests as `take_prefix_hits`; empty if
+        the engine does not draft.
         """
 
 
@@ -66,7 +66,7 @@ class BusyClock:
         return self._busy_since is not None
 
     def note(self, has_requests: bool) -> None:
-        """Record whether the engine has requests from now on."""
+        """Record that the engine is now busy (`has_requests`) or idle."""
         if has_requests and self._busy_since is None:
             self._busy_since = self._now()
         elif not has_requests and self._busy_since is not None:
@@ -74,8 +74,8 @@ class BusyClock:
             self._busy_since = None
 
     def take(self) -> dict[str, float]:
-        """Return tokens per second of busy time, and the idle fraction, both since the last call.
-        Resets both.
+        """Return the tokens per second of busy time and the idle fraction since the last call, then
+        reset the counters.
         """
         now = self._now()
         if self._busy_since is not None:
@@ -94,7 +94,7 @@ class LoadWatch:
     """Samples an engine's load several times a second while it has requests.
 
     Args:
-        load: returns the load. If it raises an error, the sample is skipped.
+        load: function that returns the current load. A sample is skipped if it raises an error.
         is_busy: True while the engine has requests.
     """
 
@@ -130,8 +130,8 @@ class LoadWatch:
 
 
 def over_engines(loads: list[dict[str, float]]) -> dict[str, float]:
-    """Merge the engines' loads into a step's `engine/...` metrics: averages of means, and maxima of
-    maxima.
+    """Merge the engines' loads into a step's `engine/...` metrics: the average of the means and the
+    maximum of the maxima.
     """
     found = {}
     for name in dict.fromkeys(name for load in loads for name in load):

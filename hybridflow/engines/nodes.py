@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class FirstNode:
-    """The first node's store, which an engine's other nodes follow.
+    """The store through which an engine's first node directs the other nodes.
 
     Args:
         spec: spec of the first node's server.
@@ -58,7 +58,7 @@ class FirstNode:
                 )
 
     def end(self) -> None:
-        """Tell the other nodes to stop their servers permanently."""
+        """Tell the other nodes to stop their servers and not to restart them."""
         self._store.set("end", "1")
 
 
@@ -118,7 +118,7 @@ class OtherNode:
                     self._report(str(error).split("\n", 1)[0])
         except RuntimeError as error:  # the first node's worker exited, and the engine with it
             _log.warning(
-                "%s, node %d: no answer from the first node: %s",
+                "%s, node %d: no response from the first node: %s",
                 self.spec.name,
                 self.spec.node_rank,
                 error,

@@ -121,7 +121,8 @@ def reserve_port(ports: range) -> tuple[int, ExitStack]:
                     probe.bind((HOST, port))
                 return port, lock.pop_all()
     raise EngineError(
-        f"no free port from {ports.start} to {ports.stop}; stop the processes listening there"
+        f"no free port between {ports.start} and {ports.stop}; stop the processes that listen on "
+        "these ports"
     )
 
 
@@ -297,8 +298,8 @@ class ServerProcess:
         return answer.status_code == 200
 
     def check_alive(self) -> None:
-        """Raise EngineError if the engine is not running. Costs one system call. A server's main
-        process exits when one of its children exits, so only the main process is checked.
+        """Raise EngineError if the engine is not running. Takes one system call: a server's main
+        process exits when any of its children exits, so only the main process is checked.
 
         Raises:
             EngineError: the engine was never started or has exited. The message includes the log
@@ -312,8 +313,8 @@ class ServerProcess:
         self._check()
 
     def _ended(self, what: str) -> EngineError:
-        """Return the error for an engine that is not running. Processes that write to full shared
-        memory are killed by SIGBUS, so the log does not state the cause.
+        """Return the error for an engine that is not running. It reports full shared memory,
+        because writing to it kills a process with SIGBUS and leaves no trace in the log.
         """
         free = shutil.disk_usage(guard.SHARED_MEMORY_PREFIX).free
         if free >= _LEAST_SHARED_MEMORY:

@@ -99,8 +99,8 @@ class EngineSpec:
 
 
 def model_config(spec: EngineSpec) -> dict[str, Any]:
-    """Return the model's Hugging Face config, `flattened`; an empty dict if it cannot be read (the
-    server logs the reason)."""
+    """Return the model's Hugging Face config in flat form (`flattened`), or an empty dict if it
+    cannot be read (the server logs the reason)."""
     try:
         found = json.loads((Path(spec.model_path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -109,9 +109,9 @@ def model_config(spec: EngineSpec) -> dict[str, Any]:
 
 
 def check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int, name: str) -> None:
-    """Reject tokens outside the model's vocabulary. Servers index the embedding with tokens. An
-    invalid token makes some servers crash, which also fails all other requests, and others read
-    padding.
+    """Reject tokens outside the model's vocabulary. Servers use token ids as indices into the
+    embedding. An invalid id crashes some servers, which fails all other requests too, and makes
+    others read padding.
 
     Args:
         prompts: token ids.
@@ -134,14 +134,14 @@ def check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int, name: str) -
 
 
 def log_of_start(log_path: Path, number: int) -> Path:
-    """Return the log path of an engine's `number`-th restart: `NAME.log` for 0, then `NAME.1.log`
-    and so on."""
+    """Return the log path of an engine after `number` restarts: `NAME.log` for 0, `NAME.1.log` for
+    1, and so on."""
     return log_path.with_stem(f"{log_path.stem}.{number}") if number else log_path
 
 
 def has_weights(model_path: str) -> bool:
-    """Return True if the folder contains weight files. A name that is not a folder is a hub id,
-    which is assumed to provide them."""
+    """Return True if the folder contains weight files. A name that is not a folder is treated as a
+    hub id, which is assumed to include weights."""
     folder = Path(model_path)
     return not folder.is_dir() or any(
         next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin", "*.pt")

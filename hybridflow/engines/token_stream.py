@@ -76,7 +76,7 @@ class Answer:
         )
         if missing := [f"{count} {what}" for count, what in known if count != len(tokens)]:
             if reason != "abort":
-                raise ValueError(f"{missing[0]} for {len(tokens)} tokens")
+                raise ValueError(f"got {missing[0]} for {len(tokens)} tokens")
             # the server repeats a token of an aborted request that was waiting
             tokens = tokens[:0]
             log_probs = log_probs[:0]
@@ -122,13 +122,16 @@ class Answer:
             )
         flat = np.frombuffer(base64.b64decode(self.routes, validate=True), dtype=np.int32)
         if not len(flat) or len(flat) % rows:
-            raise ValueError(f"{len(flat)} routed experts for {rows} tokens")
+            raise ValueError(
+                f"got {len(flat)} routed experts for {rows} tokens; expected the same number for "
+                "each token"
+            )
         return flat.reshape(rows, -1)
 
 
 class Asked:
-    """A batch of prompts in flight. `told` is called in the event loop's thread with the number and
-    completion of each finished response; `done` is set to the error, if there is one."""
+    """A batch of prompts in flight. `told(prompt index, completion)` is called in the event loop's
+    thread for each finished response. If the requests fail, `done` fails with the error."""
 
     def __init__(
         self,
@@ -217,11 +220,12 @@ class TokenStreams:
         raise NotImplementedError
 
     def _read(self, asked: Asked, event: Any, names: Mapping[str, int]) -> str:
-        """Add an event to its response and return the request's name. Raises EngineError if the
-        server rejected the request; other exceptions are reported as a malformed event.
+        """Append an event to the response that it belongs to, and return the request's name. Raises
+        EngineError if the server rejected the request; other exceptions are reported as a malformed
+        event.
 
         Args:
-            names: {name: number} of the request's prompts.
+            names: {request name: prompt index} of the prompts in the HTTP request.
         """
         raise NotImplementedError
 
@@ -307,7 +311,7 @@ class TokenStreams:
                 self._take(asked, event, names, open_names)
             if open_names:
                 raise EngineError(
-                    f"{self.path} ended with {len(open_names)} unanswered prompts",
+                    f"{self.path} ended before {len(open_names)} prompts were answered",
                     engine=self.name,
                 )
         except aiohttp.ClientError as error:
@@ -346,7 +350,7 @@ class TokenStreams:
             if response.status != 200:
                 text = (await response.text(errors="replace"))[:500]
                 raise EngineError(
-                    f"{self.path} answered {response.status}: {text}", engine=self.name
+                    f"{self.path} returned status {response.status}: {text}", engine=self.name
                 )
             rest = bytearray()
             ended = False
@@ -389,7 +393,7 @@ class TokenStreams:
                     return waiting.result()
                 if time.monotonic() >= max(self._heard, asked_at) + self.silence_s:
                     raise EngineSilent(
-                        f"{self.path} not answered within {self.silence_s:g} s", engine=self.name
+                        f"no data from {self.path} within {self.silence_s:g} s", engine=self.name
                     )
         finally:
             waiting.cancel()

@@ -156,8 +156,8 @@ class WeightReceiver:
         }
 
     def _traced(self, store: Any, timeout_s: float) -> RankLayout:
-        """Return the layout, and retrace it if a buffer has moved (because weights were repacked or
-        memory was reallocated).
+        """Return the layout. Retraces the loader first if a buffer has moved (because weights were
+        repacked or memory was reallocated).
         """
         pointers = {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
         if self._layout is None or pointers != self._pointers:
@@ -209,7 +209,7 @@ class WeightReceiver:
 
     def _agree_to_commit(self, board: Board, rank: int) -> None:
         """Wait until every rank of the engine has staged all weights and agrees to copy them.
-        Raises if the order is cancelled."""
+        Raises `_CalledOff` if the order is cancelled."""
         board.staged(rank)
         board.wait_all_staged(board.order.endpoint.timeout_s)
         if board.decide(COMMIT) != COMMIT:

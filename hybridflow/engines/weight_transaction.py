@@ -51,7 +51,7 @@ class EngineClient(Protocol):
         """
 
     def set_weight_version(self, version: int | str) -> None:
-        """Set the name of the weight version under which later tokens are reported."""
+        """Set the weight version that is reported for later tokens."""
 
 
 class _Unusable(WeightSyncError):
@@ -129,8 +129,8 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
 
 
 def _compare(board: Board, plan: str) -> None:
-    """Reject an order whose plan or version differs from the senders' plan or version. Called
-    before the engine is paused.
+    """Raise WeightSyncError unless the engine, the order and all senders use the same plan and
+    version. Called before the engine is paused.
     """
     order = board.order
     if order.plan != plan:

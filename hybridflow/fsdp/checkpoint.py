@@ -1,6 +1,6 @@
 """Checkpoints of an FSDP policy: model, reference, optimizer, schedule and random state.
 
-They are stored as row shards of the Hugging Face tensors, one file per rank.
+Each rank writes one file with its row shards of the Hugging Face tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Sharded(Holder, Protocol):
 
     @property
     def adapters(self) -> Adapters | None:
-        """The adapters that are trained instead of the weights."""
+        """The adapters that are trained instead of the weights; None if the weights are trained."""
 
     def held(self) -> Mapping[str, torch.Tensor]:
         """Return this rank's rows of every tensor, keyed by Hugging Face name: the weights and the
@@ -48,10 +48,11 @@ class Sharded(Holder, Protocol):
         """
 
     def moments(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Return {kind of optimizer state: its rows on this rank, for every trained tensor}."""
+        """Return this rank's rows of the optimizer state: {kind of state: {name of trained tensor:
+        rows}}."""
 
     def reference_state(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's rows of the reference, limited to the tensors that are trained."""
+        """Return this rank's rows of the reference's copies of the trained tensors."""
 
 
 class ShardedState:
@@ -93,7 +94,7 @@ class ShardedState:
 
     def hf(self) -> Iterator[HfSlice]:
         """Yield the location of each Hugging Face tensor, and of each adapter factor under its PEFT
-        names. The tensors already have these names and shapes.
+        names. The checkpoint already uses the Hugging Face names and shapes.
         """
         for one in self._model:
             for name in (one.key, *self._aliases.get(one.key, ())):

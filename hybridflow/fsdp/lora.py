@@ -2,11 +2,11 @@
 
 The factors are parameters of the modules that they adapt, and are added before the model is
 sharded: `q_proj.lora_A` [rank, in] and `q_proj.lora_B` [out, rank]. Linears that share an A
-(`models.lora`) use the parameter of the first. For a layer's experts, `experts.lora_gate_up_A`
-[experts, rank, in], `experts.lora_gate_up_B` [experts, out, rank] and the same for `down` contain
-one factor per expert. FSDP2 shards them along the same rows and experts as the weights, so a rank
-merges its part of a weight using its own part of B. Of the factors, only A of linears has to be
-gathered.
+(`models.lora`) use the first linear's parameter. A layer's experts have `experts.lora_gate_up_A`
+[experts, rank, in], `experts.lora_gate_up_B` [experts, out, rank] and the corresponding `down`
+parameters, with one factor per expert. FSDP2 shards them along the same rows and experts as the
+weights, so a rank merges its part of a weight using its own part of B. The only factors that must
+be gathered are the A factors of linears.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Adapters:
 
     @staticmethod
     def is_factor(name: str) -> bool:
-        """Return True for a parameter that contains factors."""
+        """Return True if the parameter with this name contains adapter factors."""
         return ".lora_" in name
 
     def views(
@@ -167,7 +167,8 @@ def _parameter(shape: tuple[int, ...]) -> nn.Parameter:
 def _with_adapter(
     part: str, scale: float
 ) -> tuple[Callable[[Any, Any], None], Callable[..., None]]:
-    """Return hooks that let the experts' forward pass see W + scale * B A as its weight."""
+    """Return hooks that replace the experts' weight W with W + scale * B A during their forward
+    pass."""
     name = f"{part}_proj"
 
     def before(experts: Any, inputs: Any) -> None:

@@ -31,8 +31,8 @@ class ScoringModel(nn.Module):
     gathers the output layer."""
 
     def __init__(self, causal: Any, alone: Any, adapters: Adapters | None = None) -> None:
-        """`alone` is a process group that contains only this rank, since the gathered output layer
-        is not split across ranks. `adapters` are attached to `causal`.
+        """`alone` is a process group with only this rank. It is used for log-probs, because the
+        gathered output layer is not sharded. `adapters` are attached to `causal`.
         """
         super().__init__()
         self.causal = causal
@@ -82,8 +82,8 @@ def build_model(
         dtype: compute precision; shards, gradients and optimizer state are fp32.
         source: the weights to load.
         device: the device of the shards.
-        recompute: True to keep only the layers' inputs for the backward pass, and compute each
-            layer again there.
+        recompute: if True, only the layers' inputs are stored for the backward pass, and each
+            layer's activations are recomputed.
         lora: adapters to train instead of the weights.
 
     Raises:
@@ -122,8 +122,8 @@ def build_model(
 
 
 def shards(model: ScoringModel) -> dict[str, DTensor]:
-    """Return the sharded parameters, keyed by transformers' names, which match those in checkpoints
-    except that a layer's experts are stacked. Adapter factors are included.
+    """Return the sharded parameters, keyed by transformers' names, which match the names in
+    checkpoints, except that a layer's experts are stacked. Adapter factors are included.
     """
     shards: dict[str, DTensor] = {}
     for name, parameter in model.named_parameters():

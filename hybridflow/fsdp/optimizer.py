@@ -14,7 +14,7 @@ from hybridflow.config.schema import OptimConfig
 
 
 def learning_rate(config: OptimConfig, update: int) -> float:
-    """Return the learning rate of the `update`-th update, counted from 1.
+    """Return the learning rate of update number `update`, counted from 1.
 
     Linear warm-up, then constant, or decay to `min_lr`. Matches Megatron's
     `OptimizerParamScheduler.get_lr` (optimizer_param_scheduler.py).
@@ -92,8 +92,8 @@ class Optimizer:
         return grads
 
     def moments(self) -> dict[str, dict[str, DTensor]]:
-        """Return {exp_avg, exp_avg_sq: {parameter's name: moment}}. Moments are sharded like their
-        parameters."""
+        """Return {"exp_avg" or "exp_avg_sq": {parameter name: moment}}. Moments are sharded like
+        their parameters."""
         states: dict[str, dict[str, DTensor]] = {}
         for kind in ("exp_avg", "exp_avg_sq"):
             states[kind] = {
@@ -102,7 +102,7 @@ class Optimizer:
         return states
 
     def resume(self, updates: int) -> None:
-        """Continue counting updates from this number."""
+        """Set the number of updates that have been applied, after restoring a checkpoint."""
         self.updates = updates
         for state in self.inner.state.values():
             # separate tensors: AdamW increments them in place

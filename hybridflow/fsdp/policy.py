@@ -57,7 +57,7 @@ class NoReplay:
 
     def recorded(self) -> Jagged:
         """Raise ModelError, because no routes are recorded."""
-        raise ModelError("actor.backend=fsdp records no routes")
+        raise ModelError("actor.backend=fsdp does not record routes; set actor.backend=megatron")
 
     def take_counts(self) -> Mapping[str, int]:
         """Return no counts."""
@@ -243,7 +243,7 @@ class FsdpPolicy(HoldsReference):
     # ---- weights
 
     def shards(self) -> dict[str, Any]:
-        """Return the sharded parameters, keyed by transformers' name."""
+        """Return the sharded parameters, keyed by their names in transformers."""
         return dict(shards(self.model))
 
     def trained(self) -> dict[str, Any]:
@@ -280,7 +280,8 @@ class FsdpPolicy(HoldsReference):
         return base | self.adapters.merged(base, held, factors)
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return {exp_avg, exp_avg_sq: its rows on this rank, for every trained tensor}."""
+        """Return this rank's rows of Adam's moments: {"exp_avg" or "exp_avg_sq": {tensor name:
+        rows}}."""
         moments = self.optimizer.moments() if self.optimizer else {}
         return {kind: local_tensors(self.model, held) for kind, held in moments.items()}
 
@@ -290,7 +291,7 @@ class FsdpPolicy(HoldsReference):
 
     @property
     def served_adapters(self) -> None:
-        """Always None, because adapters are merged."""
+        """Always None, because engines receive merged weights."""
         return None
 
     def release_copies(self) -> None:
@@ -313,7 +314,8 @@ class FsdpPolicy(HoldsReference):
         return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's rows of the trained tensors. They are copied to create a reference."""
+        """Return this rank's rows of the trained tensors. A reference is created by copying these
+        tensors."""
         return local_tensors(self.model, self.trained())
 
     @property
@@ -331,7 +333,7 @@ class FsdpPolicy(HoldsReference):
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
         """Return, for each part, a function that lists its tensors, for `Residency`.
 
-        The list changes when the optimizer is replaced or a reference is added.
+        The lists change when the optimizer is replaced or a reference is added.
         """
         return {
             "weights": lambda: [

@@ -1,9 +1,9 @@
 """The inputs and targets of multi-token-prediction heads in a packed micro-batch.
 
-The head of depth k reads, at token i of a row, the state of token i and the embeddings of tokens
-i + 1 to i + k, and predicts token i + k + 1. It is trained at the tokens that an engine would
-draft: k + 1 consecutive response tokens that the policy sampled, of which the first k are given. No
-head reads or predicts beyond the end of a row.
+At token i of a row, the head of depth k reads the state of token i and the embeddings of tokens
+i + 1 to i + k, and predicts token i + k + 1. Its training targets are the tokens that an engine
+would draft: the last of k + 1 consecutive response tokens that the policy sampled. No head reads or
+predicts beyond the end of a row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hybridflow.mcore.context_parallel import ZigZag
 
 @dataclass(frozen=True)
 class Ahead:
-    """The part of one depth in a micro-batch with t' tokens and n' targets on this context rank.
+    """One context rank's inputs and targets for the prediction head of one depth, in a micro-batch
+    with t' tokens and n' targets on that rank.
 
     Attributes:
         tokens: [1, t'] the token `depth` positions later in the same row; 0 beyond the row's end,
@@ -36,12 +37,12 @@ class Ahead:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """A packed micro-batch of s rows and t tokens before it is divided over context ranks.
+    """A packed micro-batch of s rows and t tokens, before it is split across context ranks.
 
     Attributes:
         tokens: [t] packed tokens, with padding.
         starts, read: [s] first position and number of tokens of each row.
-        predicting: [n] the position that predicts each response token of the rows.
+        predicting: [n] the position whose output predicts each response token.
         responses: [n] the response tokens.
         lengths: [s] number of response tokens of each row.
         sampled: [n] bool, False at response tokens that the policy did not sample.
@@ -62,7 +63,7 @@ class PackedRows:
         rank: int,
         upload: Callable[[torch.Tensor], torch.Tensor],
     ) -> Ahead:
-        """Return the inputs and targets of the head of this depth on one context rank."""
+        """Return one context rank's inputs and targets for the head of this depth."""
         kept = np.maximum(self.read - depth, 0)
         places = ranges(self.starts, kept)
         tokens = np.zeros_like(self.tokens)
@@ -79,7 +80,7 @@ class PackedRows:
         return Ahead(there[None], predicting, predicted)
 
     def _targets(self, depth: int) -> np.ndarray:
-        """Return the indices of the response tokens that the head of this depth is trained on."""
+        """Return the indices of the response tokens that are targets of the head of this depth."""
         place = np.arange(len(self.responses)) - np.repeat(
             np.cumsum(self.lengths) - self.lengths, self.lengths
         )

@@ -88,9 +88,11 @@ class MegatronPolicy(Policy):
     def load_from(self, source: WeightSource) -> None:
         """Replace all weights and drop the optimizer. Call `set_optimizer` again afterwards.
 
-        Raises RuntimeError if the weights are another policy's.
+        Raises RuntimeError if the policy shares the weights of its base.
         """
         if self.base is not None:
-            raise RuntimeError("load_from would change the weights of the policy that shares them")
+            raise RuntimeError(
+                "load_from would change the shared weights of the base policy; call it on the base"
+            )
         load_weights(self.stages, self.family, source, self.heads)
         self.optimizer = None

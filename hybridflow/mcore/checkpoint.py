@@ -29,7 +29,7 @@ class Saver(_Saver):
     collectives."""
 
     def __init__(self, policy: Policy, timeout_s: float = 1800.0) -> None:
-        """`timeout_s` limits both how long a save waits for the slowest rank, and how long the next
+        """`timeout_s` is the maximum time that a save waits for the slowest rank, and that the next
         save waits for this one.
         """
         super().__init__(
@@ -106,7 +106,7 @@ def _job(policy: Policy, folder: Path, phase: str, step: int, exchange: Exchange
 
 
 def _check_heads(policy: Policy, manifest: Manifest, folder: Path) -> None:
-    """Raise CheckpointError on all ranks if only one of checkpoint and policy has trained heads."""
+    """Raise CheckpointError on all ranks unless checkpoint and policy agree on trained heads."""
     theirs = "heads" in manifest.contains
     if theirs == (policy.heads is not None):
         return

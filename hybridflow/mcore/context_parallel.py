@@ -56,8 +56,8 @@ def gather_tokens(values: torch.Tensor, places: torch.Tensor | None, total: int)
     on all ranks.
 
     `places` [n] contains the indices of this rank's tokens, or is None without context parallelism.
-    Since all ranks then compute the same loss, the backward pass gives each rank only the gradient
-    of its own tokens.
+    Since all ranks then compute the same loss, the backward pass returns to each rank only the
+    gradient of its own tokens.
     """
     if places is None:
         return values

@@ -39,14 +39,14 @@ _SPLIT = {"conv1d.weight": 0, "dt_bias": 0, "A_log": 0}  # by tensor parallelism
 class GatedDeltaNet(MegatronModule):
     """This rank's heads of a gated delta net.
 
-    Under context parallelism the ranks exchange tokens for heads: each computes the whole rows of
-    its share of the heads.
+    Under context parallelism, ranks exchange activations so that each computes whole rows for a
+    share of the heads.
     """
 
     def __init__(
         self, config: TransformerConfig, *, block: DeltaNet, pg_collection: Any, **_: Any
     ) -> None:
-        """`block` is the layer's block in the family's map."""
+        """`block` describes this block of the layer in the family's map."""
         super().__init__(config=config)
         self.block = block
         self.groups = pg_collection
@@ -123,8 +123,8 @@ class GatedDeltaNet(MegatronModule):
         return output, bias
 
     def _mixed(self, rows: torch.Tensor, params: Any) -> torch.Tensor:
-        """Apply convolution and delta rule to rows [t, heads, n] of `self.mine`: [t, heads,
-        values]."""
+        """Apply the convolution and the delta rule to `rows` [t, heads, n] of this rank's heads
+        (`self.mine`). Returns [t, heads, values]."""
         block = self.block
         count = len(rows)
         weight = self.conv1d.weight.view(self.heads, block.mixed, 1, -1)[self.mine]
@@ -152,8 +152,8 @@ class GatedDeltaNet(MegatronModule):
     # ---- context parallelism
 
     def _order(self, params: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the index of each packed row among the rows of all ranks in rank order, and the
-        inverse."""
+        """Return each packed row's index in the concatenation of all ranks' rows, and the inverse
+        permutation."""
         found = getattr(params, "zigzag_order", None)
         if found is None:
             layout = ZigZag.of(params.bounds.numpy(), len(self.shares))
@@ -164,8 +164,8 @@ class GatedDeltaNet(MegatronModule):
         return found
 
     def _to_heads(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """Exchange this rank's tokens of all heads, [t', heads, n], for all tokens of its share of
-        the heads, [t, mine, n] in packed order."""
+        """Redistribute from this rank's tokens with all heads, [t', heads, n], to all tokens in
+        packed order with this rank's heads, [t, mine, n]."""
         mine = self.mine.stop - self.mine.start
         size = len(self.shares)
         sent = rows.transpose(0, 1).contiguous()

@@ -37,7 +37,8 @@ def convolved(x: torch.Tensor, weight: torch.Tensor, params: Any) -> torch.Tenso
 
 
 def _places(params: Any, before: int) -> torch.Tensor:
-    """Return the index of each packed row if every segment is preceded by `before` more rows."""
+    """Return the index of each packed row after `before` rows have been inserted in front of every
+    segment."""
     found = getattr(params, "spread_places", None)
     if found is None or found[0] != before:
         lengths = params.bounds.diff()
@@ -55,10 +56,10 @@ def delta_rule(
     beta: torch.Tensor,
     params: Any,
 ) -> torch.Tensor:
-    """Return, for each token and head, its segment's state multiplied by the query.
+    """Return, for each token and head, the product of the query and the segment's state.
 
-    A token multiplies the state S [k, v] by exp(decay), then adds key (beta (value - key S)).
-    Queries and keys are normalised, queries also scaled by 1 / sqrt(k).
+    Each token first multiplies the state S [k, v] by exp(decay), and then adds key (beta (value -
+    key S)) to it. Queries and keys are normalised, queries also scaled by 1 / sqrt(k).
 
     Args:
         query, key: [t, h, k].
@@ -146,8 +147,9 @@ def _within_chunks(
     """Solve the triangular systems of all chunks [b, h, chunks, s, ...].
 
     Returns:
-        The values that tokens add to an empty state, the keys under which they read the state
-        before the chunk, and each query's weights [..., s, s] of the values added in its chunk.
+        The values that tokens would add to an empty state, the keys with which tokens read the
+        state before the chunk, and the weights [..., s, s] with which queries read the values added
+        in their chunk.
     """
     later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=key.device)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later.triu(1), -torch.inf)

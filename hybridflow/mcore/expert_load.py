@@ -22,8 +22,8 @@ from hybridflow.mcore.parallel import tensor_share
 
 
 class ExpertLoad:
-    """Corrects the counts of all routers on this rank that have an expert bias. Other routers keep
-    no counts.
+    """Corrects the counts of all routers with an expert bias on this rank. Megatron counts only
+    for such routers.
     """
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:

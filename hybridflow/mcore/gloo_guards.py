@@ -1,5 +1,5 @@
-"""Guards for collectives that gloo (torch 2.13) rejects, or for which it silently returns other
-results than NCCL.
+"""Guards for collectives that gloo (torch 2.13) rejects, or for which it silently returns results
+that differ from NCCL's.
 
 `scatter` with non-contiguous inputs, `all_reduce` on strided tensors and `broadcast` between
 different memory layouts treat the storage as if it were contiguous. `all_gather` with unequal sizes

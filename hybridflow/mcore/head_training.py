@@ -1,10 +1,11 @@
 """Training of multi-token-prediction heads next to the policy.
 
-Every update of the policy also updates the heads, by the cross-entropy of the tokens that an engine
-would draft (`mcore.ahead`), from the states that the policy's forward pass computes anyway. The two
-share nothing that could change the policy: states, embedding and output layer are detached, and the
-heads have gradient buffers, a gradient norm and an optimizer of their own. A head's backward pass
-runs at once, after the forward pass of its micro-batch, independently of the pipeline schedule.
+Every update of the policy also updates the heads. Their loss is the cross-entropy of the tokens
+that an engine would draft (`mcore.ahead`), computed from the hidden states of the policy's own
+forward pass. Training the heads cannot change the policy: hidden states, embedding and output layer
+are detached, and the heads have separate gradient buffers, gradient norm and optimizer. A head's
+backward pass runs immediately after the forward pass of its micro-batch, independently of the
+pipeline schedule.
 
 With D heads and N_k targets of depth k in the mini-batch over all ranks, the heads' loss is
 coef / D * sum_k 1 / N_k sum -log p_k(target).
@@ -40,7 +41,7 @@ SKIPPED = "actor/mtp/skipped_updates"
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """How heads are trained: the coefficient of their loss, and their learning rate (None: the
+    """Training settings of the prediction heads: loss coefficient and learning rate (None uses the
     policy's)."""
 
     coef: float = 0.1
@@ -53,7 +54,8 @@ def train_heads(
     parallel: ParallelConfig,
     settings: HeadSettings | None,
 ) -> HeadTraining | None:
-    """Allocate gradients for the heads, if there are any."""
+    """Create the training state of the heads, including gradient buffers; None if `heads` is
+    None."""
     if heads is None:
         return None
     return HeadTraining(heads, stages, parallel, settings or HeadSettings())
@@ -87,7 +89,7 @@ class HeadTraining:
             stages[-1].decoder.register_forward_hook(self._note, with_kwargs=True)
 
     def set_optimizer(self, config: OptimConfig, dtype: torch.dtype) -> None:
-        """Create a fresh optimizer. `config` is the policy's."""
+        """Create a new optimizer for the heads. `config` is the policy's optimizer config."""
         lr = self.settings.lr or config.lr
         own = replace(config, lr=lr, min_lr=min(config.min_lr, lr))
         self.optimizer = Optimizer([self.chunk], own, self._parallel, dtype)
@@ -113,12 +115,13 @@ class HeadTraining:
         self._shares = self.settings.coef / self.heads.count / counts.clamp(min=1.0)
 
     def _note(self, decoder: Any, inputs: Any, named: dict[str, Any], output: torch.Tensor) -> None:
-        """Keep what the last chunk's layers computed in the forward pass of an update."""
+        """Forward hook: save the last chunk's hidden states and rotary angles during an update."""
         if self._is_training and torch.is_grad_enabled():
             self._seen = output.detach(), named.get("rotary_pos_emb")
 
     def learn(self, micro: MicroBatch, scoring: Scoring) -> None:
-        """Add a micro-batch's gradient, after the last chunk's forward pass over it.
+        """Accumulate the heads' gradients for a micro-batch. Called after the last chunk's forward
+        pass over the micro-batch.
 
         Collective over the ranks of the last stage that share its tokens or experts.
         """
@@ -158,8 +161,9 @@ class HeadTraining:
         return found
 
     def step(self) -> dict[str, tuple[float, float]]:
-        """Update the heads, after the policy's update. An update whose gradient is not finite is
-        left out, since it says nothing about the policy. Returns metrics like `end`."""
+        """Update the heads. Called after the policy's update. If a gradient is not finite, only the
+        heads' update is skipped, because the heads do not affect the policy. Returns metrics in the
+        same format as `end`."""
         assert self.optimizer is not None
         buffers = (*self.chunk.buffers, *self.chunk.expert_parallel_buffers)
         bad = torch.zeros((), dtype=torch.int32, device=device())
@@ -176,12 +180,12 @@ class HeadTraining:
     # ---- checkpoints
 
     def facts(self) -> dict[str, int]:
-        """Return what a checkpoint's manifest says about the heads. Not collective."""
+        """Return the counts for a checkpoint: updates and schedule steps. Not collective."""
         assert self.optimizer is not None
         return {"updates": self.updates, "scheduled": self.optimizer.scheduler.num_steps}
 
     def restore(self, facts: dict[str, int]) -> None:
-        """Continue from the updates and the schedule of a checkpoint. Not collective."""
+        """Continue from `facts`, the counts that a checkpoint has stored. Not collective."""
         assert self.optimizer is not None
         self.updates = int(facts["updates"])
         set_adam_step(self.optimizer.inner, self.updates)

@@ -21,7 +21,8 @@ def export(
     *,
     source: Path | None = None,
 ) -> list[str]:
-    """Write the policy's weights using `export_held`, with adapters merged in. Collective."""
+    """Export the policy's weights to a Hugging Face folder (`export_held`), with adapters merged.
+    Collective."""
     held = Held(
         policy.family,
         policy.dtype,

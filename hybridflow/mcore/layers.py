@@ -1,8 +1,8 @@
 """Layers that Megatron's own specification cannot express, built from a family's blocks.
 
-They apply norms after attention and MLP, omit the norms before them, normalise queries and keys
-across all heads, use a gated delta net in place of attention, or split gated attention across more
-ranks than it has key heads.
+Such layers apply norms after attention and MLP, omit the norms before attention and MLP, normalise
+queries and keys across all heads, use a gated delta net in place of attention, or split gated
+attention across more ranks than there are key heads.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def block_spec(family: Family, config: TransformerConfig, at: Coordinates) -> An
 
 
 def head_spec(decoder: Decoder, config: TransformerConfig, at: Coordinates) -> ModuleSpec:
-    """Return the spec of the layer in a multi-token-prediction head, on the last stage.
+    """Return the spec of a multi-token-prediction head's transformer layer. Called on the last
+    stage.
 
     As in Megatron (gpt_layer_specs.py:703), the spec of the model's last layer is used.
     """
@@ -123,7 +124,7 @@ class LayerWithNormsAfter(TransformerLayer):
     """
 
     def __init__(self, *args: Any, after: tuple[bool, bool], **kwargs: Any) -> None:
-        """`after`: whether to add a norm after (attention, MLP)."""
+        """`after` contains two flags: add a norm after attention, and after the MLP."""
         super().__init__(*args, **kwargs)
         names = (("post_self_attn_layernorm", "self_attn_bda"), ("post_mlp_layernorm", "mlp_bda"))
         for (name, add), is_there in zip(names, after, strict=True):
@@ -161,8 +162,8 @@ def _normed(norm: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]
 class GatedSelfAttention(SelfAttention):
     """Attention with an output gate.
 
-    With fewer key heads than tensor-parallel ranks, Megatron 0.16 selects the queries of a rank,
-    but not their gates (attention.py:1458).
+    If there are fewer key heads than tensor-parallel ranks, Megatron 0.16 selects the rank's
+    queries, but not the matching gates (attention.py:1458). This class also selects the gates.
     """
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +233,7 @@ def check_windows(family: Family, parallel: ParallelConfig) -> None:
 
 
 def scale_embeddings(model: Any, scale: float) -> None:
-    """Multiply the first stage's embeddings by a factor that is rounded to their dtype, as in
+    """Multiply the first stage's embeddings by `scale`, rounded to their dtype as in
     transformers."""
 
     def scaled(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,9 @@ If a replicated factor is applied only to a rank's share of the sequence, its gr
 across ranks, as for a norm. Only [tokens, r] is communicated, never [tokens, hidden].
 
 A grouped linear of routed experts has one A and one B for each local expert. Expert tensor
-parallelism splits them in the same way, but the token dispatcher has already gathered the tokens of
-the ranks that share an expert, and sums what these ranks return. Nothing is exchanged between A and
-B there; the gradients of whole factors are summed.
+parallelism splits the factors in the same way. The token dispatcher already gathers the tokens of
+the ranks that share an expert and sums their outputs, so there is no communication between A and B.
+The gradients of whole factors are summed.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Adapter(torch.nn.Module):
             )
 
     def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Return the adapter's contribution to the linear's output. x [s, b, in] is the input
-        passed to the linear."""
+        """Return the adapter's contribution to the linear's output. x [s, b, in] is the linear's
+        input."""
         if self._norm is not None:
             linear, epsilon = self._norm
             weight = linear.layer_norm_weight
@@ -113,7 +113,8 @@ class ExpertAdapters(torch.nn.Module):
     `A0`, `B0`, `A1`, ... for the first, second, ... expert."""
 
     def __init__(self, linear: Any, described: Sequence[AdaptedWeight], scale: float) -> None:
-        """`linear` is the grouped linear, and `described` its weights in their order."""
+        """`linear` is the grouped linear, and `described` describes its weights, in expert
+        order."""
         super().__init__()
         self.cut = described[0].cut
         self.scale = scale
@@ -135,7 +136,7 @@ class ExpertAdapters(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, m_splits: Any) -> torch.Tensor:
         """Return the adapters' contribution to the linear's output [rows, out]. The arguments are
-        those of the linear: x [rows, in], and the number of rows of each expert."""
+        the linear's arguments: x [rows, in], and the number of rows of each expert."""
         low = grouped_linear(x, m_splits, self._factors("A")) * self.scale
         return grouped_linear(low, m_splits, self._factors("B"))
 
@@ -147,10 +148,11 @@ class ExpertAdapters(torch.nn.Module):
 
 
 def _sum_gradient(factors: torch.Tensor) -> torch.Tensor:
-    """Return the factors, whose gradient is summed over the ranks that share an expert.
+    """Return the factors unchanged; the backward pass sums their gradient over the ranks that share
+    an expert.
 
-    Each of these ranks computes a part of the output, and so only a part of a whole factor's
-    gradient.
+    Each of these ranks computes only part of the output, and therefore only part of a whole
+    factor's gradient.
     """
     return copy_to_tensor_model_parallel_region(
         factors, group=parallel_state.get_expert_tensor_parallel_group()
@@ -219,8 +221,9 @@ class Adapters:
         return factors
 
     def copies(self) -> dict[str, tuple[int, int]]:
-        """Return which copy of each factor this rank has, keyed by Megatron name: its number among
-        the tensor-parallel ranks (0 for a factor that they cut) and among the data-parallel ranks.
+        """Return the replica index of each factor on this rank, keyed by Megatron name: (index
+        across tensor-parallel ranks, index across data-parallel ranks). The first index is 0 if the
+        factor is sharded across the tensor-parallel ranks.
         """
         at = coordinates()
         dense = at.tp_rank, parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -267,7 +270,7 @@ class Adapters:
 
 
 def _held(module: Any, local: LocalTensor) -> torch.Tensor:
-    """Return the parameter of this module that `local` describes."""
+    """Return the parameter of `module` that `local` describes."""
     held: torch.Tensor = getattr(module, local.name.rpartition(".")[2])
     return held
 

@@ -219,7 +219,7 @@ def build_model(
 ) -> list[GPTModel]:
     """Build this rank's stage with uninitialised weights: one model, or one per virtual stage.
 
-    The arguments are the same as for `transformer_config`.
+    Takes the same arguments as `transformer_config`.
     """
     rotary.install()
     routing.install()
@@ -303,8 +303,8 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
 
 
 def adapt_modules(model: torch.nn.Module, family: Family, described: Sequence[LocalTensor]) -> None:
-    """Adapt the modules of a model chunk, or of the prediction heads, to the family where Megatron
-    has no setting for it. `described` are their tensors in the family's map."""
+    """Adapt the modules of a model chunk, or of the prediction heads, to properties of the family
+    that Megatron cannot configure. `described` lists the model's tensors in the family's map."""
     routing.shape_biases(model, described)
     if family.latent_norm_eps is not None:
         _set_latent_norm_eps(model, family.latent_norm_eps)
@@ -440,14 +440,14 @@ def local_parameters(
         extra = sorted(actual.keys() - described.keys())
         missing = sorted(described.keys() - actual.keys())
         raise ModelError(
-            f"the family's map and the Megatron model disagree: not in the map {extra[:4]}, not in "
-            f"the model {missing[:4]}"
+            f"the family's map and the Megatron model differ: {extra[:4]} are not in the map, "
+            f"{missing[:4]} are not in the model"
         )
     for name, local in described.items():
         if tuple(actual[name].shape) != local.shape:
             raise ModelError(
-                f"{name} has shape {tuple(actual[name].shape)} in the model, {local.shape} in the "
-                "family's map"
+                f"{name} has shape {tuple(actual[name].shape)} in the model, but {local.shape} in "
+                "the family's map"
             )
     return {name: (actual[name], local) for name, local in described.items()}
 

@@ -26,8 +26,8 @@ def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Ten
 
 
 def _held(policy: Policy) -> list[torch.Tensor]:
-    """Return the parameters and buffers of every model chunk. Those that another policy shares
-    with this one are the other's."""
+    """Return the parameters and buffers of every model chunk. If the policy shares the weights of
+    its base, return only the adapters: the base lists the shared weights."""
     if policy.base is not None and policy.adapters is not None:
         return [factor for factor, _ in policy.adapters.parameters().values()]
     held: list[torch.Tensor] = []

@@ -33,7 +33,8 @@ def _check_precision_aware(
         )
     if dtype is not torch.bfloat16:
         raise ModelError(
-            f"{key} requires model.dtype=bfloat16: float32 weights have no separate main weights"
+            f"{key} requires model.dtype=bfloat16, because float32 weights have no separate main "
+            "weights; set model.dtype=bfloat16 or optim.precision_aware=false"
         )
     if not parallel.distributed_optimizer:
         raise ModelError(f"{key} requires parallel.distributed_optimizer=true")
@@ -121,8 +122,8 @@ class Optimizer:
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return the inner optimizers. Dense and expert parameters have separate ones; Megatron's stubs
-    for ranks without one kind of parameters are skipped.
+    """Return the inner optimizers. Dense and expert parameters have separate inner optimizers.
+    Megatron's stubs, on ranks without dense or without expert parameters, are skipped.
     """
     optimizers: list[Any] = []
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -178,7 +179,7 @@ def adam_step(optimizer: Any) -> int:
 
 
 def set_adam_step(optimizer: Any, step: int) -> None:
-    """Set the number of updates to `step`. Every parameter gets a separate tensor.
+    """Set the number of updates to `step`. Every parameter gets a separate step tensor.
     distrib_optimizer.py:785 shares one tensor between all states, and torch's AdamW then increments
     it once per parameter. The results would be silently wrong (by 5e-4 after a resume).
     """

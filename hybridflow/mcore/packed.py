@@ -63,7 +63,8 @@ class Cut:
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one packed forward pass. It has t packed tokens, n response tokens that enter
-    the loss, and s samples; this context rank has t' of the tokens and n' of the predictions.
+    the loss, and s samples; this context rank processes t' of the tokens and makes n' of the
+    predictions.
 
     Attributes:
         samples: rows of the batch, in packed order.

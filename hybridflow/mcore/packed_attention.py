@@ -60,7 +60,8 @@ class SegmentClasses:
 
     @classmethod
     def of(cls, params: Any) -> SegmentClasses:
-        """Return the classes of packed rows (`mcore.packed`) on the device; computed once."""
+        """Return the length classes of the packed rows (`mcore.packed`), on the device. Computed
+        once per micro-batch."""
         found = getattr(params, "segment_classes", None)
         if found is None:
             found = params.segment_classes = cls(params.bounds).upload(Platform.detect())

@@ -95,8 +95,7 @@ def data_parallel_position() -> tuple[int, int, bool]:
 
 
 def tensor_share(tokens: Any) -> Any:
-    """Return the share of the tokens [t] that this tensor-parallel rank has under sequence
-    parallelism.
+    """Return this tensor-parallel rank's share of the tokens [t] under sequence parallelism.
 
     `tokens` is a tensor or an array.
     """

@@ -97,17 +97,17 @@ class Policy(HoldsReference):
         Args:
             family, parallel_config, dtype: architecture, sharding and precision of the model.
             source: the weights to load.
-            expert_bias_update_rate: step size with which each update moves a sigmoid router's
-                expert biases toward an even load; 0 disables this.
+            expert_bias_update_rate: step by which each update moves a sigmoid router's expert
+                biases toward an even load; 0 disables the bias update.
             router_losses: coefficients of the load-balancing loss and the z-loss.
             recompute, recompute_modules, megatron, logits_chunk_tokens, on_nonfinite,
             freeze_vision_tower: see `ActorConfig`.
             lora: adapters to train instead of the weights.
-            heads: how the family's multi-token-prediction heads are trained, if it has any.
+            heads: training settings of the multi-token-prediction heads, if the family has any.
             trains: if False, no gradient buffers are allocated and the policy cannot have an
                 optimizer.
-            base: the policy whose frozen weights this one shares; both have adapters. `source` is
-                not read then.
+            base: a policy whose frozen weights this policy shares, instead of loading `source`.
+                Both policies must have adapters.
         """
         self.base = base
         self.family = family
@@ -133,12 +133,13 @@ class Policy(HoldsReference):
         self.optimizer = None
 
     def _build(self, *settings: Any) -> list[Any]:
-        """Build the stage; a stage that will share weights does not allocate its own linears'."""
+        """Build the stage. If it will share the base's weights, its linears' weights are not
+        allocated."""
         with nullcontext() if self.base is None else without_linears():
             return build_model(self.trunk, self.config, *settings)
 
     def _fill(self, source: WeightSource) -> None:
-        """Add the prediction heads, and load the weights from `source` or use those of the base."""
+        """Add the prediction heads. Load the weights from `source`, or share the base's weights."""
         self.heads = build_heads(self.family, self.stages)
         if self.base is None:
             load_weights(self.stages, self.family, source, self.heads)
@@ -232,8 +233,8 @@ class Policy(HoldsReference):
         return metrics | (self._update_heads(heads, facts) if heads else {}), facts
 
     def _update_heads(self, heads: HeadTraining, facts: dict[str, float]) -> Sums:
-        """Update the heads. Does nothing if the policy's update was not applied, because its hidden
-        states are then not finite either.
+        """Update the heads. Does nothing if the policy's update was not applied, because the hidden
+        states may not be finite.
         """
         metrics = heads.end()
         if not facts["applied"]:
@@ -246,7 +247,8 @@ class Policy(HoldsReference):
     def _update(
         self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]
     ) -> tuple[Sums, dict[str, float]]:
-        """Run one optimizer update on the gradients that `accumulate` leaves in the buffers.
+        """Call `accumulate`, and run one optimizer update on the gradients that it accumulates in
+        the buffers.
 
         The return value and errors are the same as for `train_mini_batch`.
         """
@@ -276,7 +278,7 @@ class Policy(HoldsReference):
     def set_optimizer(self, config: OptimConfig) -> None:
         """Create a fresh optimizer for the current weights, with zero moments."""
         if not self.trains:
-            raise RuntimeError("set_optimizer called on a model that is not trained")
+            raise RuntimeError("set_optimizer called on a policy that was built with trains=False")
         self.optimizer = Optimizer(self.chunks, config, self.config, self.dtype)
         if self.head_training:
             self.head_training.set_optimizer(config, self.dtype)
@@ -355,8 +357,8 @@ class Policy(HoldsReference):
         return held | self.adapters.merged() if self.adapters else held
 
     def sent_tensors(self) -> dict[str, torch.Tensor]:
-        """Return `parameters` or, if engines keep adapters, the unmerged weights and the adapter
-        factors.
+        """Return `parameters` or, if engines store adapters unmerged, the base weights and the
+        adapter factors.
         """
         if self.served_adapters is None:
             return self.parameters()
@@ -385,7 +387,8 @@ class Policy(HoldsReference):
 
     @functools.cached_property
     def served_adapters(self) -> ServedAdapters | None:
-        """The adapters that engines keep; None if they are merged or there are none."""
+        """The adapters that engines store unmerged; None if adapters are merged or there are
+        none."""
         if self.adapters is None or self.adapters.map.config.sync == "merged":
             return None
         return self.adapters.map.served()
@@ -414,8 +417,8 @@ class Policy(HoldsReference):
 
     def settle(self) -> None:
         """Gather the weights that would otherwise be gathered only in the next forward pass
-        (`overlap_param_gather`). Until then, shards that other ranks update keep their values from
-        before the last update.
+        (`overlap_param_gather`). Before this call, shards that other ranks have updated still
+        contain the values from before the last update.
         """
         if self.config.overlap_param_gather and self.trains:
             for chunk in self.chunks:

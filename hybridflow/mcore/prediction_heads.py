@@ -6,8 +6,8 @@ norm) into
 
     norm(layer(eh_proj [enorm(embedding of token i + k); hnorm(h_i)]))
 
-whose logits, by the model's output layer, predict token i + k + 1. Parameters have the names of
-Megatron's own module (`multi_token_prediction.py`, 0.16), from whose parts a head is built.
+whose logits, by the model's output layer, predict token i + k + 1. Heads are built from the parts
+of Megatron's own module (`multi_token_prediction.py`, 0.16) and use its parameter names.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class Head(MegatronModule):
-    """The head of one depth."""
+    """The prediction head of one depth."""
 
     def __init__(
         self, config: TransformerConfig, layer: ModuleSpec, number: int, stage: int | None
     ) -> None:
-        """`layer` is the spec of its transformer layer, and `number` that layer's number in the
+        """`layer` is the spec of the head's transformer layer. `number` is the layer number in
         virtual stage `stage`, counted from 1."""
         super().__init__(config=config)
         parts = layer_specs.TESpecProvider()
@@ -80,12 +80,12 @@ class Head(MegatronModule):
     def forward(
         self, hidden: torch.Tensor, embedded: torch.Tensor, angles: Any, packed: Any
     ) -> torch.Tensor:
-        """Return the states of this depth [s, 1, h] (this rank's share of the sequence).
+        """Return the hidden states [s, 1, h] of this depth for this rank's share of the sequence.
 
         Args:
-            hidden: [s, 1, h] the states of the depth before.
+            hidden: [s, 1, h] the hidden states of the previous depth.
             embedded: [s, 1, h] the embeddings of the tokens `depth` positions later.
-            angles: the rotary angles that the model's layers get; None for latent attention.
+            angles: the rotary angles used by the model's layers; None for latent attention.
             packed: bounds of the rows (`PackedSeqParams`).
         """
         pair = torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1)
@@ -100,7 +100,8 @@ class Head(MegatronModule):
 
 
 def build_heads(family: Family, stages: Sequence[GPTModel]) -> Heads | None:
-    """Return the family's heads, with uninitialised weights, or None if it has none."""
+    """Build the family's prediction heads with uninitialised weights. Returns None if the family
+    has no heads."""
     if num_prediction_heads(family) == 0:
         return None
     assert isinstance(family, Decoder)  # no other family has heads
@@ -110,8 +111,9 @@ def build_heads(family: Family, stages: Sequence[GPTModel]) -> Heads | None:
 class Heads(MegatronModule):
     """All heads of a model on its last stage; an empty module on other stages.
 
-    Embedding and output layer are the model's and get no gradient from the heads. If the embedding
-    is on another stage, this one has a frozen copy of it (`refresh`).
+    The heads share the model's embedding and output layer, but contribute nothing to their
+    gradients. If the embedding is on another stage, the last stage stores a frozen copy
+    (`refresh`).
 
     Attributes:
         count: number of heads of the model, on every stage.
@@ -126,8 +128,8 @@ class Heads(MegatronModule):
         """Build the heads with uninitialised weights.
 
         Args:
-            decoder: the family with its heads.
-            stages: this rank's model chunks, built without them.
+            decoder: the family, including its heads.
+            stages: this rank's model chunks, which do not include the heads.
         """
         at = coordinates().virtual_stages()[-1]
         super().__init__(config=_config(stages[-1].config))
@@ -168,13 +170,15 @@ class Heads(MegatronModule):
 
     @torch.no_grad()
     def embedded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [s, 1, h] of tokens [1, t'] (this rank's share of the sequence)."""
+        """Return the embeddings [s, 1, h] of `tokens` [1, t'], limited to this rank's share of the
+        sequence."""
         embedding = self.embedding if hasattr(self, "embedding") else self._stages[0].embedding
         found: torch.Tensor = embedding(tokens, positions)
         return found
 
     def gathered(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the states [t', 1, h] of all tokens, as the output layer multiplies them."""
+        """Return the hidden states [t', 1, h] of all tokens, as input to the output layer's matrix
+        product."""
         return hidden_states(self._stages[-1].output_layer, states)[0]
 
     def output_weight(self) -> torch.Tensor:
@@ -198,8 +202,8 @@ class Heads(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the checkpoint layout: that of each head, and the embedding's copy as a replica of
-        the first stage's."""
+        """Return the checkpoint layout of each head. The copy of the embedding is declared as
+        a replica of the first stage's embedding."""
         sharded: dict[str, Any] = {}
         for depth, head in enumerate(self.layers):
             sharded |= head.sharded_state_dict(
@@ -221,8 +225,8 @@ class Heads(MegatronModule):
 def _config(config: TransformerConfig) -> TransformerConfig:
     """Return the model's config for its heads.
 
-    A head is trained at once, one micro-batch at a time, so nothing is recomputed, and its expert
-    biases stay as they are.
+    The heads' backward pass immediately follows their forward pass, so recomputation is disabled.
+    Expert biases of the heads are not updated.
     """
     own = copy.copy(config)
     own.recompute_granularity = None

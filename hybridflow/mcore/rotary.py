@@ -24,8 +24,8 @@ from hybridflow.models.rotary import Rotary
 class ScaledRotaryEmbedding(RotaryEmbedding):
     """Megatron's rotary embedding with given frequencies.
 
-    Cosines and sines are multiplied by an attention factor. Latent attention reads it from this
-    module's output (multi_latent_attention.py:564), grouped-query attention from the config
+    Cosines and sines are multiplied by an attention factor. Latent attention reads the factor from
+    this module's output (multi_latent_attention.py:564), grouped-query attention from the config
     (attention.py:1102, `set_attention_factor`).
     """
 
@@ -57,8 +57,8 @@ def install() -> None:
 
     Idempotent.
 
-    Latent attention, and any rotary type with an attention factor, uses it with and without
-    Transformer Engine.
+    The replacement is used by latent attention and by rotary types with an attention factor, with
+    and without Transformer Engine.
     """
     rope_utils._apply_rotary_pos_emb_thd = rotate_unfused
 

@@ -2,10 +2,10 @@
 choice of the k highest scores) and the z-loss (ST-MoE, arXiv 2202.08906, equation 5).
 
 Megatron's own implementation cannot be used, for two reasons. It includes the padding of packed
-micro-batches (`expert_load` explains why its mask does not help), and it weights a micro-batch by
-its packed tokens, including prompts and padding, whereas the gradient is divided by the policy
-loss's count of response tokens or sequences. Here, with T_m real tokens in micro-batch m and T in
-the mini-batch over all ranks, the mini-batch's losses are
+micro-batches (`expert_load` explains why Megatron's padding mask does not help), and it weights a
+micro-batch by its packed tokens, including prompts and padding, whereas the gradient is divided by
+the policy loss's count of response tokens or sequences. Here, with T_m real tokens in micro-batch m
+and T in the mini-batch over all ranks, the mini-batch's losses are
 
     balancing = sum_m T_m / T * E * sum_i f_mi P_mi
     z = 1 / T * sum_tokens logsumexp(logits)^2

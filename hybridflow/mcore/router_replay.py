@@ -8,8 +8,8 @@ experts for some tokens, and the log-probability of such a token jumps. Replay r
 gradient.
 
 Integration with Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py:219) is an object
-whose `get_replay_topk` returns the selection (moe/moe_utils.py:705). Megatron's own class holds one
-set of routes at a time and expects its caller to switch to a second list for recomputations. Under
+whose `get_replay_topk` returns the selection (moe/moe_utils.py:705). Megatron's own class stores
+one set of routes at a time, and its caller must switch to a second list for recomputations. Under
 1F1B, however, forward passes of later micro-batches alternate with recomputations of earlier ones.
 The class here instead finds the routes in the micro-batch's `PackedSeqParams`;
 `micro_batch_tracker` identifies the micro-batch that is being computed or recomputed.
@@ -56,7 +56,7 @@ class MicroRoutes:
     Attributes:
         action: replay, record or compare.
         given: [t, layers, k] expert ids for this rank's share of the packed tokens, `FREE` where
-            the live router decides; None when recording.
+            the live router selects the experts; None when recording.
         recorded: [t, k] by layer (counted from 0), filled in by the pass.
     """
 
@@ -72,7 +72,7 @@ class RouterReplay:
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages` are this rank's model chunks, not yet wrapped for training.
 
-        A dense model has no routers, and `during` raises an error for it.
+        For a dense model, which has no routers, `during` raises an error.
         """
         self.config: Any = stages[0].config
         # MTP heads process different tokens than the decoder and are not part of an engine's routes
@@ -153,7 +153,7 @@ class RouterReplay:
         return Jagged.from_rows(rows, np.int16)
 
     def count(self, **masks: torch.Tensor) -> None:
-        """Add each mask's number of True entries to the count of the same name."""
+        """Add the number of True entries in each mask to the count with the mask's name."""
         for name, mask in masks.items():
             self._tally[name] += mask.sum()  # type: ignore[assignment]
 
@@ -227,11 +227,11 @@ class RouterReplay:
         waiting = sum(router.queue.pending() for router in self._routers)
         if mismatched or used != sent or waiting:
             raise RouterReplayError(
-                f"router replay failed on global rank {dist.get_rank()}: of {sent} token-layers "
-                f"with given experts, {used} were routed, {mismatched} of them to other experts; "
-                f"{waiting} recomputations did not happen. This pass computed a different function "
-                "from the one that was sampled from. Set actor.router_replay=none to train without "
-                "replay."
+                f"router replay failed on global rank {dist.get_rank()}: {sent} token-layers had "
+                f"routes to replay, {used} were routed, and {mismatched} of these to other "
+                f"experts; {waiting} recomputations are missing. The trained function therefore "
+                "differs from the one that generated the samples. Set actor.router_replay=none to "
+                "train without replay."
             )
         self._taken = {name: count + found[name] for name, count in self._taken.items()}
 
@@ -377,6 +377,6 @@ def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def _segment_bounds(micro: MicroBatch) -> np.ndarray:
-    """Return the packed rows [segments + 1] at which the samples, in order, and the padding tail
-    begin. The last element is the total length."""
+    """Return the start of each sample and of the padding tail among the packed rows, followed by
+    the total length: [segments + 1]."""
     return np.asarray(micro.packed.bounds.numpy())

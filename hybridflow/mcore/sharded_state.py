@@ -1,12 +1,12 @@
 """This rank's part of a checkpoint: rectangles of global tensors that are views of live memory,
 built without copies or communication.
 
-Model and reference are sharded as Megatron describes them. The distributed optimizer holds a flat
-range of each parameter. Such a range splits into a few rectangles of the parameter, each contiguous
-in the flat shard, so every rank writes and reads exactly the elements it owns. (Megatron's
-`fully_reshardable` format first gathers the whole optimizer state on every data-parallel rank,
-distrib_optimizer.py:1430; its predecessor needs `flattened_range`, which mapping.py:134 rejects.
-The keys and the global tensors are the same.)
+Model and reference are sharded as Megatron describes them. Each rank of the distributed optimizer
+stores a flat range of each parameter. Such a range splits into a few rectangles of the parameter,
+each contiguous in the flat shard, so every rank writes and reads exactly the elements it owns.
+(Megatron's `fully_reshardable` format first gathers the whole optimizer state on every
+data-parallel rank, distrib_optimizer.py:1430; its predecessor needs `flattened_range`, which
+mapping.py:134 rejects. The keys and the global tensors are the same.)
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _OPTIMIZER = "optimizer.state."
 
 
 class ShardedState:
-    """The rectangles of one policy.
+    """All checkpoint rectangles of one policy on this rank.
 
-    `tensors` are views of its live memory and include replicas; `hf` yields the locations of the
+    `tensors` are views of live memory and include replicas; `hf` yields the locations of the
     model's HF tensors.
     """
 
@@ -93,8 +93,8 @@ class ShardedState:
         return found
 
     def put_back(self) -> None:
-        """Write loaded values back to an optimizer that keeps its state in lower precision, because
-        `tensors` then contains only float32 copies of the state.
+        """Write loaded values back to an optimizer that stores its state in lower precision. For
+        such an optimizer, `tensors` contains only float32 copies of the state.
         """
         for inner, parameter, tensors in self._copies:
             inner._set_main_param_and_optimizer_states(parameter, tensors)
@@ -147,11 +147,10 @@ class ShardedState:
 
 
 def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
-    """Return the rectangles of each local parameter, keyed by name (two for fused gate and up
-    projections).
+    """Return the rectangles of each local parameter, keyed by name.
 
-    Transformer Engine's `_extra_state` objects are skipped: they hold FP8 scales, and FP8 is not
-    used in training.
+    A fused gate and up projection has two. Transformer Engine's `_extra_state` objects are skipped:
+    they contain FP8 scales, and FP8 is not used in training.
     """
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     shards: dict[str, list[ShardedTensor]] = {}
@@ -216,8 +215,8 @@ def _adapter_slices(
 def _reference_shards(
     policy: Policy, shards: Mapping[str, list[ShardedTensor]]
 ) -> list[ShardedTensor]:
-    """Return rectangles for the reference's tensors: the same as the model's, under separate
-    keys.
+    """Return the rectangles of the reference's tensors. They match the model's rectangles, but have
+    separate keys.
     """
     parameters = policy.weights()
     found = []

@@ -1,9 +1,9 @@
-"""Several policies whose adapters share one base: a policy has its own modules, gradient buffers
-and optimizer, but the parameters of its linears, embeddings and norms are another policy's.
+"""Several policies whose adapters share one base: each policy has its own modules, gradient buffers
+and optimizer, but its linears, embeddings and norms use the `Parameter` objects of the base policy,
+frozen by `lora.Adapters`.
 
-They are the same `Parameter` objects, frozen by `lora.Adapters`. Megatron's gradient buffers and
-optimizers skip frozen parameters, so nothing of a policy's training depends on the others. A pass
-of a policy is a pass of its own modules: no adapter is selected, and nothing is switched.
+Megatron's gradient buffers and optimizers skip frozen parameters, so the policies are trained
+independently. Each policy runs its own modules, so adapters never have to be switched.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hybridflow.models.lora import is_adapter
 
 @contextmanager
 def without_linears() -> Iterator[None]:
-    """Return a context manager in which Megatron's linears lose the memory of their weights as soon
-    as they have been constructed, so that a model to be shared never needs memory for all of its
-    weights. Shapes and attributes stay.
+    """Return a context manager in which the weights of each Megatron linear are freed immediately
+    after its construction. A model that will share weights therefore never needs memory for all of
+    them. Shapes and attributes are kept.
     """
     handle = register_module_module_registration_hook(_drop)
     try:
@@ -44,8 +44,8 @@ def _drop(parent: torch.nn.Module, name: str, child: Any) -> None:
 def share_weights(
     models: Sequence[torch.nn.Module], base_models: Sequence[torch.nn.Module]
 ) -> None:
-    """Replace all weights of `models` by those of `base_models`, which have the same layout.
-    Adapters of `base_models` are left out, and counters of experts stay separate.
+    """Replace all weights of `models` by the weights of `base_models`, which must have the same
+    layout. Adapters of `base_models` are skipped, and expert counters remain separate.
 
     Raises KeyError if the architectures differ.
     """

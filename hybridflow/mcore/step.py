@@ -85,8 +85,8 @@ def backward(
     Leaves the gradients in the model's buffers, reduced and divided by the global count.
 
     Args:
-        learn: called on the last stage after each micro-batch's forward pass, to train modules that
-            read its hidden states (`HeadTraining.learn`).
+        learn: called on the last stage after each micro-batch's forward pass, to train modules on
+            the hidden states of that pass (`HeadTraining.learn`).
 
     Returns:
         Metric sums and counts over this data-parallel rank's micro-batches; empty outside the last
@@ -148,8 +148,8 @@ def response_log_probs(
     """Compute the [n] log-probs and entropies of all response tokens of the micro-batch.
 
     The results are available on every tensor and context rank of the last stage. Also returns the
-    micro-batch; if it has teacher tokens, the policy's log-probs for these tokens are added to it.
-    `hidden` [1, t', h] is the output of the last chunk.
+    micro-batch, with the policy's log-probs of the teacher tokens added if there are teacher
+    tokens. `hidden` [1, t', h] is the output of the last chunk.
     """
     rows, weight, group = _predicting(chunks, hidden, micro)
     log_probs, entropy = log_probs_and_entropy(

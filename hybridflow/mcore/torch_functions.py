@@ -1,8 +1,8 @@
 """Rotary embedding, SwiGLU and RMS norm for machines without Transformer Engine.
 
-They compute the same results as Megatron's and torch's operators (the first two bitwise, the norm
-up to rounding), but with fewer passes over memory and without a loop over the sequences of a
-micro-batch.
+These functions compute the same results as Megatron's and torch's operators (the first two bitwise,
+the norm up to rounding), but with fewer passes over memory and without a loop over the sequences of
+a micro-batch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def rotate_unfused(
         cp_group: the context-parallel group.
         settings, named: positional and keyword arguments passed on to Megatron's formula.
 
-    The angles of each token may be given instead, as `cu_seqlens.angles` [t, 1, 1, r].
+    If `cu_seqlens.angles` [t, 1, 1, r] is set, it contains the angles of each token and is used
+    instead of `freqs`.
     """
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
@@ -88,7 +89,7 @@ def rotate_unfused(
 def positions_of(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     """Return the positions [t] of this rank's `tokens` tokens.
 
-    Each sequence is split into 2 cp_size equal pieces, of which the rank holds two.
+    Each sequence is split into 2 cp_size equal pieces, and each rank has two of them.
 
     The number of tokens is an argument because reading it from the bounds would force a device
     sync.
@@ -222,8 +223,8 @@ def permute(
     drop_and_pad: bool = False,
 ) -> Any:
     """Sort tokens [t, h] by expert, like Megatron's `moe_utils.permute`, but without a device sync.
-    Calls that do not specify the number of output tokens (`num_out_tokens`), and all others that
-    are not supported, are forwarded to `original`.
+    Calls without the number of output tokens (`num_out_tokens`), and other unsupported calls, are
+    forwarded to `original`.
     """
     if fused or drop_and_pad or not isinstance(num_out_tokens, int):
         return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)

@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
 
 
 def gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
-    """Return the factors of a norm: its weights, plus 1 if they are zero-centered."""
+    """Return the scale of a norm: its weight, plus 1 if the weight is zero-centered."""
     return weight + 1 if zero_centered else weight
 
 
@@ -189,7 +189,7 @@ class GroupedLinear(nn.Module):
 
 
 class RowGroupedLinear(GroupedLinear):
-    """The experts' second linear: split by input columns."""
+    """The experts' second linear, split by input columns."""
 
     split_dim = 1
 
@@ -300,7 +300,7 @@ def install() -> None:
 
 
 class ExpertCounts:
-    """Number of rows for each local expert, int64 [experts] on the device."""
+    """The number of rows for each local expert, int64 [experts] on the device."""
 
     def __init__(self, counts: torch.Tensor) -> None:
         self.counts = counts
@@ -350,8 +350,8 @@ def _sorted_chunks(
 
 
 def _without_fp8(**_: Any) -> contextlib.AbstractContextManager[None]:
-    """Null context that replaces TE's contexts around a forward pass and its recomputation, since
-    nothing uses fp8."""
+    """No-op context manager that replaces TE's fp8 contexts around a forward pass and its
+    recomputation."""
     return contextlib.nullcontext()
 
 

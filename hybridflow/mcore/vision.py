@@ -80,8 +80,9 @@ def freeze(models: Sequence[nn.Module]) -> None:
 
 
 class _Sight:
-    """Hooks of one model. The features of a micro-batch are kept with its `packed_seq_params`,
-    because several micro-batches may be in flight, and layers may be recomputed."""
+    """The vision hooks of one model. The features of a micro-batch are stored in its
+    `packed_seq_params`, because several micro-batches may be in flight and layers may be
+    recomputed."""
 
     def __init__(self, vision: Any, config: TransformerConfig) -> None:
         self.vision = vision

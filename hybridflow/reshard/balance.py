@@ -13,8 +13,8 @@ Array = np.ndarray
 
 
 def holder_sets(regions: Regions, source: Layout) -> tuple[list[Array], Array]:
-    """Return the distinct sets of source ranks that hold the same region, and the index of each
-    region's set."""
+    """Return the distinct sets of source ranks that hold a region, and for each region the index of
+    its set."""
     members = []
     for number in range(len(source.classes)):
         members.append(np.flatnonzero(source.rank_class == number))
@@ -69,7 +69,8 @@ def assign_sources(table: Deliveries, regions: Regions, source: Layout, receiver
 def _share(
     rows: Array, nbytes: Array, counts: Array, ranks: Array, load: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Split rows (each `counts` messages of `nbytes`) among `ranks` and add the bytes to `load`.
+    """Distribute the messages of all rows among `ranks`, and add their bytes to `load`. Each row
+    consists of `counts` messages of `nbytes` bytes.
 
     Returns (row, rank, first, last) for each run.
     """

@@ -51,10 +51,10 @@ _UNFUSED = "SeedOssForCausalLM"
 class EngineShape:
     """Parallel sizes of `count` identical engines with `tensor * pipeline` ranks each.
 
-    `expert` and `data_attention` divide `tensor`, as for SGLang's `--ep-size` and `--dp-size
-    --enable-dp-attention`. `dense` is the tensor size of dense MLPs and shared experts: 1, or 0 to
-    use all of `tensor`. SGLang's `--moe-dense-tp-size 1` with an `--moe-a2a-backend` replicates
-    both on every rank.
+    `expert` and `data_attention` must divide `tensor`; they correspond to SGLang's `--ep-size` and
+    `--dp-size --enable-dp-attention`. `dense` is the tensor size of dense MLPs and shared experts:
+    1, or 0 to use all of `tensor`. SGLang's `--moe-dense-tp-size 1` with an `--moe-a2a-backend`
+    replicates both on every rank.
     """
 
     tensor: int = 1
@@ -126,7 +126,7 @@ class EngineShape:
         for field, value, key, size in rules:
             if size < 1 or value % size:
                 raise WeightSyncError(
-                    f"{field} is {value}, which {key} {size} does not divide; choose another "
+                    f"{field} is {value}, but must be a multiple of {key} ({size}); choose another "
                     "engine shape"
                 )
 
@@ -225,7 +225,7 @@ def _scale_piece(
     ):
         if start % step or at % step or ((start + size) % step and start + size != whole_size):
             raise WeightSyncError(
-                f"the engine's {buffer} holds [{start}:{start + size}] of {piece.source} (of "
+                f"the engine's {buffer} holds [{start}:{start + size}] of {piece.source} (size "
                 f"{whole_size}) at offset {at}, which is not aligned to fp8 blocks of {step}; "
                 "choose a smaller tensor size, dense=1, or bfloat16"
             )
@@ -275,7 +275,7 @@ class EngineRank:
         ]
 
     def first(self) -> list[LocalTensor]:
-        """Return the buffers that precede the layers."""
+        """Return the buffers of the modules before the first layer."""
         embedding = f"{self.decoder.stem}embed_tokens.weight"
         if self.stage > 0:
             return []
@@ -289,7 +289,7 @@ class EngineRank:
         return self._attention(prefix, layer) + self._mlp(prefix, layer)
 
     def last(self) -> list[LocalTensor]:
-        """Return the buffers that follow the layers."""
+        """Return the buffers of the modules after the last layer."""
         decoder = self.decoder
         embedding = f"{self.decoder.stem}embed_tokens.weight"
         head = "lm_head.weight"
@@ -305,8 +305,9 @@ class EngineRank:
         return tensors
 
     def draft(self) -> list[LocalTensor]:
-        """Return the buffers of the model that drafts with the decoder's multi-token-prediction
-        heads, on the last stage. It shares embedding and output layer with the decoder's."""
+        """Return the buffers of the draft model, which consists of the decoder's
+        multi-token-prediction heads; empty unless this is the last stage. The draft model shares
+        the decoder's embedding and output layer."""
         decoder = self.decoder
         if self.stage < self.shape.pipeline - 1:
             return []
@@ -389,8 +390,8 @@ class EngineRank:
         return tensors
 
     def _delta_net(self, block: DeltaNet, hf: str) -> list[LocalTensor]:
-        """Return a rank's heads: its queries, then its keys, values, and gates (interleaved by key
-        head if the checkpoint's are)."""
+        """Return the buffers of this rank's heads: all queries, then all keys, values and gates, or
+        interleaved by key head if the checkpoint interleaves them."""
         size = self.attention_size
         rank = self.attention_rank
         values = block.key_heads * block.values
@@ -485,8 +486,9 @@ class EngineRank:
         return [stacked(f"{hf}gate_up_proj.weight", parts, (hidden,)), down]
 
     def _fused_experts(self, block: FusedExperts, hf: str) -> list[LocalTensor]:
-        """Return gpt-oss's experts. SGLang stores the matrices transposed; their buffers are
-        described as in the checkpoint. One rank per expert adds the bias of `down_proj`."""
+        """Return the buffers of gpt-oss's experts. SGLang stores the matrices transposed, but the
+        buffers are described in the checkpoint's orientation. Only one rank per expert adds the
+        bias of `down_proj`."""
         at = Coordinates(
             ep_rank=self.expert_group,
             ep_size=self.shape.expert,

@@ -65,7 +65,7 @@ class Quantised:
 
     def weight_rows(self, tensor: Array) -> Array:
         """Return, in ascending order, the indices of the piece-table rows that hold weights with
-        scales. `tensor` is the table's column of that name."""
+        scales. `tensor` is the table's `tensor` column."""
         return np.flatnonzero((tensor != PADDING) & (self.scale_of[tensor] >= 0))
 
     def scale_rows(self, tensor: Array) -> Array:
@@ -81,14 +81,15 @@ def enclosing(start: Array, size: Array, block: Array, full: Array) -> tuple[Arr
 
 
 def blocks_of_scales(start: Array, size: Array, block: Array, full: Array) -> tuple[Array, Array]:
-    """Map rectangles of scales to (start, size) in the weights, which have shape `full`."""
+    """Return (start, size) of the weights that rectangles of scales cover. `full` is the weights'
+    shape."""
     return start * block, np.minimum((start + size) * block, full) - start * block
 
 
 def with_scales(source: Layout, catalog: Catalog) -> Layout:
     """Extend the trainer's layout with the scales that it can compute.
 
-    In each class, the k-th scale piece belongs to the k-th piece of weights that have scales.
+    In each class, the k-th scale piece contains the scales of the k-th quantised weight piece.
 
     Raises:
         WeightSyncError: a rank's piece cuts through a block.

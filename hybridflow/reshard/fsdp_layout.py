@@ -1,12 +1,13 @@
-"""The trainer's layout if parameters are sharded by rows across all ranks (FSDP2), under their
-Hugging Face names.
+"""The trainer's layout under FSDP2: parameters with their Hugging Face names, sharded by rows
+across all ranks.
 
 FSDP2 splits dimension 0 as `torch.chunk` does: every rank gets ceil(rows / ranks) rows, except that
 the last ranks get fewer or none. A rank's shard is one rectangle of one HF tensor, so slices are
 sent directly from shards without gathering a parameter.
 
-transformers stacks a layer's experts in two tensors [experts, ...]. FSDP2 therefore gives a rank
-whole experts, in the same way, and each is one HF tensor (`models.causal.checkpoint_views`).
+transformers stacks a layer's experts in two tensors [experts, ...]. FSDP2 therefore assigns whole
+experts to ranks by the same rule, and each expert's matrix is one HF tensor
+(`models.causal.checkpoint_views`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 
 
 def shard_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return (first row, number of rows) of a rank's shard of a `rows`-row tensor."""
+    """Return (first row, number of rows) of a rank's shard of a tensor with `rows` rows."""
     share = -(-rows // ranks)
     start = min(rank * share, rows)
     return start, min(share, rows - start)

@@ -32,8 +32,8 @@ _ONES = [(1,) * (DIMS - n) for n in range(DIMS + 1)]
 
 
 def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
-    """Return `values` as three entries. Shorter sequences are left-padded with `fill`; in longer
-    ones (a convolution's kernel), the last dimensions are merged into one.
+    """Return `values` as three entries. Shorter sequences are left-padded with `fill`. The last
+    dimensions of longer sequences (a convolution's kernel) are merged into one.
 
     Args:
         fill: 1 for a shape or size, 0 for a start.
@@ -98,7 +98,7 @@ class Catalog:
         return {name: position for position, name in enumerate(self.names)}
 
     def part(self, first: int) -> Catalog:
-        """Return the catalog of the tensors from position `first` on, without scales."""
+        """Return a catalog of the tensors with index `first` and higher, without scales."""
         return Catalog(self.names[first:], self.shapes[first:])
 
 
@@ -205,8 +205,8 @@ class RankLayout:
         )
 
     def part(self, first: int) -> RankLayout:
-        """Return the layout of the buffers that contain tensors from position `first` on, for
-        `Catalog.part`. These buffers must not contain any other tensors.
+        """Return the layout of the buffers that contain tensors with catalog index `first` and
+        higher, for use with `Catalog.part`. These buffers must not contain any other tensors.
         """
         kept = np.unique(self.buffer[self.tensor >= first])
         number = np.full(len(self.names), -1, dtype=np.int64)
@@ -260,7 +260,7 @@ class Layout:
         return len(self.rank_class)
 
     def part(self, first: int) -> Layout:
-        """Return `RankLayout.part` of every rank."""
+        """Apply `RankLayout.part` to all ranks."""
         classes = tuple(rank.part(first) for rank in self.classes)
         return Layout(classes, self.rank_class, self.replica)
 
@@ -300,7 +300,7 @@ def megatron_layout(
     """Build the trainer's layout by evaluating the family's parameter map at every rank.
 
     Args:
-        further: returns the tensors that a rank with these parameters sends in addition.
+        further: function from a rank's parameters to the additional tensors that the rank sends.
 
     Raises:
         ModelError: the family does not support these parallel sizes.

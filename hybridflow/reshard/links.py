@@ -61,8 +61,8 @@ def link_loads(plan: SlicePlan) -> LinkLoads:
 def egress_bound(plan: SlicePlan) -> float:
     """Return a lower bound on the busiest sender's bytes.
 
-    For every set of holders, the bytes that only its ranks can send are divided by the size of the
-    set. The bound is the maximum of these values.
+    For each set of ranks that hold a region, divide the bytes that only ranks in the set can send
+    by the size of the set. The bound is the maximum over all sets.
     """
     sets, of_region = holder_sets(plan.regions, plan.source)
     table = plan.deliveries

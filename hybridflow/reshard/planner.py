@@ -122,9 +122,10 @@ def _intersect(catalog: Catalog, regions: Table, need: Table) -> Table:
 
 
 def _atoms(need: Table) -> tuple[Array, Array]:
-    """Return (atom of each target piece, True for each atom filled from several tensors).
+    """Return the index of each target piece's atom, and a flag per atom: True if it is
+    filled from several tensors.
 
-    An atom is an engine buffer, or one matrix of a stack.
+    An atom is an engine buffer, or one matrix of a stacked buffer.
     """
     _, atom = group_rows(np.column_stack([need["class"], need["buffer"], need["local"][:, 0]]))
     pairs, _ = group_rows(np.column_stack([atom, need["tensor"]]))

@@ -114,7 +114,7 @@ def compare_buffers(
 
 
 def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
-    """Return the HF tensors that at least one engine does not use, and those that at least one
+    """Return two lists of HF tensors: those that some engine does not use, and those that some
     engine uses only partly. Scales count only for engines that load the weight in fp8.
     """
     pieces = _pieces(target)
@@ -168,8 +168,9 @@ def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[C
     """Find the keys whose rectangles do not cover `[0, bounds[key])` exactly once.
 
     A grid function with finite support is determined by its differences along all axes. The
-    differences of a rectangle's indicator function are its corners with alternating signs. So
-    rectangles cover a box exactly once if and only if their signed corners sum to those of the box.
+    differences of a rectangle's indicator function are its corners with alternating signs.
+    Therefore rectangles cover a box exactly once if and only if their signed corners sum to the
+    box's signed corners.
 
     Args:
         key: `[N]` indices into bounds.
@@ -193,8 +194,8 @@ def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[C
 def _unlike_their_bounds(
     key: Array, start: Array, size: Array, bounds: Array, beyond: Array
 ) -> Array:
-    """Return the keys that are not in `beyond` and whose signed corners differ from the corners of
-    the box `[0, bounds[key])`.
+    """Return the keys, except those in `beyond`, whose rectangles' signed corners differ from the
+    corners of the box `[0, bounds[key])`.
     """
     keys = np.concatenate([key, np.arange(len(bounds))])
     low = np.concatenate([start, np.zeros_like(bounds)])
@@ -367,14 +368,14 @@ def _piece_faults(plan: SlicePlan) -> Iterator[str]:
         layout = plan.target.classes[number]
         name = layout.names[int(layout.buffer[fault.key - int(first[number])])]
         yield (
-            f"the slices for {name} of engine class {number} from "
-            f"{plan.catalog.names[int(tensor[fault.key])]}: {fault.kind}"
+            f"the slices for {name} of engine class {number} do not cover its piece of "
+            f"{plan.catalog.names[int(tensor[fault.key])]} exactly once: {fault.kind}"
         )
 
 
 def _sender_faults(plan: SlicePlan) -> Iterator[str]:
     """Yield faults for slices outside their region or tensor, and for senders that do not hold the
-    region that they should send.
+    region that the plan assigns to them.
     """
     tensor = _column(plan.target, "tensor")[_piece_of_delivery(plan)]
     yield from _outside_their_regions(plan, tensor)

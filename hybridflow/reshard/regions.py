@@ -48,7 +48,7 @@ def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
     """Return index pairs `[P, 2]` of rectangles with equal keys that share an element.
 
     Rectangles are sorted by (key, start along the key's most divided axis), so a rectangle can only
-    overlap later ones that start before its end.
+    overlap later rectangles that start before it ends.
     """
     if len(key) < 2:
         return np.empty((0, 2), dtype=np.int64)
@@ -120,8 +120,8 @@ def subtract(box: Box, cut: Box) -> list[Box]:
 
 
 def make_disjoint(key: Array, start: Array, size: Array) -> tuple[Array, Array, Array]:
-    """Split rectangles so that they cover the same elements without overlap. Returns (index of the
-    rectangle, start, size).
+    """Split rectangles so that they cover the same elements without overlap. Returns (original
+    rectangle's index, start, size) of each part.
 
     An element in several rectangles is assigned to the first of them. Rectangles without overlaps
     are returned unchanged.

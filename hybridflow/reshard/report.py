@@ -41,8 +41,8 @@ SHORT["layers"] = "layers_per_stage"
 
 @dataclass(frozen=True)
 class DryRun:
-    """Results of a dry run, with the seconds taken by planning (including layouts), proof and
-    simulation."""
+    """Results of a dry run. `plan_s` (including layouts), `proof_s` and `simulate_s` are durations
+    in seconds."""
 
     plan: SlicePlan
     proof: Proof

@@ -3,8 +3,8 @@
 Every rank has one full-duplex link with a given bandwidth. A sender sends its messages one after
 another in the plan's order, each as soon as its receiver has a free buffer. A receiver has two
 bucket buffers; each is freed once its contents have been scattered. A bucket is complete when its
-last message has arrived, but no earlier than the receiver's link can carry the whole bucket. The
-switch is assumed to be non-blocking.
+last message has arrived, but not before the receiver's link has had time to carry the whole bucket.
+The switch is assumed to be non-blocking.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridflow.reshard.slices import SlicePlan
 @dataclass(frozen=True)
 class Fabric:
     """Hardware speeds: link Gb/s per direction, latency per message in microseconds, and memory
-    GB/s (a copy counts reads and writes)."""
+    bandwidth in GB/s (a copy counts as a read and a write)."""
 
     link_gbps: float = 400.0
     message_us: float = 20.0

@@ -1,9 +1,9 @@
 """The slice plan: the sender and the delivery order of every rectangle that an engine needs.
 
 The plan intersects the pieces of both sides, so that each element that an engine rank needs is
-delivered to it exactly once. Ranks that hold the same region (data-parallel replicas) share the
-sending, so that the busiest link carries as little as possible. A slice needed by several engine
-ranks is one row with several receivers (multicast).
+delivered to it exactly once. Ranks that hold the same region (data-parallel replicas) split the
+work of sending it, so that the busiest link carries as little as possible. A slice needed by
+several engine ranks is one row with several receivers (multicast).
 
 The plan is plain data: integer columns, a hash, JSON. This module does not depend on Megatron,
 SGLang or processes.
@@ -38,7 +38,7 @@ class Deliveries:
         start, size: `[N, 3]` the slice, in coordinates of the HF tensor.
         nbytes: `[N]` bytes on the wire, in the target's dtype.
         bucket: `[N]` index of the receiver's bucket.
-        slice_id: `[N]` identical for rows with the same elements of the same source region.
+        slice_id: `[N]` equal for rows that contain the same elements of the same source region.
     """
 
     receiver: Array

@@ -1,4 +1,4 @@
-"""In-process weight transfer: a direct copy from the trainer's tensors to an engine's."""
+"""In-process weight transfer: tensors are copied directly from the trainer to an engine."""
 
 from __future__ import annotations
 

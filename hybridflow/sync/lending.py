@@ -3,9 +3,10 @@
 Every (sender, receiver) pair has a few slots and a small file with counters. The sender packs into
 a slot (`lend`) and the receiver copies from it into the engine's buffers (`borrow`), so each byte
 is copied once per side. A `SlotMemory` decides where the slots are stored and how one side detects
-that the other's work on a slot has completed: immediately on a CPU, with inter-process events on
-GPUs. Files are anonymous (`memfd_create`) and opened by the peer through `/proc/PID/fd/N`. They
-have no name to clean up and are freed with the last process that maps them, even after a crash.
+that the other side's work on a slot has completed. On a CPU, work has always completed; on GPUs,
+inter-process events are used. Files are anonymous (`memfd_create`) and opened by the peer through
+`/proc/PID/fd/N`. They have no name to clean up and are freed with the last process that maps them,
+even after a crash.
 
 A waiter sleeps until notified (`Notifier`) and is woken immediately if the peer process exits. No
 device ever waits for another process. All waits are on the host and have a deadline.
@@ -51,11 +52,11 @@ class Slots(Protocol):
     """One side's view of the slots shared by a (sender, receiver) pair."""
 
     def at(self, slot: int, nbytes: int) -> Payload:
-        """Return the first `nbytes` of a slot. Returns the same object until the slot's memory
-        changes."""
+        """Return the first `nbytes` bytes of a slot. Repeated calls return the same object until
+        the slot's memory is reallocated."""
 
     def hand_over(self, slot: int) -> None:
-        """Order this side's pending work on the slot before the other side's next access."""
+        """Make the other side's next access to the slot wait for this side's pending work on it."""
 
     def is_ready(self, slot: int) -> bool:
         """Return True if the work that the other side started before its last hand-over of the slot
@@ -66,10 +67,10 @@ class Slots(Protocol):
 
 
 class SlotMemory(Protocol):
-    """Memory for the slots of one end of a session."""
+    """Allocates or maps the slots for one endpoint of a session."""
 
     def file_bytes(self, endpoint: Endpoint) -> int:
-        """Return the size in bytes of the part of a pair's file that follows the counters."""
+        """Return the number of bytes that a pair's file needs after the counters."""
 
     def offer(self, member: Member, peer: int) -> Any:
         """Return the JSON-able data that the other side needs to open the shared slots."""
@@ -83,8 +84,8 @@ class SlotMemory(Protocol):
 
 
 def make_pipes() -> list[int]:
-    """Create the two pipes of a pair. Returns [sender reads, sender writes, receiver reads,
-    receiver writes]."""
+    """Create a pipe in each direction for a pair. Returns the descriptors [sender reads, sender
+    writes, receiver reads, receiver writes]."""
     (sender_reads, receiver_writes), (receiver_reads, sender_writes) = (
         os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2)
     )
@@ -135,10 +136,10 @@ class Notifier:
                 os.write(self._fds[1], b"\0")
 
     def wait(self, is_ready: Callable[[], bool], deadline: float) -> bool:
-        """Wait until `is_ready()` is true and return its last value.
+        """Wait until `is_ready()` is true, and return the result of its last call.
 
-        Also returns when the other side notifies, when its process exits, and at `deadline`
-        (`time.monotonic`).
+        Returns early if the other side notifies or its process exits, or at `deadline` (a
+        `time.monotonic` time).
         """
         if _spin(is_ready):
             return True
@@ -240,7 +241,7 @@ class _Segment:
         return payload
 
     def take(self) -> None:
-        """Return the slot of the oldest outstanding `message` to the sender."""
+        """Release the slot of the oldest outstanding `message`, so that the sender can reuse it."""
         self._slots.hand_over(int(self._header[_TAKEN]) % self._num_slots)
         self._header[_TAKEN] += 1
         self._notifier.notify()
@@ -468,13 +469,14 @@ class _Arrival:
 
 
 def slot_bytes(endpoint: Endpoint) -> int:
-    """Return the size of a slot in bytes. Pages that are never written are not backed by memory."""
+    """Return the size of a slot in bytes, rounded up to pages. Pages that are never written take no
+    memory."""
     return -(-endpoint.message_bytes // _PAGE) * _PAGE
 
 
 def header_bytes(endpoint: Endpoint) -> int:
-    """Return the size in bytes of the counters and of the tag and size of the message in each
-    slot."""
+    """Return the size in bytes of a pair's header: the counters, and each slot's message tag and
+    message size."""
     return -(-8 * (_LABELS + 2 * endpoint.slots) // _PAGE) * _PAGE
 
 

@@ -67,8 +67,8 @@ class Member:
 
 
 def both_ends(open_end: Callable[[Member, torch.device], Any]) -> tuple[OpenEnd, OpenEnd]:
-    """Return `open_sender` and `open_receiver` for a `Transport` whose two ends are opened by the
-    same function."""
+    """Return `open_sender` and `open_receiver` for a `Transport` that opens both ends with
+    `open_end`."""
 
     def opened_as(side: str) -> OpenEnd:
         return lambda endpoint, rank, device: open_end(Member(endpoint, side, rank), device)
@@ -77,11 +77,12 @@ def both_ends(open_end: Callable[[Member, torch.device], Any]) -> tuple[OpenEnd,
 
 
 def refuse_device(member: Member, device: torch.device, instead: str) -> None:
-    """Raise WeightSyncError unless the buffers are on the CPU. The message suggests `instead`."""
+    """Raise WeightSyncError unless the buffers are on the CPU. The message ends with `instead`, the
+    suggested remedy."""
     if device.type != "cpu":
         raise WeightSyncError(
-            f"transport {member.endpoint.transport} carries CPU buffers, but {member.side} rank "
-            f"{member.rank} has its buffers on {device}; {instead}"
+            f"transport {member.endpoint.transport} requires CPU buffers, but the buffers of "
+            f"{member.side} rank {member.rank} are on {device}; {instead}"
         )
 
 
@@ -99,8 +100,8 @@ class Meeting:
 
 
 def meet(member: Member, **said: Any) -> Meeting:
-    """Announce this rank and the JSON-able `said`, and wait until all ranks of both sides have
-    announced themselves.
+    """Announce this rank with the JSON-able values `said`, and wait for the announcements of all
+    ranks on both sides.
 
     Raises:
         WeightSyncError: the store cannot be reached, or a rank has not arrived within the
@@ -167,8 +168,8 @@ class PeerWatch:
                 self._ended = True
 
     def has_ended(self) -> bool:
-        """Return True if the process is known to have exited. Thread-safe, even against a
-        concurrent `close`."""
+        """Return True if the process is known to have exited. Thread-safe, even if `close` runs
+        concurrently."""
         # a new poll object per call, because two threads cannot wait on the same one
         poll = select.poll()
         fd = self.fd
@@ -185,7 +186,7 @@ class PeerWatch:
 
 
 class Peers:
-    """The peer processes of a session, and the errors that report their loss."""
+    """Monitors the peer processes of a session, and builds the error if a peer is lost."""
 
     def __init__(self, member: Member, meeting: Meeting) -> None:
         self._member = member

@@ -81,7 +81,8 @@ class Message:
 
     @cached_property
     def tag(self) -> int:
-        """Tag that is unique among the messages of a pair of ranks in one sync."""
+        """Tag of the message, unique within one sync among the messages between the same two
+        ranks."""
         return self.bucket * MAX_PARTS + self.part
 
 
@@ -90,8 +91,8 @@ class Messages:
 
     Args:
         part_bytes: larger messages are split into parts of at most this size; 0 keeps buckets
-            whole. Single rows of a slice and the output computed from fp8 blocks are never split.
-            Large slices become separate parts, because a contiguous slice then needs no packing.
+            whole. A single row of a slice is never split, nor is output computed from fp8 blocks.
+            Large slices become separate parts, so that contiguous ones need no packing.
     """
 
     def __init__(self, plan: SlicePlan, part_bytes: int = 0) -> None:
@@ -159,7 +160,7 @@ class Messages:
         return self._group(row, peer, step, plan.target, number, piece, local)
 
     def _wire_dtypes(self, row: np.ndarray) -> list[str]:
-        """Return the engine's dtype of each delivery."""
+        """Return the dtype of each delivery in the engine."""
         table = self.plan.deliveries
         classes = self.plan.target.classes
         pairs = zip(table.receiver[row].tolist(), table.piece[row].tolist(), strict=True)
@@ -233,9 +234,9 @@ class Messages:
         return items
 
     def _is_whole(self, tensor: np.ndarray, dtypes: list[str]) -> list[bool]:
-        """Flag the slices that a sender computes from fp8 blocks.
+        """Return a flag per slice: True if a sender computes it from fp8 blocks.
 
-        The receiver does not see the blocks, but must not split these slices either.
+        The receiver does not know the blocks, but must not split these slices either.
         """
         whole: list[bool] = []
         for scale, dtype in zip(self._is_scale[tensor].tolist(), dtypes, strict=True):
@@ -249,8 +250,8 @@ def item_bytes(item: Item) -> int:
 
 
 def _cut(items: list[tuple[Item, bool]], limit: int) -> list[tuple[Item, ...]]:
-    """Split (item, True if it must stay whole) pairs into parts of at most `limit` bytes; 0 returns
-    one part."""
+    """Group items into parts of at most `limit` bytes, splitting large items unless their flag is
+    True. A limit of 0 returns a single part."""
     if not limit:
         return [tuple(item for item, _ in items)]
     parts: list[tuple[Item, ...]] = []

@@ -21,15 +21,14 @@ from hybridflow_kernels.digest import digest as device_digest
 
 
 class Payload:
-    """Memory that a message is sent from or received into. It is created once and reused in every
-    sync of a session.
+    """Memory from which a message is sent or into which it is received. Created once and reused in
+    every sync of a session.
 
     Attributes:
         tensor: uint8 `[n]`, contiguous.
         nbytes: n.
         on_host: True if it is CPU memory.
-        memory: writable view of the same bytes, valid for as long as the tensor is alive; empty on
-            a GPU.
+        memory: writable view of the same bytes, valid while the tensor exists; empty on a GPU.
     """
 
     __slots__ = ("memory", "nbytes", "on_host", "tensor")

@@ -101,7 +101,7 @@ class PlanFacts:
         return (self.digest, *((self.adapters.digest,) if self.adapters else ()))
 
     def describe(self) -> str:
-        """Format the facts as one line."""
+        """Format the plan's summary as one line."""
         total = sum(self.nbytes)
         unused = (
             f"{len(self.unused)} tensors unused ({', '.join(self.unused[:3])})"
@@ -148,8 +148,8 @@ def engine_layout(store: StoreClient, engines: Sequence[EngineLayout], timeout_s
     """Build the engines' side of the plan from the posted layouts.
 
     Raises:
-        WeightSyncError: an engine has a parameter that its loader does not fill. The message names
-            the engine, rank and parameter.
+        WeightSyncError: an engine's loader leaves a parameter unwritten. The message names the
+            engine, rank and parameter.
     """
     classes: dict[str, RankLayout] = {}
     for engine in engines:
@@ -255,8 +255,8 @@ def post_catalog(
     quantisation: BlockQuantisation | None = None,
     adapters: ServedAdapters | None = None,
 ) -> None:
-    """Post the HF tensors {name: shape} for tracing the engines' loaders, plus their scales if a
-    quantisation is given, and the adapters that engines keep."""
+    """Post the catalog with which engines trace their loaders: the HF tensors {name: shape}, their
+    scales if `quantisation` is given, and the adapters that engines store unmerged."""
     shapes, dtypes = quantisation.checkpoint(tensors) if quantisation is not None else (tensors, {})
     catalog = {
         "dtype": dtype,
@@ -278,8 +278,8 @@ def make_weight_plan(
     quantisation: BlockQuantisation | None = None,
     adapters: ServedAdapters | None = None,
 ) -> PlanFacts:
-    """Make and prove the plan, and post every rank's schedule. If engines keep adapters, do the
-    same for a plan that sends only the adapters.
+    """Make and prove the plan, and post every rank's schedule. If engines store adapters unmerged,
+    do the same for a plan that sends only the adapters.
 
     Args:
         source: the trainer's layout, built on the same catalog (`sync_catalog`).
@@ -287,8 +287,8 @@ def make_weight_plan(
         staging_bytes: memory per rank for messages in flight.
         wait_s: timeout for each posted layout.
         part_bytes: size of a part, see `Messages`.
-        quantisation: the format of engines in block-wise fp8, as posted in the catalog.
-        adapters: the adapters that engines keep, as posted in the catalog.
+        quantisation: the engines' block-wise fp8 format, as posted in the catalog.
+        adapters: the adapters that engines store unmerged, as posted in the catalog.
 
     Raises:
         WeightSyncError: planning or the proof fails.
@@ -312,7 +312,7 @@ def sync_catalog(
     quantisation: BlockQuantisation | None = None,
     adapters: ServedAdapters | None = None,
 ) -> Catalog:
-    """Return the tensors that both sides refer to: the model's, then the factors of adapters that
-    engines keep."""
+    """Return the tensors that both sides refer to: first the model's tensors, then the factors of
+    adapters that engines store unmerged."""
     factors = adapters.shapes if adapters else {}
     return Catalog.of({**family.tensors(), **factors}, quantisation)

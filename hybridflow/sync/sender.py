@@ -54,7 +54,7 @@ class WeightSender:
         self._links: dict[int, _Link] = {}
 
     def adopt(self, plan: str, host: str, port: int, timeout_s: float, *further: str) -> None:
-        """Read this rank's schedules for a plan and for the `further` plans. Closes sessions of
+        """Load this rank's schedules for `plan` and the `further` plans, and close the sessions of
         earlier plans.
         """
         self._store = session.connect(host, port, timeout_s)
@@ -71,7 +71,7 @@ class WeightSender:
         during the call.
 
         Args:
-            go_timeout_s: maximum time that an engine may take to pause and get ready, in seconds.
+            go_timeout_s: time limit in seconds for an engine to pause and become ready.
 
         Returns:
             One outcome for each order in which this rank is a sender.
@@ -104,7 +104,7 @@ class WeightSender:
 
     def _scheduled(self, order: Order) -> Schedule:
         """Return the schedule of the order's plan. If that plan is unknown, return the first plan's
-        schedule; the engine then rejects its announcement.
+        schedule; the engine then rejects this rank's announcement.
         """
         return self._schedules.get(order.plan) or next(iter(self._schedules.values()))
 

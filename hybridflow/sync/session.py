@@ -83,8 +83,8 @@ class Order:
 class RankReport:
     """Result of an action on one engine rank. `error` is empty on success.
 
-    `called_off`: the order had already been called off, so the error is a consequence and not the
-    cause.
+    `called_off` is True if the order had already been called off, so that `error` is a consequence
+    and not the cause.
     """
 
     rank: int
@@ -183,8 +183,8 @@ class Board:
         self.store.compare_set(self._key("go"), "", _GO)
 
     def call_off(self, reason: str) -> None:
-        """Call the order off. From then on no rank may copy, and senders waiting for go stop
-        waiting."""
+        """Call the order off. From then on no rank may copy, and senders that are waiting for the
+        go signal stop waiting."""
         self.decide(ABORT)
         self.store.compare_set(self._key("go"), "", reason)
 
@@ -217,8 +217,8 @@ class Board:
         self.store.set(self._key(f"staged/{rank}"), "1")
 
     def wait_all_staged(self, timeout_s: float) -> None:
-        """Wait until every rank of the engine is staged. Raises a WeightSyncError that names the
-        ranks that are not.
+        """Wait until every rank of the engine has staged all weights. Raises a WeightSyncError that
+        names the ranks that have not.
         """
         names = {}
         for rank in self.order.endpoint.receivers:
@@ -318,7 +318,8 @@ def answer_deadline(timeout_s: float) -> float:
 
 
 def refuse(order: Order, reason: str) -> Outcome:
-    """Build the outcome of an order that the engine cannot accept, and notify its senders."""
+    """Reject an order that the engine cannot accept: notify the order's senders and return the
+    outcome."""
     with suppress(RuntimeError, WeightSyncError):
         Board.open(order).call_off(reason)
     return Outcome(order.engine, order.number, "refused", f"{order.describe()}: {reason}")

@@ -30,7 +30,7 @@ _DTYPES = {name: torch.uint8 if name == FP8 else getattr(torch, name) for name i
 
 @dataclass(frozen=True)
 class _Slice:
-    """A rectangle of a buffer, and its byte offset `begin` in the message."""
+    """A rectangle of a buffer, stored in the message from byte offset `begin`."""
 
     item: Item
     begin: int
@@ -99,7 +99,7 @@ class Copies:
         torch._foreach_copy_(self._local[number], self._views(number, payload))
 
     def forget_payloads(self) -> None:
-        """Drop cached views of payloads, which keep the payloads' memory alive."""
+        """Drop cached views of payloads. The views keep the payloads' memory allocated."""
         self._packed = {}
 
     def _in_one_read(self, number: int) -> Slices:
@@ -230,8 +230,8 @@ _ALIGN = 64  # alignment in bytes of the messages in a shared slab
 
 
 class _Staging:
-    """A rank's staging memory for a session. It may outlive the session; a new channel restarts the
-    count of syncs.
+    """A rank's staging memory for a session. It may outlive the session. The sync count restarts at
+    each new channel.
 
     Args:
         rank: number of the trainer or engine rank.
@@ -253,8 +253,8 @@ class _Staging:
         self._keys: list[int] = []
 
     def begin(self, channel: object, messages: Sequence[Message]) -> list[int]:
-        """Begin a sync and return the checksum seeds of its messages. Both ends count the session's
-        syncs identically."""
+        """Begin a sync and return the checksum seeds of its messages. Both ends derive the same
+        seeds, because both count the session's syncs."""
         if channel is not self._channel:
             self.forget()  # some views may refer to the previous channel's memory
             self._channel = channel
@@ -269,7 +269,8 @@ class _Staging:
         raise NotImplementedError
 
     def prepare(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> Copies:
-        """Return the copies between these messages and buffers, cached while neither changes.
+        """Prepare the copies between these messages and buffers. The result is cached until either
+        changes.
 
         Raises:
             WeightSyncError: a buffer is missing, or too small for a slice.
@@ -370,5 +371,6 @@ def largest_message(messages: Sequence[Message]) -> int:
 
 
 def seal_bytes(messages: int) -> int:
-    """Return the size in bytes of the checksum message that covers this many messages."""
+    """Return the size in bytes of the message that contains the checksums of `messages`
+    messages."""
     return DIGEST_BYTES * messages

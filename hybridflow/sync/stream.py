@@ -63,7 +63,8 @@ class StreamStats:
 class _RankSync:
     """A rank's state during one sync: per-message data and checksums.
 
-    `at` is the message being processed or, while checksums are exchanged, the peer's rank.
+    `at` is the message that is being processed or, during the exchange of checksums, the peer's
+    rank.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class _RankSync:
         self._digests[number] = self.copies.unpack(number, payload, self._seeds[number])
 
     def peers(self) -> list[int]:
-        """Return the ranks that messages are sent to or received from, in ascending order."""
+        """Return the sorted ranks with which this rank exchanges messages."""
         return sorted({message.peer for message in self.messages})
 
     def digests(self, peer: int) -> list[Digest]:
@@ -127,7 +128,8 @@ class _RankSync:
         return self.staging.places(self.messages, self.copies, keep)
 
     def stats(self, used: int) -> StreamStats:
-        """Return the statistics so far, given that `used` bytes held messages."""
+        """Return the statistics so far. `used` is the number of bytes of memory that messages
+        occupied."""
         payload = sum(message.nbytes for message in self.messages)
         count = len(self.messages)
         return StreamStats(
@@ -211,8 +213,8 @@ class Received:
 
     @torch.no_grad()
     def commit(self, buffers: Buffers) -> float:
-        """Write everything into `buffers` and return the seconds taken. No-op if the weights were
-        received in place."""
+        """Copy the staged weights into `buffers` and return the duration in seconds. No-op if the
+        weights were received in place."""
         start = time.perf_counter()
         if self._commit is not None:
             self._commit(buffers)
@@ -233,10 +235,10 @@ def receive_stream(
     Args:
         messages: `Messages.incoming(rank)`. Pass the same object in every sync, otherwise the
             views are rebuilt.
-        staged: if True, keep everything until `Received.commit`. If False, write each message on
-            arrival and verify at the end.
-        buffers: the rank's parameters, keyed by their names in the plan's layout. The caller has
-            checked that they have not moved.
+        staged: if True, keep all messages in staging memory until `Received.commit`. If False,
+            write each message on arrival and verify at the end.
+        buffers: the rank's parameters, keyed by their names in the plan's layout. The caller must
+            have checked that none of them has moved.
 
     Raises:
         WeightSyncError: a peer is lost or late, a message was corrupted (the error names it), or a
@@ -263,8 +265,8 @@ def receive_stream(
 
 
 def _arrivals(sync: _RankSync, channel: ReceiveChannel, places: Sequence[Payload]) -> Iterator[int]:
-    """Yield the index of each message once it is in place, while keeping up to `slots` messages in
-    flight."""
+    """Yield the index of each message once it has been received. Up to `slots` messages are in
+    flight at a time."""
     messages = sync.messages
     slots = sync.staging.slots
     in_flight: deque[Work] = deque()
@@ -292,8 +294,8 @@ def _receive_in_place(sync: _RankSync, channel: ReceiveChannel) -> int:
 
 
 def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]:
-    """Receive everything into one slab, which is freed after the commit: between syncs the engine
-    needs the memory."""
+    """Receive all messages into one slab. The commit frees the slab, because the engine needs the
+    memory between syncs."""
     messages = sync.messages
     staging = sync.staging
     places = sync.places(keep=True)
@@ -311,8 +313,8 @@ def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]
 
 
 def _has_room(channel: LendingReceiveChannel, messages: Sequence[Message]) -> bool:
-    """Return True if the transport's memory can hold everything that a peer sends in a sync,
-    including checksums."""
+    """Return True if the transport has enough slots for all messages of a peer in one sync,
+    including the checksums."""
     counts = Counter(message.peer for message in messages)
     return max(counts.values(), default=0) < channel.slots
 

@@ -122,7 +122,7 @@ def test_a_role_that_does_not_train_holds_its_weights_alone(tmp_path: Any) -> No
         ), role
     assert found["freed"] > 0.9 * found["reference"]["weights"] and "weights" in found["asleep"]
     assert found["same"] and found["filled"] and found["likeliest"]
-    assert found["refused"] == "set_optimizer called on a model that is not trained"
+    assert found["refused"] == "set_optimizer called on a policy that was built with trains=False"
 
 
 @pytest.mark.parametrize(

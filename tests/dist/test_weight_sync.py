@@ -400,7 +400,7 @@ def test_an_engine_that_hangs_while_it_generates_is_given_up(
     os.kill(world.scheduler(1), signal.SIGSTOP)
     batch = _answered(world)
     assert len(batch) == 4 and set(world.engines.stale) == {1}
-    assert "/generate not answered within 3 s" in world.engines.stale[1]
+    assert "no data from /generate within 3 s" in world.engines.stale[1]
     heal(world, 46)
     assert world.states()[1].restarts == restarts + 1
 

@@ -63,7 +63,7 @@ class HfEngine:
         if held != family.tensors():
             wrong = sorted(held.items() ^ family.tensors().items())
             raise ModelError(
-                f"transformers' {type(model).__name__} and the family's map differ: {wrong[:4]}; "
+                f"transformers' {type(model).__name__} and the family's map differ in {wrong[:4]}; "
                 "use another rollout.engine"
             )
         self._model = model.eval().requires_grad_(False)
@@ -136,8 +136,8 @@ class HfEngine:
         return found
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Raise EngineError for prompts on which transformers would crash or generate wrong
-        responses."""
+        """Raise EngineError for a prompt that would make transformers crash or generate a wrong
+        response."""
         config = self._model.config.get_text_config()
         check_tokens(prompts, config.vocab_size, self.spec.name)
         longest = config.max_position_embeddings
@@ -210,9 +210,9 @@ class HfEngine:
         mask: torch.Tensor,
         images: Sequence[PromptImages],
     ) -> dict[str, DynamicCache]:
-        """Share the prefill among repeated prompts (the samples of a group). Returns arguments for
-        `generate` with the keys and values of all tokens except the last, computed once per
-        distinct prompt; an empty dict if no prompt is repeated or has images.
+        """Run the prefill once per distinct prompt (the samples of a group share a prompt). Returns
+        `generate` arguments that contain the keys and values of all prompt tokens except the last,
+        or an empty dict if no prompt is repeated or has images.
 
         Args:
             keys: one key per prompt; equal prompts have equal keys.
@@ -246,8 +246,8 @@ class HfEngine:
         return {"past_key_values": cache}
 
     def _set_rope_deltas(self, deltas: torch.Tensor | None) -> None:
-        """Set the offset between positions and token counts after each prompt's images.
-        transformers keeps this offset in the model between calls.
+        """Set each prompt's offset between token positions and token counts, which its images
+        cause. transformers stores the offset in the model, so it persists between calls.
         """
         if hasattr(self._model.model, "rope_deltas"):
             self._model.model.rope_deltas = deltas
@@ -297,7 +297,7 @@ class HfEngine:
         """Do nothing, because the engine shares the trainer's device and keeps its memory."""
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Do nothing, because `sleep` has released no memory."""
+        """Do nothing, because `sleep` releases no memory."""
 
 
 class _LogProbs:
@@ -340,8 +340,8 @@ def _keys(
 def _among(
     scores: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, list[Supports | None]]:
-    """Return the tokens' log-probs [b, t], normalised over the sampling support, and each row's
-    supports. `scores` [b, t, v] are -inf outside the support."""
+    """Return the tokens' log-probs [b, t], normalised over the sampling support, and the supports
+    of each row's tokens. `scores` [b, t, v] are -inf outside the support."""
     left = scores.isfinite()
     log_probs = scores.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     rows: list[Supports | None] = [

@@ -1,4 +1,4 @@
-"""The prefill of prompts with images."""
+"""Prefill for prompts with images."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_images(
         cache: receives the keys and values.
 
     Returns:
-        The offset [b, 1] of a later token's position from the number of tokens before it.
+        Offsets [b, 1]: a later token's position is the number of tokens before it plus this offset.
     """
     model = causal.model
     merge = causal.config.vision_config.spatial_merge_size

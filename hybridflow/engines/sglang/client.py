@@ -73,8 +73,8 @@ class EngineClient(ServerClient):
     # ---- memory
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Release the device memory of these parts and discard their contents. No request may be
-        running.
+        """Release the device memory of these parts and discard their contents. Must not be called
+        while requests are running.
 
         On CPU SGLang reports success but frees nothing, because its memory saver needs CUDA's
         virtual memory calls.

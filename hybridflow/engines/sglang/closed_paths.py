@@ -15,7 +15,7 @@ _OPEN = ("/health", "/ready", "/metrics")
 
 
 def close_paths() -> None:
-    """Patch the servers to require the key on every path."""
+    """Patch SGLang's servers to require the key on every path."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.utils.auth.decide_request_auth", as_any_path, HookType.AROUND)
@@ -25,7 +25,7 @@ def close_paths() -> None:
 
 
 def as_any_path(original: Callable[..., Any], *, path: str, **asked: Any) -> Any:
-    """Return the decision that SGLang's authentication makes for a path without an exemption."""
+    """Authenticate a request to an exempted path like a request to any other path."""
     return original(path="/" if path.startswith(_OPEN) else path, **asked)
 
 

@@ -35,8 +35,8 @@ def close_sockets() -> None:
 def keys() -> tuple[bytes, bytes]:
     """Return the public and the secret key shared by all of the job's sockets.
 
-    Both are kept secret: CurveZMQ never sends the listening end's public key, and no client can
-    connect without it.
+    Both are kept secret: CurveZMQ never transmits the public key of the listening socket, and no
+    client can connect without that key.
     """
     import zmq
     from zmq.utils import z85

@@ -27,13 +27,15 @@ class SglangEngine(ServedEngine):
         return self.client.load()
 
     def take_prefix_hits(self) -> float | None:
-        """Return the fraction of prompt tokens that were cached, since the last call."""
+        """Return the fraction of prompt tokens found in the prefix cache since the last call; None
+        if there were no requests."""
         if "client" not in self.__dict__:  # it has just been restarted
             return None
         return self.client.tokens.take_prefix_hits()
 
     def take_drafts(self) -> dict[str, float]:
-        """Return how many drafted tokens were accepted, since the last call."""
+        """Return the acceptance rates of drafted tokens since the last call
+        (`SglangStreams.take_drafts`)."""
         return {} if "client" not in self.__dict__ else self.client.tokens.take_drafts()
 
     def sleep(self) -> None:

@@ -40,7 +40,8 @@ async def packed(
     *args: Any,
     **kwargs: Any,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the events of one response. Routed experts are sent only with the last event."""
+    """Yield the events of one response with packed log-probs. Routed experts are sent only with the
+    last event."""
     async for event in original(manager, request, *args, **kwargs):
         meta = event.get("meta_info", {})
         if getattr(request, "stream", False) and _LISTED in meta:

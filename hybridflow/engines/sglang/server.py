@@ -113,7 +113,7 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
 
 
 def _own_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Return the arguments of the configuration, together with `config_changes`."""
+    """Return the user's server arguments (`EngineSpec.extra_args`), with `config_changes` added."""
     own = {name.replace("_", "-"): value for name, value in spec.extra_args.items()}
     if changes := config_changes(spec.model_path):
         given = own.get(_CHANGES, {})
@@ -135,11 +135,12 @@ def core_binding(ranks: int, cores: list[int]) -> str:
 
 
 def unused_model_files(model_path: str, drafts: bool = False) -> list[str]:
-    """Return the names of all SGLang model files except the one for this model's architecture and,
-    with `drafts`, the one for its head. Empty if the architecture is not in `MODEL_FILES`.
+    """Return the names of the SGLang model files that this model does not need: all except the file
+    for its architecture and, with `drafts`, the file for its prediction head. Empty if the
+    architecture is not in `MODEL_FILES`.
 
     SGLang imports every model file to find one class (sglang/srt/models/registry.py:118), which
-    takes about one CPU second per start. It skips those listed in SGLANG_DISABLED_MODEL_ARCHS.
+    takes about one CPU second per start. It skips files listed in SGLANG_DISABLED_MODEL_ARCHS.
     """
     package = importlib.util.find_spec("sglang")
     if package is None or not package.submodule_search_locations:
@@ -156,8 +157,8 @@ def unused_model_files(model_path: str, drafts: bool = False) -> list[str]:
 
 
 def config_changes(model_path: str) -> dict[str, Any]:
-    """Return the fields of config.json that SGLang reads under other names than transformers.
-    Without them, SGLang would compute a different model.
+    """Return overrides for fields of config.json that SGLang and transformers name differently.
+    Without the overrides, SGLang would compute a different model.
     """
     config = _read_config(model_path)
     kind = config.get("model_type")
@@ -185,7 +186,8 @@ def config_changes(model_path: str) -> dict[str, Any]:
 
 
 def _read_config(model_path: str) -> dict[str, Any]:
-    """Return the contents of config.json; {} if it cannot be read, which SGLang then reports."""
+    """Return the contents of config.json, or {} if the file cannot be read. SGLang reports that
+    error itself."""
     path = Path(model_path) / "config.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -38,18 +38,18 @@ class SglangStreams(TokenStreams):
     _passes: Mapping[int, int] = MappingProxyType({})
 
     def take_prefix_hits(self) -> float | None:
-        """Return the fraction of prompt tokens that were cached, over all requests since the last
-        call; None if there are none.
+        """Return the fraction of prompt tokens found in the prefix cache, over all requests since
+        the last call; None if there were none.
         """
         read, self._prompt_tokens = self._prompt_tokens, 0
         cached, self._cached_tokens = self._cached_tokens, 0
         return cached / read if read else None
 
     def take_drafts(self) -> dict[str, float]:
-        """Return {accepted_drafts: share of the drafted tokens, tokens_per_pass: mean number of
-        tokens that a verifying pass yields}, over all requests since the last call; empty without
-        drafts. If drafts have several tokens, also `accepted_drafts/depth_K`, the share of passes
-        that accepted the K-th token of their draft and hence those before it.
+        """Return {accepted_drafts: fraction of drafted tokens that were accepted, tokens_per_pass:
+        mean number of tokens per verification pass}, over all requests since the last call; empty
+        if nothing was drafted. If drafts have several tokens, `accepted_drafts/depth_K` is the
+        fraction of passes that accepted at least the first K tokens of the draft.
         """
         drafted, self._drafted = self._drafted, 0
         passes, self._passes = self._passes, {}

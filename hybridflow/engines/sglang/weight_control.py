@@ -20,8 +20,8 @@ def payload(control: Control) -> list[str]:
     """Return `serialized_named_tensors` for SGLang, one entry per rank.
 
     SGLang accepts only pickles here (sglang/srt/managers/tp_worker.py:194). Its endpoint requires
-    the admin key and unpickles with an allow-list. HybridFlow itself only writes pickles here and
-    never reads one.
+    the admin key and unpickles with an allow-list. HybridFlow only writes these pickles and never
+    reads any.
     """
     import torch
 

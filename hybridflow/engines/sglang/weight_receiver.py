@@ -9,7 +9,7 @@ A pipeline stage passes a request on only after executing it
 (sglang/srt/managers/scheduler_pp_mixin.py:139), but slices for all stages arrive in one stream.
 With several stages, `load` therefore receives in a thread and returns immediately, and the engine's
 worker waits until all stages have reported. Until then no stage computes: the engine does not
-accept requests, and earlier ones have finished.
+accept requests, and earlier requests have finished.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class WithDraft(torch.nn.Module):
         self.draft = draft
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Pass all weights to both loaders; each loads only those of its own model."""
+        """Pass all weights to both models' loaders. Each loader ignores weights that its model does
+        not use."""
         given = list(weights)
         for model in (self.served, self.draft):
             model.load_weights(iter(given))  # type: ignore[operator]

@@ -1,9 +1,9 @@
 """HTTP client of one vLLM server: token ids in and out, and the control calls of a weight sync.
 
 Log-probs: the server runs with `--logprobs-mode processed_logprobs`, which returns log-probs of the
-distribution that was sampled from: log softmax(logits / temperature) without truncation, and log
-softmax(logits) at temperature 0. With top-k or top-p, they would be log-probs of the truncated
-distribution, contrary to the specification of `Completion`, so such requests are rejected.
+sampling distribution: log softmax(logits / temperature) without truncation, and log softmax(logits)
+at temperature 0. With top-k or top-p, they would be log-probs of the truncated distribution,
+contrary to the specification of `Completion`, so such requests are rejected.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class VllmClient(ServerClient):
     # ---- weights
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop generating. For the modes, see `Order.pause`. `call_ranks` drops the KV cache of
+        """Stop generating. `Order.pause` describes the modes. `call_ranks` drops the KV cache of
         retracted requests."""
         self._request(f"/pause?mode={_PAUSE[mode]}", {})
 
@@ -135,15 +135,15 @@ class VllmClient(ServerClient):
 
         Args:
             control: the message.
-            flush_cache: drop the KV cache computed with the old weights, including that of waiting
-                requests.
+            flush_cache: drop the KV cache computed with the old weights, including the cache of
+                waiting requests.
         """
         self._request("/collective_rpc", {"method": RPC, "args": [control.to_json()]})
         if flush_cache and not self._call(
             "/reset_prefix_cache?reset_running_requests=true", {}
         ).get("success"):
             raise EngineError(
-                "/reset_prefix_cache failed: the KV cache of the old weights is in use",
+                "/reset_prefix_cache failed: the KV cache of the old weights is still in use",
                 engine=self.name,
             )
 

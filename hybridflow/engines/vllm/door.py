@@ -24,9 +24,7 @@ class Door:
         self._expected = f"Bearer {os.environ[KEY]}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Forward a request if its key is correct. Connections that are not HTTP (web sockets) are
-        ignored.
-        """
+        """Forward an HTTP request if its key is correct. Web sockets are ignored."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         shown = next((value for name, value in scope["headers"] if name == b"authorization"), b"")

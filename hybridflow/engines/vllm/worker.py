@@ -1,11 +1,10 @@
 """The `--worker-extension-cls` that receives new weights inside every rank of a vLLM server.
 
-vLLM may store weights in a different layout than the one that its loader wrote. On CPU, for
-example, it packs each linear layer for oneDNN and drops the parameter
-(vllm/model_executor/layers/utils.py, `dispatch_cpu_unquantized_gemm`). Tracing the loader does not
-reveal such a layout. If every layer is known to use its parameters in the layout that was loaded,
-slices are written to the traced locations. Otherwise the rank receives whole tensors and passes
-them to vLLM's own reload.
+vLLM may convert weights to another layout after its loader has written them. On CPU, for example,
+it packs each linear layer for oneDNN and drops the parameter (vllm/model_executor/layers/utils.py,
+`dispatch_cpu_unquantized_gemm`). Tracing the loader does not reveal such a layout. If every layer
+is known to use its parameters in the layout that was loaded, slices are written to the traced
+locations. Otherwise the rank receives whole tensors and passes them to vLLM's own reload.
 """
 
 from __future__ import annotations

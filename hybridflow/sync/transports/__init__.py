@@ -22,8 +22,9 @@ from hybridflow.sync.transports.base import (
 def chosen(wanted: str, platform: Platform, shares_devices: bool = False) -> str:
     """Resolve a transport name. A user file is returned with its absolute path.
 
-    `auto` selects the fastest transport that works between any two hosts, or, if trainer and
-    engines share GPUs (`shares_devices`), between two processes on one GPU.
+    `auto` selects the fastest transport that works between any two hosts. If trainer and engines
+    share GPUs (`shares_devices`), it selects the fastest one that works between two processes on
+    one GPU.
     """
     if is_user_entry(wanted):
         path, _, name = wanted.rpartition(":")

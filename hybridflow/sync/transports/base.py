@@ -36,7 +36,7 @@ class Endpoint:
         senders: trainer ranks, in ascending order.
         receivers: engine ranks as numbered in the plan, in ascending order.
         message_bytes: size of the largest message.
-        timeout_s: maximum wait for any one message.
+        timeout_s: maximum wait for each message.
         slots: maximum messages in flight per pair of ranks, at least 2.
     """
 
@@ -62,7 +62,7 @@ class Work(Protocol):
     """A transfer in flight."""
 
     def wait(self) -> None:
-        """Wait until the payload may be reused (sender) or read (receiver).
+        """Wait until the sender may reuse the payload, or the receiver may read it.
 
         Raises:
             WeightSyncError: the peer is lost, or the endpoint's `timeout_s` has passed. The message
@@ -83,10 +83,10 @@ class SendChannel(Protocol):
     were sent."""
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Start sending `payload` to engine rank `peer`. It must not be modified until `wait`
-        returns.
+        """Start sending `payload` to engine rank `peer`. The payload must not be modified until
+        `wait` returns.
 
-        For a message with `LAST_TAG`, `wait` returns once the peer has received it; for others it
+        With `LAST_TAG`, `wait` returns only after the peer has received the message; otherwise it
         may return earlier.
         """
 
@@ -137,7 +137,7 @@ class LendingSendChannel(SendChannel, Protocol):
 
 
 class Loan(Protocol):
-    """A message that can be read where it arrived."""
+    """A received message that is read in the transport's memory, without a copy."""
 
     @property
     def payload(self) -> Payload:
@@ -150,7 +150,7 @@ class Loan(Protocol):
 
 @runtime_checkable
 class LendingReceiveChannel(ReceiveChannel, Protocol):
-    """A receive channel whose messages can be read where they arrived."""
+    """A receive channel whose messages can be read in the transport's memory, without a copy."""
 
     @property
     def slots(self) -> int:

@@ -2,14 +2,14 @@
 nodes.
 
 Uses the protocol of `sync.lending`, like shared memory on CPUs. A slot is memory on the sender's
-GPU, exported once per session when its first message is sent. The receiver copies from it into its
-parameters, whose memory cannot be exported. Each side records an event after its work on a slot,
-and the other side queries that event. The transport supports a trainer and engines that share GPUs,
-which NCCL rejects, and any two GPUs of a node.
+GPU, exported once per session when its first message is sent. The receiver copies from the slot
+into its parameters, because their memory cannot be exported. Each side records an event after its
+work on a slot, and the other side queries that event. The transport supports a trainer and engines
+that share GPUs, which NCCL rejects, and any two GPUs of a node.
 
-If an engine's ranks or its senders are on several nodes, pairs within a node use such slots. Other
-pairs use a process group (`p2p`). In that group NCCL connects only pairs that exchange messages,
-hence never two processes on one GPU.
+If an engine's ranks or its senders are on several nodes, pairs within a node use slots and other
+pairs use a process group (`p2p`). NCCL connects only those pairs of the group that exchange
+messages, and therefore never two processes on one GPU.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _LEAST = 1 << 16
 def _open(member: Member, device: torch.device) -> Any:
     if device.type != "cuda":
         raise WeightSyncError(
-            f"transport {member.endpoint.transport} carries GPU buffers, but {member.side} rank "
-            f"{member.rank} has its buffers on {device}; use shared_memory"
+            f"transport {member.endpoint.transport} requires GPU buffers, but the buffers of "
+            f"{member.side} rank {member.rank} are on {device}; use shared_memory"
         )
     return join_nodes(
         member,
@@ -48,8 +48,8 @@ def _open(member: Member, device: torch.device) -> Any:
 
 
 def join_nodes(member: Member, near: Callable[[Member], Any], far: Callable[[], Any]) -> Any:
-    """Open a rank's channel: `near` connects the ranks of its node, `far` connects all ranks. Opens
-    both if needed."""
+    """Open a rank's channel with `near`, which connects the ranks of one node, with `far`, which
+    connects all ranks, or with both."""
     endpoint = member.endpoint
     meeting = meet(member)
     sides = {"trainer": endpoint.senders, "engine": endpoint.receivers}

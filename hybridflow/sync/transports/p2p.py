@@ -8,8 +8,8 @@ anyway.
 
 **NCCL.** An NCCL kernel occupies its device until the other side's kernel runs, and kernels on one
 device may share a queue even across sessions. Two senders that start messages to two engines in
-different orders would deadlock. Therefore a receiver announces in the store that it is waiting for
-a message and has received all earlier ones, and only then does the sender start that message.
+different orders would deadlock. The sender therefore starts a message only after the receiver has
+announced in the store that it is waiting for that message and has received all earlier ones.
 Everything in a sender's queue can then complete without any other kernel being started, regardless
 of the order in which engines are served. A session has one communicator. All its pairs are
 connected before the first message, because NCCL connects a pair at its first message, and that call
@@ -73,7 +73,7 @@ class PeerToPeer:
             raise self._unopened(error) from error
 
     def _join(self, number: int, size: int) -> Any:
-        """Create the process group, with `number` as this rank's number."""
+        """Create the process group of `size` ranks, in which this rank has index `number`."""
         raise NotImplementedError
 
     @property
@@ -203,8 +203,8 @@ class OverNccl(PeerToPeer):
     def _connect(self) -> None:
         """Create the communicator and connect all pairs by sending one byte each.
 
-        NCCL has no timeout for either, so they run in another thread while this one waits with a
-        deadline.
+        NCCL has no timeout for either step, so a separate thread executes both while the calling
+        thread waits with a deadline.
         """
         failed: list[BaseException] = []
 
@@ -242,9 +242,9 @@ class OverNccl(PeerToPeer):
         return _NcclTransfer(self, batch, peer, tag)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """Register a receive. Several messages are received by one kernel.
+        """Register a receive. One kernel receives a batch of messages.
 
-        The kernel starts when the batch is full or its first message is waited for.
+        It starts when the batch is full or when `wait` is called for the batch's first message.
         """
         self._next = batch = self._next or _Batch([])
         batch.parts.append(("recv", into, peer, tag))
@@ -361,8 +361,9 @@ class _NcclTransfer:
     def _wait_for_the_device(self) -> None:
         """Poll until the transfer has completed.
 
-        Polling is needed because NCCL's own timeout would kill this process, a dead peer leaves its
-        kernels spinning, and a transfer stopped by `abort` looks successful.
+        Polling is needed for three reasons: NCCL's own timeout would kill this process, the kernels
+        of a dead peer's transfer never finish, and a transfer stopped by `abort` appears
+        successful.
         """
         channel = self._channel
         deadline = time.monotonic() + self._channel.member.endpoint.timeout_s

@@ -93,8 +93,8 @@ class _Link:
 class Connections:
     """Either end of a session.
 
-    The number of calls per message is kept minimal: 1 MiB of message data fills the cache, so the
-    code of every call must be fetched from memory.
+    The number of calls per message is kept minimal: 1 MiB of message data evicts the interpreter
+    from the cache, so the code of every call must be fetched from memory again.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class Connections:
         self._write(link, peer, tag, (_TAKEN.pack(tag),), _TAKEN.size)
 
     def _is_acknowledged(self, link: _Link, tag: int) -> bool:
-        """Return True if the receiver acknowledges the next message. Both ends count messages the
-        same way."""
+        """Return True if the receiver acknowledges the next message. Sender and receiver count
+        messages identically."""
         link.count += 1
         return link.count % self.member.endpoint.slots == 1 or tag == LAST_TAG
 
@@ -275,8 +275,8 @@ def _timeval(seconds: float) -> bytes:
 def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float) -> socket.socket:
     """Connect and verify the other end.
 
-    Retries a few times if the connection is closed during the greeting, which happens when too many
-    unknown clients connect.
+    Retries a few times if the connection is closed during the handshake, which happens when too
+    many unknown clients connect.
     """
     for tries_left in reversed(range(_TRIES)):
         left = max(deadline - time.monotonic(), 0.001)
@@ -285,7 +285,9 @@ def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float)
             try:
                 link.sendall(_RANK.pack(rank))
                 if greet(link, purpose, left) is None:
-                    raise ConnectionRefusedError("the listener does not have the job's secret")
+                    raise ConnectionRefusedError(
+                        "the listener could not prove that it knows the job's secret"
+                    )
             except (ConnectionResetError, BrokenPipeError):
                 if not tries_left:
                     raise
@@ -306,8 +308,8 @@ def _accept_all(
 
 
 class _Greeter:
-    """Greets all clients concurrently, each within `_HELLO_S`, so that an unknown client cannot
-    delay a rank."""
+    """Performs the handshake with all clients concurrently, each within `_HELLO_S` seconds, so that
+    an unknown client cannot delay a rank."""
 
     def __init__(self, member: Member, listener: socket.socket) -> None:
         self._member = member
@@ -368,7 +370,8 @@ class _Greeter:
                 self._are_here.set()
 
     async def _rank(self, link: socket.socket) -> int:
-        """Return the rank that the other end has proven to be, or -1 for an unknown client."""
+        """Return the rank of the client, or -1 if the client could not prove that it belongs to the
+        job."""
         loop = asyncio.get_running_loop()
 
         async def read(size: int) -> bytes:

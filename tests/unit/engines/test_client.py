@@ -211,7 +211,7 @@ def test_empty_prompt_is_refused_before_the_engine_sees_it(
 def test_a_silent_engine_is_given_up(stub: Stub, opened: Callable[..., EngineClient]) -> None:
     client = opened(stub.url, KEY, 0.2, name="engine-7")
     stub.answers_with("/generate", [], delay_s=600.0)
-    with pytest.raises(EngineError, match=r"engine engine-7: /generate not answered within"):
+    with pytest.raises(EngineError, match=r"engine engine-7: no data from /generate within"):
         generate(client)
 
 
@@ -427,8 +427,8 @@ def test_closing_gives_requests_up(stub: Stub, opened: Callable[..., EngineClien
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({"error": {"message": "too long"}}, 400, "answered 400.*too long"),
-        (b"Internal Server Error", 500, "answered 500.*Internal"),
+        ({"error": {"message": "too long"}}, 400, "returned status 400.*too long"),
+        (b"Internal Server Error", 500, "returned status 500.*Internal"),
         (b"<html>\n\n", 200, "invalid JSON"),
         (b"<html>", 200, "closed before the response ended"),
         ([{"error": {"message": "too long"}}], 200, "failed.*too long"),
@@ -437,11 +437,11 @@ def test_closing_gives_requests_up(stub: Stub, opened: Callable[..., EngineClien
             200,
             "failed.*too long",
         ),
-        ([], 200, "1 unanswered prompts"),
-        ([answer_of([5], None)], 200, "1 unanswered prompts"),
+        ([], 200, "ended before 1 prompts were answered"),
+        ([answer_of([5], None)], 200, "ended before 1 prompts were answered"),
         ([7], 200, "malformed event"),
         ([{"output_ids": [1]}], 200, "malformed event.*meta_info"),
-        ([answer_of([1], log_probs=[])], 200, "0 log-probs for 1 tokens"),
+        ([answer_of([1], log_probs=[])], 200, "got 0 log-probs for 1 tokens"),
         ([answer_of([1], packed_log_probs=None)], 200, "malformed event"),
         ([answer_of([1], finish_reason={"type": "mood"})], 200, "finish reason 'mood'"),
         ([answer_of([1], finish_reason=[])], 200, "malformed event"),
@@ -459,7 +459,7 @@ def test_bad_answers_to_generate(
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({"success": False, "message": "no session"}, 400, "answered 400.*no session"),
+        ({"success": False, "message": "no session"}, 400, "returned status 400.*no session"),
         ({"success": False, "message": "no session"}, 200, "failed: no session"),
         ([1], 200, "expected a JSON object, got list"),
         (b"", 200, "invalid JSON"),
@@ -506,7 +506,7 @@ def test_weight_calls_say_what_sglang_expects(stub: Stub, client: EngineClient) 
 def test_another_deadline_for_the_same_engine(stub: Stub, client: EngineClient) -> None:
     stub.answers_with("/begin_weight_update", {"success": True}, delay_s=600.0)
     with pytest.raises(
-        EngineSilent, match=r"engine engine-7: /begin_weight_update not answered within 0\.2 s"
+        EngineSilent, match=r"engine engine-7: no response from /begin_weight_update within 0\.2 s"
     ):
         client.with_timeout(0.2).begin_weight_update()
 

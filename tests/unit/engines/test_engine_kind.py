@@ -278,11 +278,11 @@ def test_one_that_hangs_is_given_up(world: World, monkeypatch: pytest.MonkeyPatc
     world.sync(5)
 
     def hang(*_: Any, **__: Any) -> Any:
-        raise EngineSilent("/generate not answered within 3 s", engine="engine-0")
+        raise EngineSilent("no data from /generate within 3 s", engine="engine-0")
 
     world.engine(0).generate = hang
     assert len(world.answers()) == 4
-    assert "not answered within 3 s" in world.service.stale[0]
+    assert "no data from /generate within 3 s" in world.service.stale[0]
     assert world.settled() == ["up", "up"]
 
 

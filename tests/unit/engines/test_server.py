@@ -194,7 +194,7 @@ def test_an_engine_takes_a_port_of_its_own_range() -> None:
     port, lock = reserve_port(range(21000, 21040))
     assert 21000 <= port < 21040
     lock.close()
-    with pytest.raises(EngineError, match="no free port from 21000 to 21000"):
+    with pytest.raises(EngineError, match="no free port between 21000 and 21000"):
         reserve_port(range(21000, 21000))
 
 

@@ -165,7 +165,9 @@ def test_one_that_falls_silent_is_told_with_what_has_come(fake: Fake) -> None:
     fake.hangs.set()
     client = VllmClient(f"http://127.0.0.1:{fake.server_port}", KEY, 1.0, name="engine-0")
     client.tokens.version = "5"
-    with pytest.raises(EngineSilent, match="not answered within 1 s") as caught:
+    with pytest.raises(
+        EngineSilent, match="no data from /inference/v1/generate within 1 s"
+    ) as caught:
         client.generate([[3, 1, 4]], GREEDY, 70)
     [begun] = caught.value.begun
     assert (begun.finish_reason, begun.token_ids.tolist()) == ("abort", [3])  # type: ignore[union-attr]
@@ -217,10 +219,12 @@ def test_the_cache_in_use_and_a_broken_rank_are_errors(fake: Fake, client: VllmC
         "status": 200,
         "body": '{"success":false}',
     }
-    with pytest.raises(EngineError, match="the KV cache of the old weights is in use"):
+    with pytest.raises(EngineError, match="the KV cache of the old weights is still in use"):
         client.call_ranks(control)
     fake.controls["/collective_rpc"] = RECORDED["broken_rank"]
-    with pytest.raises(EngineError, match=r"/collective_rpc answered 500: .*has no attribute"):
+    with pytest.raises(
+        EngineError, match=r"/collective_rpc returned status 500: .*has no attribute"
+    ):
         client.call_ranks(control)
 
 

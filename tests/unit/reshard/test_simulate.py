@@ -95,7 +95,7 @@ def test_command_prints_json_and_writes_the_plan(
         (["--trainer", "tp=2"], "ranks=NUMBER is missing; valid names: cp, ep"),
         (["--trainer", "ranks=4,dpa=2"], "'data_attention' is not a size that this option accepts"),
         (["--engines", "tp=two"], "'tp=two' in 'tp=two': expected NAME=NUMBER"),
-        (["--engines", "tp=3"], "does not divide; choose another engine shape"),
+        (["--engines", "tp=3"], "must be a multiple of"),
         (["--engines", "0xtp=8"], "must be 1 or more"),
         (["--link-gbps", "0"], "must be positive"),
         (["--staging-mib", "0"], "set the staging bytes to at least 32768"),

@@ -137,7 +137,8 @@ def test_a_restart_that_fails_ends_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [EngineError("/generate answered 400"), WorkerError("no answer", role="actor", rank=3)]
+    "error",
+    [EngineError("/generate returned status 400"), WorkerError("no answer", role="actor", rank=3)],
 )
 def test_other_errors_are_none_of_its_business(error: HybridFlowError) -> None:
     for call in ("poll", "sync"):

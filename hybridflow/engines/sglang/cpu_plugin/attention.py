@@ -6,7 +6,7 @@ Upstream loops over the sequences of a batch in Python, in every layer
 `_run_sdpa_forward_decode`). With a hundred short sequences that loop takes most of an engine's
 time. Here sequences of similar length are padded into one block and computed in one call. Other
 cases (cross attention, a separate cache for sliding windows, other cache dtypes, very long
-sequences) are left to upstream. Attention sinks (gpt-oss) are always computed here, because
+sequences) are handled by upstream. Attention sinks (gpt-oss) are always computed here, because
 upstream does not support them.
 """
 
@@ -146,7 +146,7 @@ class BatchedAttention(TorchNativeAttnBackend):
 
 
 def create_batched_attention(runner: Any) -> BatchedAttention:
-    """Create the attention backend, as SGLang's registry expects."""
+    """Create the attention backend. The signature is that of SGLang's registry."""
     if runner.use_mla_backend:
         use_absorbed_latents()
     use_host_copies()
@@ -156,8 +156,8 @@ def create_batched_attention(runner: Any) -> BatchedAttention:
 
 
 def use_host_copies() -> None:
-    """Disable the triton kernel and pinned memory that data-parallel attention uses for copies
-    unless `is_cpu()` is true, which it is not on this platform.
+    """Disable the triton kernel and the pinned memory with which data-parallel attention copies
+    data if `is_cpu()` is False, as it is on this platform.
 
     See sglang/srt/layers/dp_attention.py:644, and sglang/srt/model_executor/forward_batch_info.py
     lines 1948 and 2015 (the only uses of the flag).

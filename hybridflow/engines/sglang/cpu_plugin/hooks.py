@@ -58,8 +58,8 @@ def register() -> None:
 
 
 def _is_fork_server() -> bool:
-    """Return True in a fork server and in its forks. A fork server does not know yet which model
-    its forks will serve."""
+    """Return True in a fork server and in its forks. A fork server is started before the model that
+    its forks will serve is known."""
     return "hybridflow.engines.sglang.preload" in sys.modules
 
 
@@ -74,12 +74,13 @@ def register_models() -> None:
 
 
 def leave_out_megatron() -> None:
-    """Make Megatron-Core unavailable in this process, unless it is loaded already.
+    """Prevent this process from importing Megatron-Core, unless it is already loaded.
 
-    SGLang imports it, where installed, for a debugging tool (sglang/srt/debug_utils/dumper.py).
-    Megatron's inference code then switches torch_memory_saver to a mode that cannot release CUDA
-    graphs (megatron/core/inference/contexts/dynamic_context.py:64), so an engine that sleeps would
-    crash at start-up.
+    SGLang imports Megatron-Core, if installed, for a debugging tool
+    (sglang/srt/debug_utils/dumper.py). Megatron's inference code then switches torch_memory_saver
+    to a mode that cannot release CUDA graphs
+    (megatron/core/inference/contexts/dynamic_context.py:64), so an engine that sleeps would crash
+    at start-up.
     """
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
@@ -88,8 +89,9 @@ def keep_loads_in_folder() -> None:
     """Move the file in which schedulers publish their load from /dev/shm to the engine's private
     folder.
 
-    SGLang never removes it (sglang/srt/managers/load_snapshot.py:299). The guard removes files that
-    it has seen mapped, but not the files of a scheduler that fails before then.
+    SGLang never removes it (sglang/srt/managers/load_snapshot.py:299). The guard removes the files
+    that it has seen mapped, but would miss the file of a scheduler that fails before the guard's
+    first scan.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -157,7 +159,7 @@ def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def no_slot_copies(pool: Any) -> None:
-    """Skip the triton kernel that moves cache slots, which chains of drafted tokens never need
+    """Skip the triton kernel that moves cache slots: drafts that are chains never need it
     (mem_cache/memory_pool.py:2375).
     """
     pool._kv_copy_config = None
@@ -177,7 +179,8 @@ def allocate_host_buffer(dims: Any, dtype: Any, device: str, *_: Any, **__: Any)
 def skip_foreign_experts(
     original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, moe_runner_config: Any
 ) -> Any:
-    """Support expert parallelism (`--ep-size` > 1), in which experts of other ranks have id -1.
+    """Support expert parallelism (`--ep-size` > 1), where the id -1 stands for experts on other
+    ranks.
 
     sglang/srt/layers/moe/fused_moe_native.py:77 scatters by expert id and fails on -1. Here those
     (token, slot) pairs contribute nothing; the ranks' results are then summed as on an accelerator.

@@ -12,8 +12,8 @@ _MODELS = "sglang.srt.models"
 def hooks() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Yield (target, hook, name of the `HookType`) for the models that this process may serve.
 
-    A hook imports its model's file, so models whose files the server skips get no hook
-    (`server.unused_model_files`).
+    A hook imports its model's file. Models whose files the server skips
+    (`server.unused_model_files`) therefore get no hook.
     """
     skipped = os.environ.get("SGLANG_DISABLED_MODEL_ARCHS", "").split(",")
     for file, member, hook, kind in (
@@ -40,8 +40,8 @@ def keep_dtype_of_sinks(_: Any, attention: Any, *__: Any, **___: Any) -> None:
 
 
 def normalise_heads(norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
-    """Apply MiniMax-M2's norms across all query heads and all key heads, which are sharded across
-    ranks.
+    """Apply MiniMax-M2's two norms, one across all query heads and one across all key heads. The
+    heads are sharded across ranks.
 
     Replaces two CUDA kernels (sglang/srt/models/minimax_m2.py:437). The ranks exchange sums of
     squares.
@@ -64,8 +64,8 @@ def normalise_heads(norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
 
 
 def flatten_expert_bias(_: Any, block: Any, *__: Any, **___: Any) -> None:
-    """Give ERNIE's router a view `[experts]` of its bias `[1, experts]`, as SGLang does for its own
-    CPU engine (sglang/srt/models/ernie4.py:83)."""
+    """Replace the bias `[1, experts]` that ERNIE's router uses with a view `[experts]`, as SGLang
+    does for its own CPU engine (sglang/srt/models/ernie4.py:83)."""
     config = block.topk.topk_config
     config.correction_bias = block.gate.e_score_correction_bias.data.squeeze(0)
 
@@ -78,8 +78,8 @@ def gate_shared(hidden: Any, gate: Any, shared: Any) -> Any:
 
 
 def add_gated_shared(hidden: Any, gate: Any, shared: Any, total: Any) -> None:
-    """Add the gated output of Qwen2-MoE's shared expert to that of the routed experts. Replaces a
-    Triton kernel.
+    """Add the gated output of Qwen2-MoE's shared expert to the output of the routed experts.
+    Replaces a Triton kernel.
     """
     total += gate_shared(hidden, gate, shared)
 

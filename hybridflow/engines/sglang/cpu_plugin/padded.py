@@ -159,10 +159,10 @@ def make_blocks(
     lengths: list[int],
     window: int | None = None,
 ) -> list[Block]:
-    """Build the blocks of a batch in which sequence i has `lengths[i]` keys and its queries are the
-    last `queries[i]` positions.
+    """Build the blocks of a batch. Sequence i has `lengths[i]` keys, and queries at its last
+    `queries[i]` positions.
 
-    A query attends to its own key and to all earlier keys, or to only the last `window` of the
+    A query attends to its own key and to all earlier keys or, with `window`, only the last `window`
     earlier keys.
     """
     starts = torch.tensor([0, *queries]).cumsum(0)

@@ -12,7 +12,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
     """CPU as an out-of-tree (OOT) device. If `is_cpu()` were true, SGLang would use its sgl_kernel
-    paths; for an OOT device it uses the native ones."""
+    paths; for an OOT device it uses its native code paths."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -29,9 +29,9 @@ class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """Return True for drafting with the model's own head (`speculation`)."""
+        """Return True for EAGLE, i.e. drafting with the model's own head (`speculation`)."""
         return algorithm == "EAGLE"
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
-        """Return False, because there is no device to pin host memory for."""
+        """Return False, because pinned memory is useful only with an accelerator."""
         return False

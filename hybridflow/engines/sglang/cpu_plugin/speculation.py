@@ -1,9 +1,10 @@
 """Drafting with a multi-token-prediction head (SGLang's EAGLE worker) in torch. Imported only
 inside SGLang processes.
 
-Upstream has these functions for CUDA, in triton and in sgl_kernel. Each draft is a chain (top-k 1)
-with one token per step; a single pass of the model verifies all of its tokens. Shapes: b requests,
-d = steps + 1 tokens verified per request (the last accepted token and the draft), v vocabulary.
+Upstream implements these functions only for CUDA, in triton and sgl_kernel. Each draft is a chain
+(top-k 1) with one token per step; a single pass of the model verifies all of its tokens. Shapes: b
+requests, d = steps + 1 tokens verified per request (the last accepted token and the draft), v
+vocabulary.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def install(create: Any) -> None:
 
 
 class DraftSteps:
-    """The attention backends for a draft's steps after its first token. Each step attends to one
-    more token than the previous step.
+    """The attention backends for drafting, one for each step after the first drafted token. Each
+    step attends to one more token than the previous step.
     """
 
     def __init__(self, create: Any, runner: Any, steps: int) -> None:
@@ -216,8 +217,8 @@ def _accept(
     right: torch.Tensor,
     tokens: torch.Tensor,
 ) -> None:
-    """Write the accepted tokens: the first `right` [b] drafted tokens and one more. `tokens` [b, d]
-    are the tokens that follow each verified token.
+    """Write the accepted tokens of each request: its first `right` [b] drafted tokens and the token
+    after them. `tokens` [b, d] contains the token that follows each verified token.
     """
     count, width = tokens.shape
     kept = torch.arange(width) <= right[:, None]
