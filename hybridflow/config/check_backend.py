@@ -1,4 +1,4 @@
-"""Checks for settings that the training backend does not support. Pure, without torch."""
+"""Checks for settings that the training backend does not support. Does not import torch."""
 
 from __future__ import annotations
 

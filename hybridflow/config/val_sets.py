@@ -67,7 +67,8 @@ def problems(config: RunConfig) -> Iterator[str]:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             yield (
                 f"data.val_sets: {name!r} is used in metric and folder names; use only letters, "
-                "digits, dots, dashes and underscores, and quote a name that consists of digits"
+                "digits, dots, dashes and underscores, and quote a name that consists only of "
+                "digits"
             )
             continue
         try:

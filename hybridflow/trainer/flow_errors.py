@@ -40,7 +40,7 @@ _IMMUTABLE = "a batch is immutable; write batch = batch.with_columns(scores=...)
 
 
 def _of_critics() -> dict[str, str]:
-    """Return {critic's column: the call that writes it}."""
+    """Return {column that a critic writes: the call that writes it}."""
     found = {}
     for of, name in CRITICS.items():
         entry = ROLES[name]

@@ -54,24 +54,25 @@ class OpenStep(Noting, Protocol):
         """Run a role's work (`actor` for the policy) once its devices are free."""
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """Return the record of the step's updates, which the step's first update creates."""
+        """Return the record of the step's updates, and create it on the step's first update."""
 
     def check_log_probs(self, batch: DataProto) -> None:
         """Record the log-prob difference between engines and trainer."""
 
     @property
     def holds_memory(self) -> bool:
-        """True while the policy owns the devices' memory: from its first pass in a step to the
-        sync."""
+        """True while device memory is reserved for the policy: from its first pass in a step to the
+        sync.
+        """
 
     async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
         """Generate `n` samples per prompt with the engines' current weights."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call in errors."""
+        """Return the number of the open step. `what` is the call's name in error messages."""
 
     def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
-        """Check any of these columns that were created by the flow, and return the batch."""
+        """Validate those of the named columns that the flow has created, and return the batch."""
 
 
 class _Role:
@@ -269,7 +270,7 @@ class TrainedPolicy:
         return []
 
     def update(self, batch: DataProto) -> Updating:
-        """Run all of the step's updates. Runs none while the critic warms up."""
+        """Run all of the step's updates. Does nothing while the critic warms up."""
         run = self.run
         name = f"{self.name}.update(batch)"
         trained = run.training_on(checked_batch(batch, f"{self.name}.update"), name)
