@@ -1,4 +1,4 @@
-"""Values derived from a configuration, which is never modified."""
+"""Values derived from a configuration. The configuration itself is never modified."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def needs_support(config: RunConfig) -> bool:
 
 
 def replays_routes(config: RunConfig) -> bool:
-    """Return True if updates use recorded experts."""
+    """Return True if updates replay recorded expert routes."""
     return config.actor.router_replay in ("r2", "r3")
 
 
@@ -332,12 +332,12 @@ def trains(config: RunConfig, role: str) -> bool:
 
 
 def has_reward_model(config: RunConfig) -> bool:
-    """Return True if a trained model scores responses."""
+    """Return True if the run uses a reward model."""
     return ROLES["reward_model"].is_used(config)
 
 
 def has_teacher(config: RunConfig) -> bool:
-    """Return True if a teacher's most likely tokens are needed."""
+    """Return True if the run uses a teacher."""
     return is_in_use(config, "teacher")
 
 

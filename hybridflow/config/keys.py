@@ -84,7 +84,7 @@ Decay = Annotated[float, AtLeast(0), Below(1)]
 
 @dataclasses.dataclass(frozen=True)
 class Aliases:
-    """Alternative names that other trainers use for values, as pairs (name, value)."""
+    """Names that other trainers use for a key's values, as (name, value) pairs."""
 
     pairs: tuple[tuple[str, str], ...]
 

@@ -142,7 +142,7 @@ def main(asked: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _registry_of(package: str) -> Registry[Any]:
-    """Return the registry that belongs to this package of built-in entries."""
+    """Return the registry for a package of built-in entries."""
     for module in (f"{package}.base", package):
         if importlib.util.find_spec(module) is None:
             continue

@@ -139,8 +139,8 @@ def _layout(section: Role, role: str) -> Iterator[str]:
             )
     if parallel.context > 1 or parallel.virtual_pipeline is not None:
         yield (
-            f"{role}.parallel: context={parallel.context} and "
-            f"virtual_pipeline={parallel.virtual_pipeline} are not supported here"
+            f"{role}.parallel supports neither context nor virtual_pipeline, got "
+            f"context={parallel.context} and virtual_pipeline={parallel.virtual_pipeline}"
         )
     if parallel.sequence and parallel.tensor == 1:
         yield f"{role}.parallel.sequence=true requires {role}.parallel.tensor > 1"

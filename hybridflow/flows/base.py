@@ -183,8 +183,8 @@ class Run(Protocol):
         """
 
     def leave_out(self, batch: DataProto, rows: np.ndarray) -> DataProto:
-        """Return the batch with the rows where `rows` [B] bool is True excluded from loss and
-        statistics. They stay in the batch, because every step has the same number of rows.
+        """Exclude the rows where `rows` [B] bool is True from loss and statistics, and return the
+        batch. The rows stay in the batch, because every step has the same number of rows.
         """
 
     def later(self, update: Awaitable[None]) -> None:

@@ -1,4 +1,4 @@
-"""The object passed to a flow's body. It exposes exactly the names of `flows.base.Run`."""
+"""The object passed to a flow's body. It exposes exactly the attributes of `flows.base.Run`."""
 
 from __future__ import annotations
 
@@ -191,7 +191,9 @@ def _number(value: object) -> float | None:
 
 
 class Steps(AsyncIterator[int]):
-    """An async iterator over step numbers. A generator would end only when garbage-collected."""
+    """An async iterator over step numbers. Not a generator, because an abandoned generator is
+    finalized only by garbage collection.
+    """
 
     def __init__(self, run: FollowedRun) -> None:
         self._run = run

@@ -77,7 +77,7 @@ class Call(Pending[DataProto]):
 
     Args:
         tasks: tasks that write columns.
-        others: further tasks to wait for.
+        others: additional tasks to wait for.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ async def joined(
 
 
 class Updating(Pending[None]):
-    """A role's updates in a step. Awaiting the call waits until they have finished."""
+    """A call that runs a role's updates in a step. Awaiting it waits for all of them to finish."""
 
 
 def checked_calls(given: Sequence[object]) -> list[Call]:

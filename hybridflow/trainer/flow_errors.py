@@ -1,5 +1,5 @@
 """Error messages for user flows. Distinguishes mistakes in the code from errors that may depend on
-the values.
+the data.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def message_of(name: str, error: BaseException, step: int = 0) -> str:
 
 
 def mistake(error: BaseException) -> str | None:
-    """Describe a mistake in the flow's code; None if the error may have been caused by values."""
+    """Describe a mistake in the flow's code; None if the error may have been caused by the data."""
     text = str(error)
     if isinstance(error, HybridFlowError):
         return _of_column(text) if isinstance(error, SchemaError) else text
@@ -142,7 +142,7 @@ def _of_attribute(error: AttributeError) -> str | None:
 
 def _of_type(text: str) -> str | None:
     """Return the message for a TypeError: an operation that HybridFlow's objects do not support, or
-    a call with wrong arguments. None if the error may have been caused by the values.
+    a call with wrong arguments. None if the error may have been caused by the data.
     """
     if awaited := _AWAITED.search(text):
         what = _BY_TEXT.get(awaited[1], f"a value of type {awaited[1]}")

@@ -1,5 +1,6 @@
-"""The roles as called by a flow. Each call is queued immediately for its role's devices; awaiting
-it returns its columns."""
+"""Implementation of the roles that a flow calls. Each call is queued immediately for its role's
+devices; awaiting it returns its columns.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class OpenStep(Noting, Protocol):
         """True if a separate pass computes old log-probs for all rows of this step."""
 
     def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a role's work (`actor` for the policy) once its devices are free."""
+        """Run work for a role (`actor` for the policy) once the role's devices are free."""
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
         """Return the record of the step's updates, and create it on the step's first update."""

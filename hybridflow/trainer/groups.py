@@ -167,9 +167,9 @@ class ModelGroup:
 
 
 class FrozenGroup(ModelGroup):
-    """A role that does not train, in separate processes. Lost ranks are restarted within the step,
-    because the weights are the role's only state: ranks load them at startup, or a restart hook of
-    `workers` sends them.
+    """A role that runs in separate processes and does not train. Lost ranks are restarted within
+    the step, because the weights are the role's only state: ranks load them at startup, or a
+    restart hook of `workers` sends them.
 
     Args:
         told: called with a one-line message whenever ranks are restarted.

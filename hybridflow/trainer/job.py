@@ -296,8 +296,9 @@ class Job:
     async def warm_start(
         self, policy: PolicyGroup, check: Callable[[], Awaitable[None]] | None = None
     ) -> SftTrainer | None:
-        """Run the supervised phase. Returns None if it is not configured, or if a checkpoint of a
-        later phase exists."""
+        """Run the supervised phase and return its trainer. Returns None if the phase is not
+        configured, or if a checkpoint of a later phase exists.
+        """
         config = self.config
         checkpoint = self.checkpoint
         if config.sft.steps < 1 or (checkpoint is not None and checkpoint.phase != "sft"):

@@ -86,5 +86,5 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _totals(places_T: np.ndarray, values_T: np.ndarray, size: int) -> np.ndarray:
-    """Return [2, size]: for each index, the sum of its values and their count."""
+    """Return [2, size]: the sum and the count of the values at each index."""
     return np.stack([np.bincount(places_T, values_T, size), np.bincount(places_T, minlength=size)])

@@ -51,7 +51,7 @@ class Phases:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Release the engines' memory, and keep the policy's weights on the device until the block
-        ends, so that several passes share one load.
+        ends, so that they are loaded only once for several passes.
         """
         if self._engines_sleep:
             await self.engines.sleep()

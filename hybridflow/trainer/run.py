@@ -275,7 +275,7 @@ class FlowRun:
         )
 
     def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a role's work (`actor` for the policy) once its devices are free."""
+        """Run work for a role (`actor` for the policy) once the role's devices are free."""
 
         async def with_memory() -> T:
             await self._hold_memory()

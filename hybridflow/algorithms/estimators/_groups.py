@@ -31,7 +31,7 @@ class Groups:
 
     @property
     def alone(self) -> torch.Tensor:
-        """Mask [B] that is True for samples that are the only one in their group."""
+        """Mask [B] that is True for each sample that is alone in its group."""
         return (self.count == 1)[self.of]
 
     def ranked(self, scores_B: torch.Tensor) -> torch.Tensor:
