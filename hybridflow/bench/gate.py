@@ -193,8 +193,8 @@ def _verdict(low: float, middle: float, high: float, edge: float) -> Verdict:
 
 
 def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
-    """For each metric, return the node that stands out as worse than the other nodes. The worst
-    outliers come first. With two nodes, the worse node is the outlier.
+    """Return the nodes on which a metric is worse than the median of the other nodes, worst first.
+    With two nodes, only the worse one can be an outlier.
     """
     by_name: dict[str, list[Metric]] = {}
     for metric in result.metrics:

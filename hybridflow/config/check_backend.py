@@ -33,7 +33,9 @@ _OF_MEGATRON = (
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems, one line each. With Megatron, only `actor.megatron` is checked."""
+    """Yield one line for each unsupported setting. With Megatron, only `actor.megatron` is
+    checked.
+    """
     if config.actor.backend != "fsdp":
         yield from megatron_settings.problems(config.actor.megatron)
         return

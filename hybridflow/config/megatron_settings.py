@@ -170,7 +170,7 @@ def _annotations(path: Path) -> dict[str, ast.expr]:
 
 def _fits(value: Any, kind: ast.expr) -> bool:
     """Return True if a value read from YAML matches an annotation. Any value matches an annotation
-    of an unsupported form; Megatron checks these itself.
+    of an unsupported form; Megatron itself checks such fields.
     """
     match kind:
         case ast.Constant(value=str(text)):

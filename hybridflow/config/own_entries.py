@@ -70,7 +70,7 @@ def code_of(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems, one line each. Starts a process if there are custom entries."""
+    """Yield one line for each unusable entry. Starts a process if there are custom entries."""
     asked = []
     for key, entry, value in named(config):
         path = Path(value.rpartition(":")[0])

@@ -27,10 +27,11 @@ _TAKEN = {
 def problems(
     config: RunConfig, job: str, own_problems: Callable[[RunConfig], list[str]]
 ) -> Iterator[str]:
-    """Yield the problems, one line each.
+    """Yield one line for each problem with an additional policy.
 
     Args:
-        own_problems: returns the problems with one policy's configuration (`derived.policy_view`).
+        own_problems: returns one line for each problem with a policy's configuration
+            (`derived.policy_view`).
     """
     if not config.roles or job != "train":
         return
@@ -128,7 +129,7 @@ def _base(config: RunConfig, name: str) -> Iterator[str]:
 
 
 def _engines(config: RunConfig, name: str) -> Iterator[str]:
-    """Yield the problems with the engines of two policies that share weights."""
+    """Yield one line for each problem with the engines of two policies that share weights."""
     where = f"roles.{name}.base={config.roles[name].base}"
     if config.roles[name].rollout.pool is not None:
         yield (

@@ -16,8 +16,9 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
-    """Return the problems for `hybridflow train` or `train-reward`, one line each. Missing folders
-    are reported only if `files` is set."""
+    """Return one line for each problem that affects `hybridflow train` or `train-reward`. Missing
+    folders are reported only if `files` is set.
+    """
     found: list[str] = []
     if job == "train":
         found += [

@@ -159,8 +159,8 @@ class Run(Protocol):
 
     @property
     def is_tracing(self) -> bool:
-        """True during the check of the flow before the run, which uses synthetic rows and starts no
-        roles.
+        """True while the flow is being checked before the run. The check uses synthetic rows and
+        starts no roles.
         """
 
     def steps(self) -> AsyncIterator[int]:

@@ -32,7 +32,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 class SpanFile:
     """The spans of one process. Thread-safe. Each line is written immediately, because a run's
-    processes may be ended by SIGKILL.
+    processes may be killed by SIGKILL.
     """
 
     def __init__(self, path: Path, process: str) -> None:

@@ -278,9 +278,9 @@ def _values(batch: DataProto, name: str) -> torch.Tensor:
 
 
 def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
-    """Return, for each row [B], the reason why a row with a score counts as failed, or None if it
-    does not. A row fails if the reward did not return an extra number that the estimator requires,
-    or returned more turn or token rewards than the row has turns or tokens.
+    """Return, for each row [B], why it counts as failed despite having a score; None if it does
+    not. A row fails if the reward did not return an extra number that the estimator requires, or
+    returned more turn or token rewards than the row has turns or tokens.
     """
     algorithm = config.algorithm
     flow = derived.flow_name(config)

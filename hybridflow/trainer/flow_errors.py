@@ -77,8 +77,9 @@ _SIGNATURE = re.compile(r"\(\) (?:missing \d+|takes |got an unexpected|got multi
 
 
 def message_of(name: str, error: BaseException, step: int = 0) -> str:
-    """Return the message for an error in a user's flow, including the flow, the step of the run,
-    and the line."""
+    """Return the message for an error in a user's flow. It names the flow, the step and the
+    line.
+    """
     path = Path(name.rpartition(":")[0])
     line = getattr(error, "line", None) or line_of(error, path)
     said = mistake(error)

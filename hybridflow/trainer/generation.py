@@ -213,8 +213,9 @@ class EngineHere:
         logs: Path,
         role: str = "actor",
     ) -> Engines:
-        """Return the interface used by the loop, which calls the engine and copies the policy's
-        tensors to it."""
+        """Return the interface through which the loop calls the engine and copies the policy's
+        tensors to it.
+        """
 
         def copy(target: object) -> int:
             return int(policy.run(PolicyWorker.copy_weights, target, role=role))

@@ -62,8 +62,8 @@ def over_roles(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def replayed_passes(kind: str, ppo_epochs: int) -> tuple[int, int]:
-    """Return two bools for a value of `actor.router_replay`: whether passes without gradients use
-    recorded experts, and whether update passes do.
+    """Return whether passes without gradients, and whether update passes, use recorded experts with
+    this value of `actor.router_replay`.
     """
     return {"none": (0, 0), "compare": (1, 0), "r2": (0, ppo_epochs), "r3": (1, ppo_epochs)}[kind]
 

@@ -47,8 +47,9 @@ class Groups:
     def centred(
         self, scores_B: torch.Tensor, weights_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return [B] float64 scores minus their group's (weighted) mean. A score that is alone in
-        its group stays unchanged; if all scores in a group are equal, they become 0."""
+        """Return [B] float64 scores minus their group's (weighted) mean. The score of a sample that
+        is alone in its group is unchanged; if all scores in a group are equal, they become 0.
+        """
         scores = scores_B.double()
         if weights_B is None:
             mean = self.sums(scores) / self.count

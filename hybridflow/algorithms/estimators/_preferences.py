@@ -31,7 +31,7 @@ class Beta:
 
 
 def log_ratios(samples: Samples) -> torch.Tensor:
-    """Return [B] log p - log p_ref for each answer, summed over its sampled tokens, in float64."""
+    """Return log p - log p_ref for each answer, summed over its sampled tokens, [B] float64."""
     difference = (samples.columns["old_log_probs"] - samples.columns["ref_log_probs"]).double()
     return sums_of_rows(difference.where(samples.mask, 0.0), samples.lengths)
 
