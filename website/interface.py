@@ -156,7 +156,9 @@ def _attributes_of_run() -> list[str]:
     node = find("Role", "hybridflow.api.run")
     assert isinstance(node, ast.ClassDef)
     head = "### policy, critic, reference, reward_model, teacher, roles"
-    about = "The roles of a step by hand (`steps_by_hand`). `roles` holds further policies by name."
+    about = (
+        "The roles of a step by hand (`steps_by_hand`). `roles` holds additional policies by name."
+    )
     members = [line.replace("### ", "#### ", 1) for line in _class(node)]
     return [head, "", about, "", *members]
 

@@ -1,9 +1,9 @@
 """Aggregation of token losses, and KL penalties, for packed response tokens.
 
-Losses return (sum, count). They are scaled by the global count over data-parallel ranks and
-micro-batches in one place, so the gradient does not depend on how the batch was split. If that
-count is 0, the sum is not scaled. T is the number of response tokens of a micro-batch, S its number
-of sequences.
+Losses return (sum, count). The sums are scaled in a single place, by the global count over
+data-parallel ranks and micro-batches, so the gradient does not depend on how the batch was split.
+If that count is 0, the sum is not scaled. T is the number of response tokens of a micro-batch, S
+its number of sequences.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def unbiased_kl(
 
 
 def forward_kl_topk(teacher_log_probs_TK: torch.Tensor, log_probs_TK: torch.Tensor) -> torch.Tensor:
-    """Return [T] the sum over the teacher's k most likely tokens of p_T (log p_T - log p_S): the
-    forward divergence KL(teacher, policy) in states sampled by the policy (GKD, arXiv 2306.13649,
-    eq. 2), truncated to the first k tokens.
+    """Return, for each token [T], the sum of p_T (log p_T - log p_S) over the teacher's k most
+    likely tokens: the forward divergence KL(teacher, policy) in states sampled by the policy (GKD,
+    arXiv 2306.13649, eq. 2), truncated to the first k tokens.
 
     Both arguments are log-probs over the whole vocabulary and are not renormalised over the k
     tokens. The probability that the teacher assigns to all other tokens is ignored. If the total

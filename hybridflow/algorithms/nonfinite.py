@@ -66,8 +66,8 @@ def not_finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def describe(found: Sequence[Sequence[int]]) -> str:
-    """Describe the most likely causes. `found` [world][3] contains, for each rank and each kind of
-    check, the first micro-batch with a non-finite value, or -1.
+    """Describe where the first non-finite values occurred. `found` [world][3] contains, for each
+    rank and each kind of check, the first micro-batch with a non-finite value, or -1.
     """
     for place, name in enumerate(_PLACES):
         ranks = [(rank, row[place]) for rank, row in enumerate(found) if row[place] >= 0]

@@ -1,7 +1,8 @@
 """Conversion of row scores and token penalties to token rewards.
 
 T is the number of response tokens in a batch, with rows concatenated without padding; S is the
-number of rows. Uses only tensor methods, because estimators and losses use this module too.
+number of rows. Calls only tensor methods, because estimators and losses, which must not import
+torch, also use this module.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def overlong_penalties(
 
 
 def sums_of_rows(values_T: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
-    """Return [S] the sum over the tokens of each row."""
+    """Return the sum over the tokens of each row, [S]."""
     return values_T.new_zeros(len(lengths_S)).index_add(0, rows_of_tokens(lengths_S), values_T)
 
 

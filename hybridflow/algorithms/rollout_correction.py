@@ -53,11 +53,11 @@ def kept_tokens(
 
     Args:
         bounds: bounds keyed by statistic, whose name has the form LEVEL_KIND. Kinds are estimates
-            of the divergence  from the engine: k1 = -log ratio, k2 = (log ratio)^2 / 2, k3 = ratio
-            - 1 - log ratio. Levels are the single token, or the sum, mean (for k1, the geometric
-                mean of the ratios), max or min over a sequence, which is then rejected as a whole.
-                The bound for k1 is a pair of numbers between which exp(k1), the ratio engine /
-                trainer, must be; the other kinds have a single upper bound.
+            of the divergence from the engine: k1 = -log ratio, k2 = (log ratio)^2 / 2, and
+            k3 = ratio - 1 - log ratio. Levels are the single token, or the sum, mean (for k1, the
+            geometric mean of the ratios), max or min over a sequence, which is then rejected as a
+            whole. The bound for k1 is a pair of limits on exp(k1), the engine / trainer ratio; the
+            other kinds have a single upper bound.
     """
     log_ratio = log_ratio_T.detach().clamp(-_SAFE, _SAFE)
     kinds = {"k1": -log_ratio, "k2": 0.5 * log_ratio**2, "k3": log_ratio.exp() - 1.0 - log_ratio}
@@ -92,7 +92,7 @@ def on_policy_tokens(
 
 
 def _of_sequences(values_T: torch.Tensor, lengths_S: torch.Tensor, level: str) -> torch.Tensor:
-    """Return [S] the sum, mean, maximum or minimum over each sequence; 0 for empty sequences."""
+    """Return the sum, mean, maximum or minimum over each sequence, [S]; 0 for empty sequences."""
     if level in ("seq_max", "seq_min"):
         way = "amax" if level == "seq_max" else "amin"
         empty = values_T.new_zeros(len(lengths_S))

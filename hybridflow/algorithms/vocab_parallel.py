@@ -66,7 +66,7 @@ class Support:
         rows, columns: [m] for each token, the index of its target and its position among the
             candidates for that target.
         tokens: [m] global token ids.
-        targets: [n] the column of the target itself; 0 if it has no support.
+        targets: [n] position of the target among its own candidates; 0 if it has no support.
         width: size of the largest support; stored on the host to avoid a synchronisation.
         whole: [w] targets without a support, sampled from the whole vocabulary; None if there are
             none.
@@ -284,8 +284,9 @@ def _normaliser(
     targets: torch.Tensor | None = None,
     best: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return [n] log of the sum of exponentials over the whole vocabulary, [n] logit of the target,
-    and [n] entropy (zeros unless requested). `best` is filled in, as in `partial_sums`.
+    """Return, for each row [n], the log of the sum of exponentials over the whole vocabulary, the
+    logit of the target, and the entropy (zeros unless requested). `best` is filled in, as in
+    `partial_sums`.
 
     Uses two small all-reduces regardless of the number of chunks, because latency dominates the
     cost of tensor parallelism over gloo.
@@ -449,8 +450,8 @@ def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
     """Return the fp32 buffer in which Megatron accumulates a parameter's gradient, so that the
     kernel can add to it.
 
-    None if the embedding is tied to the parameter, because the embedding's gradient arrives through
-    autograd, and None with the torch implementation, which adds the sum over all chunks.
+    None if the parameter is tied to the embedding, whose gradient arrives through autograd, or with
+    the torch implementation, which adds the gradient once, summed over all chunks.
     """
     if not uses_triton(weight):
         return None

@@ -135,7 +135,9 @@ class Given:
         return name, file
 
     def write(self, folder: Path) -> None:
-        """Write the files to `folder`, which is `FOLDER` after interpolation."""
+        """Write the files to `folder`, the path that `FOLDER` resolves to in the run's
+        configuration.
+        """
         for name, rows in self._rows.items():
             _place(folder, name, partial(shutil.copyfile, rows))
         for name, stub in self._texts.items():
@@ -190,7 +192,7 @@ def _written(key: str, rows: Any, scratch: Path) -> Path:
         if not isinstance(row, Mapping):
             raise ConfigError(f"{key}, row {number}: expected a dictionary, found {row!r:.80}")
     if not rows:
-        raise ConfigError(f"{key} must have at least one row")
+        raise ConfigError(f"{key} must contain at least one row")
     try:
         pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), path)
     except (pa.ArrowException, TypeError, ValueError) as error:

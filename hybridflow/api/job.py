@@ -41,15 +41,15 @@ def options_of(given: Mapping[str, Any]) -> Options:
 
 
 def checked_for_a_job(config: RunConfig, words: list[str]) -> RunConfig:
-    """Check the configuration and return it as the job will use it.
+    """Check the configuration, and return the one that the job will use.
 
     Raises:
         ConfigError: the run cannot be submitted as a job.
     """
     if config.cluster.in_process:
         raise ConfigError(
-            'where="slurm" with cluster.in_process=true: a run in one process needs no Ray; pass '
-            'the program to sbatch with where="here", or choose another cluster'
+            'where="slurm" with cluster.in_process=true: a run in one process needs no Ray; set '
+            'where="here" and submit the program with sbatch, or choose another cluster'
         )
     return in_a_job(config, words)
 

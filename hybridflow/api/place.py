@@ -39,8 +39,7 @@ class OwnThread(Place):
         self._thread.start()
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run the work and return its result. An interrupt of the caller is forwarded to the
-        work."""
+        """Run the work and return its result. If the caller is interrupted, so is the work."""
         result: Future[T] = Future()
         self._is_interrupted = False
         self._work.put((result, work))

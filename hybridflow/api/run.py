@@ -540,7 +540,7 @@ def _load(
     data: Any,
     tokenizer: str | Path | None,
 ) -> RunConfig:
-    """Load the configuration from the recipe, the objects and the settings."""
+    """Load the configuration from the recipe, the Python objects and the settings."""
     from hybridflow.config.load import load_config
 
     path = Path(recipe)

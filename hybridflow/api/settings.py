@@ -1,5 +1,6 @@
-"""Conversion of settings from Python values to command-line words, so that the same loader reads
-and checks both."""
+"""Conversion of settings from Python values to command-line words, so that they are loaded and
+checked like a command line.
+"""
 
 from __future__ import annotations
 

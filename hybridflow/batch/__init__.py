@@ -1,5 +1,5 @@
-"""The batch type: immutable named columns, each of them dense, jagged or object. Other packages
-import everything from here.
+"""The batch type: immutable named columns, each dense, jagged or object. Other packages import
+everything from here.
 
 Functions that need pyarrow are imported on first access.
 """

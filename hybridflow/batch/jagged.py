@@ -76,8 +76,9 @@ class Jagged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Jagged:
-        """Build from a list of arrays or lists, each `[t_i, ...]`. If there are no rows, the values
-        are one-dimensional."""
+        """Build a column from a list of arrays or lists, each `[t_i, ...]`. If there are no rows,
+        the values are one-dimensional.
+        """
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         for i, array in enumerate(arrays):
             if array.ndim == 0 or array.shape[1:] != arrays[0].shape[1:]:
@@ -90,7 +91,7 @@ class Jagged:
 
     @classmethod
     def from_lengths(cls, values: npt.NDArray[Any], lengths: npt.ArrayLike) -> Jagged:
-        """Build from `[sum(t), ...]` values and `[B]` row lengths."""
+        """Build a column from `[sum(t), ...]` values and `[B]` row lengths."""
         counts = np.asarray(lengths, dtype=np.int64)
         offsets = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
@@ -126,8 +127,9 @@ class Jagged:
         return Jagged, (np.ascontiguousarray(self.values), np.ascontiguousarray(self.offsets))
 
     def row(self, i: int) -> npt.NDArray[Any]:
-        """Return row `i` `[t_i, ...]` as a view. Negative `i` counts from the end; IndexError if
-        out of range."""
+        """Return row `i` `[t_i, ...]` as a view. Negative `i` counts from the end. Raises
+        IndexError if it is out of range.
+        """
         if not -len(self) <= i < len(self):
             raise IndexError(f"row {i} is out of range for {len(self)} rows")
         i %= len(self)

@@ -123,7 +123,7 @@ class DataProto:
                 wrong[name] = len(column)
         if wrong and set(self._columns) - set(columns):
             raise SchemaError(
-                f"new columns must have {len(self)} rows, as many as the batch, got "
+                f"new columns must have {len(self)} rows, like the batch, got "
                 f"{named_lengths(wrong)}"
             )
         return DataProto({**self._columns, **columns}, self._meta, self._bfloat16 - set(columns))
@@ -297,12 +297,12 @@ class DataProto:
     # ---- columns
 
     def select(self, names: Iterable[str]) -> DataProto:
-        """Return only the named columns, in the given order."""
+        """Return a batch with only the named columns, in the given order."""
         columns = {name: self._held(name) for name in names}
         return DataProto(columns, self._meta, self._bfloat16 & set(columns))
 
     def drop(self, names: Iterable[str]) -> DataProto:
-        """Return all columns except the named ones."""
+        """Return a batch without the named columns."""
         dropped = self.select(names)
         return self.select(name for name in self._columns if name not in dropped)
 

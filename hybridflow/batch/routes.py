@@ -17,9 +17,9 @@ def with_free_end(routes: np.ndarray, tokens: int, layers: int, what: str) -> np
     """Convert the routes returned by an engine to the layout of the batch column.
 
     Args:
-        routes: [tokens - 1, layers x k]. An engine routes a token when it computes the next one, so
-            the last token has no route. The trainer does not need one, because nothing is predicted
-            from the last token.
+        routes: [tokens - 1, layers x k]. An engine routes a token when it computes the next token,
+            so the last token has no route. The trainer does not need it, because nothing is
+            predicted from the last token.
         tokens: number of prompt and response tokens.
         layers: number of model layers, including those without experts.
         what: source of the routes, for error messages.

@@ -59,7 +59,7 @@ def load_all(paths: Sequence[Path]) -> list[Result]:
 
 
 def pooled(runs: Sequence[Result]) -> Result:
-    """Return the last of several runs, with each metric containing the rounds of all runs, so that
+    """Return the last of several runs, with the rounds of all runs merged into its metrics, so that
     differences between runs on the same system widen the spread.
     """
     by_key: dict[tuple[str, str], list[Metric]] = {}
@@ -74,7 +74,7 @@ def pooled(runs: Sequence[Result]) -> Result:
 
 
 def _pooled(same: Sequence[Metric]) -> Metric:
-    """Return the last metric with the rounds of all of them."""
+    """Return the last of these metrics, with the rounds of all of them."""
     joined: dict[str, Any] = dict.fromkeys(results.REFERENCES)
     for name in results.REFERENCES:
         parts: list[Reference | None] = [getattr(one, name) for one in same]
@@ -111,7 +111,7 @@ def find_baseline(folder: Path, result: Result) -> Result:
         words = results.differences(results.read(file), result).get(
             "hardware", ["this hardware"]
         )
-        others.append(f"an existing one differs in {', '.join(words)}")
+        others.append(f"an existing baseline differs in {', '.join(words)}")
     raise ConfigError(
         f"{folder} contains no baseline of {result.suite} for this "
         f"hardware{' (' + '; '.join(others) + ')' if others else ''}; create one with `hybridflow "

@@ -59,8 +59,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A node whose value of a metric is worse than that of the other nodes, by `excess` (0.2 means
-    20%).
+    """A node on which a metric is worse than on the other nodes, by the fraction `excess` (0.2
+    means 20%).
     """
 
     node: str
@@ -193,8 +193,9 @@ def _verdict(low: float, middle: float, high: float, edge: float) -> Verdict:
 
 
 def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
-    """Return the nodes that are worse than all others in a metric, starting with the worst. If
-    there are two nodes, the worse one is returned."""
+    """Return the nodes on which a metric is worse than the median of the other nodes, worst first.
+    With two nodes, only the worse one can be an outlier.
+    """
     by_name: dict[str, list[Metric]] = {}
     for metric in result.metrics:
         if metric.node and metric.better != "none" and metric.value > 0:

@@ -52,8 +52,9 @@ def page(results: Sequence[Result]) -> str:
 def _by_node(
     result: Result, worse: Sequence[Outlier]
 ) -> list[tuple[str, str, list[Any]]]:
-    """For each per-node metric, return its name, its unit, and the metric and outlier of each
-    node."""
+    """For each per-node metric, return its name, its unit, and one (metric, outlier or None) pair
+    per node.
+    """
     marks = {(one.name, one.node): one for one in worse}
     cells = {(one.name, one.node): one for one in result.metrics}
     units = {one.name: one.unit for one in result.metrics if one.node}

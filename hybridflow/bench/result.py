@@ -138,7 +138,7 @@ def single(
 
 @dataclass(frozen=True)
 class NotRun:
-    """A measurement, or a part of one, that produced no value, and the reason."""
+    """A measurement, or a part of it, that produced no value, with the reason."""
 
     measurement: str
     why: str

@@ -108,7 +108,7 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
 
 
 def _without(job: Job, name: str, why: str) -> Result:
-    """Return a result without metrics that contains only the reason."""
+    """Return a result without metrics that contains only the reason why an entry did not run."""
     not_run = NotRun(label_of(name), why, job.node)
     return Result(
         label_of(name), "", 0.0, results.fingerprint_of({}), not_run=(not_run,)

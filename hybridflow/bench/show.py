@@ -69,8 +69,8 @@ def table(result: Result) -> str:
 def sentence(outlier: Outlier) -> str:
     """Return a sentence that describes how an outlier node differs from the others."""
     return (
-        f"node {outlier.node} stands out: {outlier.name} is {outlier.excess:.0%} worse than the "
-        f"other nodes' ({number(outlier.value)} against {number(outlier.others)} {outlier.unit}; "
+        f"node {outlier.node} stands out: {outlier.name} is {outlier.excess:.0%} worse than on the "
+        f"other nodes ({number(outlier.value)} against {number(outlier.others)} {outlier.unit}; "
         f"bound {outlier.bound:.0%})"
     )
 

@@ -53,9 +53,8 @@ def to_plain(value: Any) -> Any:
 
 
 def build_options(defaults: Any, values: Any, prefix: str) -> Any:
-    """Build a dataclass from `values`, the mapping at key `prefix`. Missing fields fall back to
-    `defaults`, which may differ from the class's own defaults (`sft.optim`). Raises ConfigError, as
-    `build` does.
+    """Build a dataclass from `values`, the mapping at key `prefix`. Fields without a value are
+    copied from `defaults`, an instance of the class. Raises ConfigError, as `build` does.
     """
     hints = hints_of(type(defaults))
     if not isinstance(values, Mapping):
@@ -106,5 +105,5 @@ def _hint(value: Any, kind: Kind, key: str) -> str:
     if kind.is_list:
         return f"; write {key}=[{value}]"
     if kind.plain is str and isinstance(value, (int, float)):
-        return f"; quote it to keep it a string, on the command line {key}='\"{value}\"'"
+        return f"; to keep it a string, quote it (on the command line: {key}='\"{value}\"')"
     return ""

@@ -1,5 +1,5 @@
-"""Cross-field checks for invalid combinations of individually valid keys. Pure, without torch. The
-checks run before anything starts. All problems are reported together, each with the keys, their
+"""Cross-field checks for invalid combinations of individually valid keys. Does not import torch.
+The checks run before anything starts. All problems are reported together, each with the keys, their
 values and a remedy.
 """
 
@@ -49,10 +49,11 @@ def check(config: RunConfig, job: str = "train") -> None:
 
 
 def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[str]:
-    """Return the problems, one line each; empty if the configuration can run.
+    """Return one line per problem; an empty list if the configuration can run.
 
     Args:
-        files: also check that the run's input files and folders exist; False for a plan.
+        files: also check that the run's input files and folders exist. `hybridflow plan` sets it to
+            False.
     """
     found = [*out_of_range(config), *_names(config)]
     found += own_entries.problems(config) if files else []
@@ -190,11 +191,11 @@ def _batches(config: RunConfig) -> Iterator[str]:
     if dp and samples % dp:
         yield (
             f"actor.ppo_mini_batch_size={mini} x rollout.n={n} = {samples} samples per update "
-            f"cannot be divided evenly over {dp} data-parallel ranks; make it a multiple of {dp}"
+            f"cannot be divided evenly across {dp} data-parallel ranks; make it a multiple of {dp}"
         )
     if dp and config.sft.steps and config.sft.batch_size % dp:
         yield (
-            f"sft.batch_size={config.sft.batch_size} cannot be divided evenly over {dp} "
+            f"sft.batch_size={config.sft.batch_size} cannot be divided evenly across {dp} "
             f"data-parallel ranks; make it a multiple of {dp}"
         )
 
@@ -286,7 +287,7 @@ def _model_source(config: RunConfig) -> Iterator[str]:
     if model.path is None and not model.hf_config:
         yield (
             "model.path and model.hf_config are both empty; set model.path=FOLDER to load weights, "
-            "or model.hf_config to start from random ones"
+            "or model.hf_config to start from random weights"
         )
     if model.path is None and model.hf_config and "model_type" not in model.hf_config:
         yield (
@@ -296,12 +297,12 @@ def _model_source(config: RunConfig) -> Iterator[str]:
 
 
 def _model_folder(config: RunConfig) -> Iterator[str]:
-    """Check the policy's and the tokenizer's folders."""
+    """Check the model and tokenizer folders."""
     model = config.model
     if model.path is not None and hub.is_hub_id(model.path):
         yield (
-            f"model.path={model.path}: {hub.missing(model.path, 'model')}, or set a Hugging Face "
-            "folder"
+            f"model.path={model.path}: {hub.missing(model.path, 'model')}, or set it to a Hugging "
+            "Face folder"
         )
     elif model.path is not None and not Path(model.path).is_dir():
         yield (
@@ -311,8 +312,8 @@ def _model_folder(config: RunConfig) -> Iterator[str]:
     if model.tokenizer is None and model.path is None:
         yield (
             "model.tokenizer is empty and there is no model.path to load it from; set "
-            "model.path=FOLDER to a folder with weights, or model.tokenizer=FOLDER to start from "
-            "random ones"
+            "model.path=FOLDER to load weights and a tokenizer, or model.tokenizer=FOLDER to start "
+            "from random weights"
         )
     if model.tokenizer is not None and hub.is_hub_id(model.tokenizer):
         if not check_files.available(config, model.tokenizer):
@@ -321,14 +322,15 @@ def _model_folder(config: RunConfig) -> Iterator[str]:
         yield f"model.tokenizer={model.tokenizer}: folder not found"
     elif model.tokenizer is not None and Path(model.tokenizer).is_file():
         yield (
-            f"model.tokenizer={model.tokenizer} is a file; set the folder that contains the "
+            f"model.tokenizer={model.tokenizer} is a file; set it to the folder that contains the "
             "tokenizer"
         )
 
 
 def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
-    """Check that the sizes of the model in the folder match the recipe. If not, suggest recipes for
-    that model."""
+    """Check that the model folder's config.json has the sizes given in the recipe. If not, suggest
+    recipes for that model.
+    """
     model = config.model
     differing = derived.differing_size(model.hf_config, sizes) if model.path is not None else None
     if differing is None:
@@ -373,8 +375,8 @@ def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
     if experts and tensor > 1 and not config.actor.parallel.sequence:
         found.append(
             f"actor.parallel.tensor={tensor} with experts (num_experts={experts}) requires "
-            "actor.parallel.sequence=true: Megatron does not train a mixture of experts with "
-            "tensor parallelism without it"
+            "actor.parallel.sequence=true: Megatron requires sequence parallelism to train a "
+            "mixture of experts with tensor parallelism"
         )
     if experts and config.actor.parallel.moe_dispatcher == "deepep":
         found += _deepep_problems(config)
@@ -439,17 +441,20 @@ def _router_losses(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]
         return
     named = " and ".join(f"actor.{key}={getattr(actor, key)}" for key in keys)
     if sizes and not derived.num_experts(sizes):
-        yield f"{named}: router losses require a mixture of experts, but the model is dense; use 0"
+        yield (
+            f"{named}: router losses require a mixture of experts, but the model is dense; set "
+            "them to 0"
+        )
     if actor.lora.rank:
         yield (
-            f"{named} with actor.lora.rank={actor.lora.rank}: adapters do not change routers; set "
+            f"{named} with actor.lora.rank={actor.lora.rank}: adapters do not train routers; set "
             "one of the two to 0"
         )
     if actor.rollout_correction.reject:
         yield (
-            f"{named} with actor.rollout_correction.reject={actor.rollout_correction.reject}: "
-            "router losses are weighted by the tokens in the policy loss, but rejection selects "
-            "these tokens too late; remove one of the two"
+            f"{named} with actor.rollout_correction.reject={actor.rollout_correction.reject}: the "
+            "weight of router losses depends on how many tokens the policy loss includes, which is "
+            "unknown until tokens have been rejected; remove one of the two"
         )
 
 
@@ -468,6 +473,7 @@ def _router_replay(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]
         and given.get("enable-return-routed-experts", True) is not True
     ):
         yield (
-            f"actor.router_replay={kind} enables the engines' enable-return-routed-experts, but "
-            "rollout.extra_args disables it; remove it there"
+            f"actor.router_replay={kind} requires the engine argument "
+            "enable-return-routed-experts, but rollout.extra_args disables it; remove it from "
+            "rollout.extra_args"
         )

@@ -21,7 +21,7 @@ class McpServer:
     Attributes:
         command: program and arguments of a server that communicates over stdin and stdout.
         env: names of driver environment variables to pass to this server, in addition to PATH, HOME
-            and similar ones.
+            and the like.
         url: address of a server that communicates over streamable HTTP.
         token_env: name of the driver's environment variable that contains the bearer token for
             `url`.
@@ -78,7 +78,7 @@ def problems(config: RunConfig) -> Iterator[str]:
         return
     if agent.loop == "tools" and not agent.tools and not agent.mcp_servers:
         yield (
-            "rollout.agent.loop=tools requires rollout.agent.tools; set some, for example "
+            "rollout.agent.loop=tools requires rollout.agent.tools; list at least one, for example "
             "[calculator]"
         )
 
@@ -111,8 +111,8 @@ def _server_problems(agent: AgentConfig) -> Iterator[str]:
             )
         if server.token_env is not None and server.url is None:
             yield (
-                f"{key}.token_env={server.token_env} requires a url; for a command, list the "
-                f"variables that it may read in {key}.env"
+                f"{key}.token_env={server.token_env} requires a url; for a command, use {key}.env "
+                "to list the variables that it may read"
             )
         if server.env and server.url is not None:
             yield f"{key}.env requires a command; for a url, set the token with {key}.token_env"

@@ -1,4 +1,4 @@
-"""Checks for settings that the training backend does not support. Pure, without torch."""
+"""Checks for settings that the training backend does not support. Does not import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ _OF_MEGATRON = (
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems, one line each. With Megatron, only `actor.megatron` is checked."""
+    """Yield one line for each unsupported setting. With Megatron, only `actor.megatron` is
+    checked.
+    """
     if config.actor.backend != "fsdp":
         yield from megatron_settings.problems(config.actor.megatron)
         return

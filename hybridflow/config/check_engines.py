@@ -1,5 +1,5 @@
-"""Checks of a built-in engine's parallel sizes, by themselves and against the model's sizes. Pure,
-without torch.
+"""Checks of a built-in engine's settings, on their own and against the model's sizes. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hybridflow.config.schema import RolloutConfig, RunConfig
 
 
 def shape_problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems that do not depend on the model."""
+    """Yield one line for each engine setting that is invalid with any model."""
     rollout = config.rollout
     for key in ("expert", "data_parallel_attention"):
         if rollout.tensor % (size := getattr(rollout, key)):
@@ -78,8 +78,8 @@ def _open_doors(config: RunConfig) -> Iterator[str]:
 
 
 def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one problem for each of the model's sizes (from its HF config) that the engine's ranks
-    cannot divide evenly. The vocabulary size may be arbitrary, because the vocabulary is padded.
+    """Yield one line for each model size (in the HF config) that cannot be divided evenly across
+    the engine's ranks. The vocabulary size may be arbitrary, because the vocabulary is padded.
     """
     tensor = rollout.tensor
     expert = rollout.expert
@@ -144,7 +144,7 @@ def drafting_problems(config: RunConfig) -> Iterator[str]:
     if not config.actor.mtp.train:
         yield (
             f"{key} requires actor.mtp.train=true, because syncs send only heads that are trained; "
-            "set it, or rollout.speculative.method=null"
+            "set it to true, or rollout.speculative.method=null"
         )
     wanted = {
         "rollout.engine": RolloutConfig.engine,  # the default: others do not draft

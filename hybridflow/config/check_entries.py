@@ -63,8 +63,9 @@ def library_problems(config: RunConfig) -> Iterator[str]:
 
 
 def flow_problems(config: RunConfig) -> Iterator[str]:
-    """Check that the flow calls exactly the roles that the other settings start, and that a run
-    without training uses a flow that does not train."""
+    """Check that the flow calls exactly the roles that the other settings enable, and that its
+    training mode matches `trainer.rollout_only`.
+    """
     name = derived.flow_name(config)
     flow = FLOWS.get(name)
     called = flow.roles
@@ -80,9 +81,9 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
     for role in (*roles, *config.roles):
         if role not in called:
             yield (
-                f"{given} does not call run.{role}, but this run has a {role.replace('_', ' ')} "
-                "that would never run. Call it in the flow and add it to the flow's roles, choose "
-                "another flow (null selects one), or remove the role"
+                f"{given} does not call run.{role}, but this run starts a "
+                f"{role.replace('_', ' ')}, which would be idle. Call it in the flow and add it to "
+                "the flow's roles, choose another flow (null selects one), or remove the role"
             )
     for role in flow.roles:
         if role not in ROLES and role not in ("policy", *config.roles):
@@ -93,9 +94,9 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
     critics = derived.critics(config)
     if critics and "critic" not in critics:
         yield (
-            f"{given} calls run.{critics[0]}, but algorithm.adv_estimator="
-            f"{config.algorithm.adv_estimator} uses no values; set adv_estimator=gae, or leave "
-            f"run.{critics[0]} out of the flow"
+            f"{given} calls run.{critics[0]}, but "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} does not use a critic; set "
+            f"adv_estimator=gae, or remove run.{critics[0]} from the flow"
         )
     if config.reward_model.trains and config.algorithm.flow is None:
         yield (
@@ -127,8 +128,8 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
     if estimator.aggregations and actor.loss_agg_mode not in estimator.aggregations:
         yield (
             f"actor.loss_agg_mode={actor.loss_agg_mode} is not supported with "
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, because its loss is per "
-            f"answer; set actor.loss_agg_mode={estimator.aggregations[0]}"
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, because it defines a loss "
+            f"per answer; set actor.loss_agg_mode={estimator.aggregations[0]}"
         )
     if (
         correction.weight != "none"
@@ -164,8 +165,8 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _unused_critics(config: RunConfig) -> Iterator[str]:
-    """Check that no critic is configured that the run would not use: by `path` if the estimator
-    uses no critic, or in a section whose critic the flow does not call.
+    """Check that the run uses each critic that is configured: `critic.path` requires an estimator
+    with a critic, and any other critic must be called by the flow.
     """
     estimator = config.algorithm.adv_estimator
     if config.critic.path is not None and not ESTIMATORS.get(estimator).needs_critic:
@@ -263,9 +264,7 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _bound_problem(name: str, bound: Any) -> str:
-    """Return the problem with a rejection statistic's name or bound, or an empty string if there is
-    none.
-    """
+    """Explain why a rejection statistic's name or bound is invalid. Empty if both are valid."""
     if name not in STATISTICS:
         near = difflib.get_close_matches(name, STATISTICS, n=1, cutoff=0.0)[0]
         return f"unknown statistic; did you mean {near}? (choose one of {', '.join(STATISTICS)})"
@@ -275,17 +274,18 @@ def _bound_problem(name: str, bound: Any) -> str:
     if name.endswith("k1"):
         if len(numbers) != 2 or numbers[0] > numbers[1]:
             return (
-                "expected two numbers for k1, the [lowest, highest] ratio engine / trainer, for "
+                "expected two numbers for k1, the [lowest, highest] engine/trainer ratio, for "
                 "example [0.99, 1.01]"
             )
     elif isinstance(bound, list | tuple):
-        return "expected one number, the largest value"
+        return "expected one number, the upper bound"
     return ""
 
 
 def sample_problems(config: RunConfig) -> Iterator[str]:
-    """Check that a step has the samples that the estimator needs (at least two per prompt, if it
-    compares them; a greedy answer for ReMax), and check how these samples are selected.
+    """Check that each step generates the samples that the estimator needs, such as at least two per
+    prompt or a greedy answer for ReMax, and that the settings that filter or penalize samples are
+    consistent.
     """
     algorithm = config.algorithm
     rollout = config.rollout
@@ -326,8 +326,8 @@ def sample_problems(config: RunConfig) -> Iterator[str]:
     if "sum_pi_squared" in entry.reads and config.actor.router_replay != "none":
         yield (
             f"actor.router_replay={config.actor.router_replay} is not supported with "
-            f"algorithm.adv_estimator={name}, because its pass over the full vocabulary would use "
-            "other experts; set router_replay=none, or choose another estimator"
+            f"algorithm.adv_estimator={name}, because its pass over the full vocabulary would "
+            "route tokens to other experts; set router_replay=none, or choose another estimator"
         )
     if config.rollout.n == 1 and ESTIMATORS.get(name).compares_samples:
         others = []

@@ -1,4 +1,4 @@
-"""Checks that each input file of a job exists or will be written by `data.prepare`. Pure, without
+"""Checks that each input file of a job exists or will be written by `data.prepare`. Does not import
 torch.
 """
 
@@ -23,7 +23,7 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
     wanted = _prompts(config, job)
     if job == "train" and not config.data.train_files:
         yield (
-            "data.train_files is empty; set parquet files, for example "
+            "data.train_files is empty; list parquet files, for example "
             "data.train_files=[train.parquet]"
         )
     if job == "train-reward":
@@ -33,7 +33,7 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
             yield "reward_training.steps=0: nothing to train; set reward_training.steps=N"
         if not config.reward_training.train_files:
             yield (
-                "reward_training.train_files is empty; set files of preference pairs, for example "
+                "reward_training.train_files is empty; list files of preference pairs, for example "
                 "reward_training.train_files=[pairs.parquet]"
             )
     if job == "sft" and not config.sft.steps:
@@ -116,7 +116,7 @@ def _absent(file: str) -> str:
         return "does not exist; check the path, or prepare it with `hybridflow prepare`"
     folder = hub.cached(repository, "dataset")
     if folder is None:
-        return f"is {hub.missing(repository, 'dataset')}, or set files"
+        return f"is {hub.missing(repository, 'dataset')}, or list files instead"
     return (
         f"is a dataset, but its snapshot {folder} has no matching files; use {repository}:PATTERN, "
         f"for example {repository}:data/train-*.parquet"
@@ -152,8 +152,9 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
 
 
 def _published(config: RunConfig) -> Iterator[str]:
-    """Yield the datasets that `data.prepare` must read because its output is missing, but that it
-    cannot find."""
+    """If `data.prepare` has not run yet, yield one line for each dataset that it reads but cannot
+    find.
+    """
     prepare = config.data.prepare
     out = Path(config.data.prepare.out)
     entry = PREPARATIONS.get(prepare.task).published if prepare.task is not None else None

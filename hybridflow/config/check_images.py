@@ -1,4 +1,4 @@
-"""Checks for settings that `data.image_key` does not support. Pure, without torch."""
+"""Checks for settings that `data.image_key` does not support. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     key = f"data.image_key={data.image_key}"
     if isinstance(whole := sizes.get(MULTIMODAL), Mapping):
         yield (
-            f"{key}, but of a folder of model_type={whole.get('model_type')} only the text model "
-            "is trained; set model.path to a vision-language model (model_type qwen3_vl), or "
+            f"{key}, but only the text model of model_type={whole.get('model_type')} can be "
+            "trained; set model.path to a vision-language model (model_type qwen3_vl), or "
             "data.image_key=null to train on the text alone"
         )
     elif sizes and not sizes.get("vision_config"):

@@ -1,5 +1,5 @@
-"""Checks for settings that are not supported in a single-process job (`cluster.in_process`). Pure,
-without torch.
+"""Checks for settings that are not supported in a single-process job (`cluster.in_process`). Does
+not import torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Checks of the training loop's settings: training on tokens from stale weights, generation without
-training, and training on rollout dumps. Pure, without torch.
+training, and training on rollout dumps. Does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def staleness_problems(config: RunConfig) -> Iterator[str]:
     correction = actor.rollout_correction
     if correction.weight == "none" and not correction.reject and actor.old_log_probs != "engine":
         yield (
-            f"{stale} trains on tokens of older weights without correction; choose "
+            f"{stale} trains on tokens sampled with older weights, without correction; choose "
             "algorithm=grpo-async, or set actor.rollout_correction.weight=token or "
             "actor.old_log_probs=engine (docs/asynchronous.md)"
         )
@@ -96,8 +96,8 @@ def _retention_problems(config: RunConfig) -> Iterator[str]:
         )
     elif trainer.rollout_only:
         yield (
-            f"trainer.keep_rollout_steps={kept} would delete what trainer.rollout_only=true "
-            "generates; set it to null"
+            f"trainer.keep_rollout_steps={kept} would delete rollouts that "
+            "trainer.rollout_only=true generates; set it to null"
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks for unsupported settings of `actor.lora`. Pure, without torch."""
+"""Checks for unsupported settings of `actor.lora`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridflow.config.schema import RolloutConfig, RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems that do not depend on the model, one line each."""
+    """Yield one line for each adapter setting that is invalid with any model."""
     actor = config.actor
     lora = config.actor.lora
     if lora.dropout:
@@ -53,7 +53,9 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def _kept_problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems of engines that keep adapters next to their weights."""
+    """Yield one line for each setting that is incompatible with `actor.lora.sync=adapter`, which
+    makes engines keep adapters separate from their weights.
+    """
     named = "actor.lora.sync=adapter"
     rollout = config.rollout
     if config.actor.backend == "fsdp":
@@ -68,7 +70,7 @@ def _kept_problems(config: RunConfig) -> Iterator[str]:
         )
     if routed := [one for one in config.actor.lora.targets if one.startswith("experts.")]:
         yield (
-            f"{named}: engines cannot keep adapters of {', '.join(routed)}; remove these targets, "
+            f"{named}: engines cannot keep adapters for {', '.join(routed)}; remove these targets, "
             "or set actor.lora.sync=merged"
         )
     if rollout.quantization:
@@ -78,8 +80,8 @@ def _kept_problems(config: RunConfig) -> Iterator[str]:
         )
     if rollout.sleep_while_training:
         yield (
-            f"{named} with rollout.sleep_while_training=true: engines that sleep lose the weights, "
-            "so that every sync would send all of them; set one of them to its default"
+            f"{named} with rollout.sleep_while_training=true: sleeping engines drop their weights, "
+            "so every sync would have to send all of them; set one of the two keys to its default"
         )
 
 
@@ -91,7 +93,7 @@ def target_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str
     if lora.sync == "adapter" and sizes.get("kv_lora_rank"):
         yield (
             f"actor.lora.sync=adapter: model_type={sizes.get('model_type')} has latent attention, "
-            "which engines compute with other matrices than its linear layers; set "
+            "which engines do not compute with the linear layers that have adapters; set "
             "actor.lora.sync=merged"
         )
     has = derived.lora_targets(sizes)

@@ -1,5 +1,5 @@
-"""Checks that the sampling settings are supported by the engines and by the trainer's log-probs.
-Does not import torch.
+"""Checks that engines support the sampling settings, and that the trainer can compute log-probs of
+the sampled tokens. Does not import torch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def _values(config: RunConfig, key: str, one: SamplingConfig) -> Iterator[str]:
 
 
 def _training(config: RunConfig) -> Iterator[str]:
-    """Yield the settings for which the trainer cannot compute log-probs."""
+    """Yield one line for each training sampling setting for which the trainer cannot compute
+    log-probs.
+    """
     sampling = config.rollout.sampling
     key = "rollout.sampling"
     for name, value, off in differing(sampling, _PENALTIES):
@@ -82,7 +84,7 @@ def _training(config: RunConfig) -> Iterator[str]:
     if sampling.top_k == -1:
         yield (
             f"{named}: engines report the candidates that each token was sampled from, at most "
-            f"top_k of them; set {key}.top_k too, for example to 256, or disable the others"
+            f"top_k of them; also set {key}.top_k, for example to 256, or disable these settings"
         )
     engine = config.rollout.engine
     if engine in ENGINE.names() and not _tells_support(engine):
@@ -96,13 +98,16 @@ def _training(config: RunConfig) -> Iterator[str]:
         yield (
             f"{named} is not supported with "
             f"actor.distillation.coef={config.actor.distillation.coef}: the teacher scores the "
-            "whole vocabulary, but the policy only the sampled candidates; disable one of them"
+            "whole vocabulary, but the policy scores only the sampled candidates; disable one of "
+            "them"
         )
 
 
 def _tells_support(engine: str) -> bool:
-    """Return `TELLS_SUPPORT` of the built-in engine's package, or True if it does not define one.
-    Importing the package does not import the engine's library."""
+    """Return True if a built-in engine reports the candidates that each token was sampled from. Its
+    package states this as `TELLS_SUPPORT` (default: True), and importing the package does not
+    import the engine's library.
+    """
     return bool(
         getattr(importlib.import_module(f"{ENGINE.package}.{engine}"), "TELLS_SUPPORT", True)
     )

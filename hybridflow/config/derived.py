@@ -1,4 +1,4 @@
-"""Values derived from a configuration, which is never modified."""
+"""Values derived from a configuration. The configuration itself is never modified."""
 
 from __future__ import annotations
 
@@ -221,9 +221,9 @@ def share_scored_before_update(config: RunConfig) -> float:
 
 
 def old_log_probs_column(config: RunConfig) -> str | None:
-    """Return the column that updates use as old log-probs, or None if they use their own detached
-    values. If no pass computes old_log_probs for the rows of the first of several updates, this
-    update also uses its own values.
+    """Return the column that updates use as old log-probs, or None if each update uses the
+    log-probs of its own forward pass, detached. The first of several updates also does so if no
+    earlier pass computes old_log_probs for its rows.
     """
     if config.actor.old_log_probs == "engine":
         return "rollout_log_probs"
@@ -233,9 +233,10 @@ def old_log_probs_column(config: RunConfig) -> str | None:
 
 
 def total_steps(config: RunConfig, rows: int | None) -> int | None:
-    """Return the number of steps in a run on this many rows: `trainer.total_steps`, or the number
-    of full batches in `trainer.total_epochs`, at least one. None if it depends on an unknown number
-    of rows."""
+    """Return the number of steps of a run: `trainer.total_steps`, or the number of full batches in
+    `trainer.total_epochs` epochs of `rows` rows, at least one. None if it depends on `rows`, which
+    is None.
+    """
     trainer = config.trainer
     if trainer.total_epochs is None:
         return trainer.total_steps or 1
@@ -293,7 +294,7 @@ def needs_support(config: RunConfig) -> bool:
 
 
 def replays_routes(config: RunConfig) -> bool:
-    """Return True if updates use recorded experts."""
+    """Return True if updates replay recorded expert routes."""
     return config.actor.router_replay in ("r2", "r3")
 
 
@@ -331,12 +332,12 @@ def trains(config: RunConfig, role: str) -> bool:
 
 
 def has_reward_model(config: RunConfig) -> bool:
-    """Return True if a trained model scores responses."""
+    """Return True if the run uses a reward model."""
     return ROLES["reward_model"].is_used(config)
 
 
 def has_teacher(config: RunConfig) -> bool:
-    """Return True if a teacher's most likely tokens are needed."""
+    """Return True if the run uses a teacher."""
     return is_in_use(config, "teacher")
 
 
@@ -381,8 +382,8 @@ def pool_of(config: RunConfig, section: str) -> str:
 
 
 def devices_of(config: RunConfig, role: str) -> str:
-    """Return the name of the device pool of a role or of an additional policy. The latter has
-    separate devices, unless it shares the first policy's weights.
+    """Return the name of the device pool of a role or of an additional policy. An additional policy
+    uses separate devices unless it shares the first policy's weights.
     """
     if role in config.roles:
         return role if config.roles[role].base is None else "actor"
@@ -484,8 +485,9 @@ def run_dir(config: RunConfig) -> Path:
 def differing_size(
     wanted: Mapping[str, Any], sizes: Mapping[str, Any]
 ) -> tuple[str, Any, Any] | None:
-    """Return (name, wanted, other) for the first size that differs, or for the family if it
-    differs; None if all match. Length limits are ignored, because they only bound positions.
+    """Return (name, wanted value, other value) for the first model size, or the model family, that
+    differs between two configs; None if all match. Length limits are ignored, because they only
+    bound positions.
     """
     for name, value in flattened(wanted).items():
         other = sizes.get(name, value)
@@ -518,8 +520,8 @@ def hf_config(model: ModelConfig) -> Mapping[str, Any]:
         return read_model_config(file)
     except OSError as error:
         raise ConfigError(
-            f"model.path={model.path}: {file} could not be read ({error.strerror}); set a Hugging "
-            "Face folder"
+            f"model.path={model.path}: {file} could not be read ({error.strerror}); set it to a "
+            "Hugging Face folder"
         ) from error
     except ValueError as error:
         raise ConfigError(f"model.path={model.path}: {file} is {error}") from error

@@ -123,9 +123,7 @@ def refusals(arguments: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _why(given: str) -> str:
-    """Return the reason for which this argument is rejected, or an empty string if it is
-    allowed.
-    """
+    """Explain why this argument is rejected. Empty if it is allowed."""
     name = given.lstrip("-").replace("_", "-").partition(".")[0]  # vLLM accepts --group.key
     for why, patterns in _WHY.items():
         if any(fnmatchcase(name, pattern) or _is_short_for(name, pattern) for pattern in patterns):

@@ -38,7 +38,8 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator; `hybridflow.algorithms.estimators.base` documents its function.
+    """An advantage estimator. `hybridflow.algorithms.estimators.base` defines the interface of the
+    function that computes the advantages.
 
     Attributes:
         reads: per-token columns that it needs in addition to the scores, e.g. "values".
@@ -73,7 +74,7 @@ class Flow:
         options: a frozen dataclass; every field has a default.
         policy_losses: values of actor.policy_loss that match the definition in its paper; empty
             allows any.
-        rewards: the numbers that the reward must return besides the score.
+        rewards: names of the numbers that the reward function must return in addition to the score.
         name: the name under which it is registered.
         line: line number of the registration in its file.
     """
@@ -89,7 +90,8 @@ class Flow:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A policy loss; `hybridflow.algorithms.policy_losses.base` documents its function.
+    """A policy loss. `hybridflow.algorithms.policy_losses.base` defines the interface of the
+    function that computes the loss.
 
     Attributes:
         reads: per-token columns that it needs.
@@ -142,8 +144,8 @@ class Preparation:
 
 
 class PublishedSet(Protocol):
-    """The published datasets that a preparation reads. They can be queried before any of them is
-    read.
+    """The published datasets that a preparation reads. Their availability and fingerprints can be
+    queried without reading the data.
     """
 
     def missing(self, options: Any, source: Path | None) -> Iterable[str]:
@@ -206,6 +208,6 @@ def _options(wanted: type, section: Any, name: str, given: Mapping[str, Any], ke
     shared = {field: getattr(section, field) for field in fields if hasattr(section, field)}
     for field in shared.keys() & given.keys():
         raise ConfigError(
-            f"{name}.{key}.{field}: this option is the key {name}.{field}; set it there"
+            f"{name}.{key}.{field}: set this option with the key {name}.{field} instead"
         )
     return build_options(wanted(**shared), given, f"{name}.{key}")

@@ -81,7 +81,7 @@ def explain(config: RunConfig, origins: Origins) -> str:
     for name in config.roles:
         view = derived.policy_view(config, name)
         own = config.roles[name]
-        kind = "a frozen policy" if own.frozen else "a further policy"
+        kind = "a frozen policy" if own.frozen else "an additional policy"
         processes = f"{derived.world_size(view)} processes"
         if own.base is not None:
             processes = f"adapters in the policy's {processes}, on its weights"
@@ -152,8 +152,8 @@ def _staleness(config: RunConfig) -> str:
     if ahead is not None:
         have = f"1 + trainer.steps_ahead {ahead} steps, {(1 + ahead) * samples},"
     return (
-        f"engines are assigned the samples of {have} and continue while the policy trains; a token "
-        f"is at most {steps} weight versions old"
+        f"engines work on the samples of {have} and continue while the policy trains; a token is "
+        f"at most {steps} weight versions old"
     )
 
 
@@ -225,7 +225,7 @@ def _options(options: Any) -> str:
 def _old_log_probs(config: RunConfig) -> str:
     column = derived.old_log_probs_column(config)
     if column is None:
-        return "the values of the single update itself; no separate pass"
+        return "computed by the step's only update; no separate pass"
     kind = f"actor.old_log_probs {config.actor.old_log_probs}"
     if column == "old_log_probs" and not derived.scores_before_update(config):
         later = derived.share_scored_before_update(config)
@@ -234,7 +234,7 @@ def _old_log_probs(config: RunConfig) -> str:
             if later
             else "no separate pass"
         )
-        return f"computed in the first update for its rows; {rest} ({kind})"
+        return f"computed by the first update for its own rows; {rest} ({kind})"
     where = (
         "from a pass before the updates"
         if column == "old_log_probs"

@@ -19,7 +19,7 @@ _FAR = 4.0
 
 
 def warnings(config: RunConfig) -> Iterator[str]:
-    """Yield one line for each setting that is far from its values in published runs."""
+    """Yield one line for each setting whose value is far from those used in published runs."""
     if config.model.path is None:
         return
     usual = _USUAL_LORA if config.actor.lora.rank else _USUAL

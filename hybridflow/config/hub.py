@@ -1,5 +1,5 @@
-"""Resolution of Hugging Face hub ids (`ORG/NAME`, optionally `@REVISION`), which may be set instead
-of folders or data files.
+"""Resolution of Hugging Face hub ids (`ORG/NAME`, optionally `@REVISION`), which may be used in
+place of folders or data files.
 
 An id refers to this machine's cache, as filled by `hf download`. Nothing is downloaded, and no
 setting of the library (such as HF_HUB_OFFLINE) is changed.

@@ -1,8 +1,8 @@
 """Metadata of configuration keys, and the schema as a list of keys.
 
 A key's annotation contains its type, `| None`, its choices (`Literal`), its range (`Annotated[int,
-AtLeast(1)]`) and the registry of its entries (`Annotated[str, Entry(...)]`). The comment after a
-key, or on the lines before it, is its description.
+AtLeast(1)]`) and the registry of its entries (`Annotated[str, Entry(...)]`). A key is described by
+the comment that follows it on the same line or precedes it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ Decay = Annotated[float, AtLeast(0), Below(1)]
 
 @dataclasses.dataclass(frozen=True)
 class Aliases:
-    """Alternative names that other trainers use for values, as pairs (name, value)."""
+    """Names that other trainers use for a key's values, as (name, value) pairs."""
 
     pairs: tuple[tuple[str, str], ...]
 
@@ -295,9 +295,10 @@ def _of_verl(root: type, dotted: str) -> ConfigError | None:
 
 
 def _elsewhere(root: type, part: str, group: str, cutoff: float) -> str:
-    """Return a key in another group whose last name is close to `part` (`actor.lr` ->
+    """Return a key in another group whose last component is similar to `part` (`actor.lr` ->
     `actor.optim.lr`). If there are several, return the one that shares the most parent groups with
-    `group`."""
+    `group`.
+    """
     wanted = group.split(".")
     by_name: dict[str, list[str]] = {}
     for key, _ in all_keys(root):
@@ -369,8 +370,9 @@ def description(root: type, dotted: str) -> str:
 
 
 def descriptions(cls: type) -> dict[str, str]:
-    """Read the comments of a group's keys from the source. A comment is after its key or on the
-    lines before it."""
+    """Read the comments of a group's keys from the source. A comment follows its key on the same
+    line or precedes it.
+    """
     found: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
         before: list[str] = []

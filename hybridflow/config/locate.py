@@ -1,4 +1,6 @@
-"""Search for recipes and listing of their names. Does not import Hydra, so listing is instant."""
+"""Functions that find recipes and list their names. Hydra is not imported, so listing is
+instant.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class Recipe:
 
 
 def shipped_dir(name: str) -> Path:
-    """Return the folder `name` in the checkout, or else the copy that is installed with the
+    """Return the folder `name` in the checkout or, if there is no checkout, in the installed
     package. Raises ConfigError if neither exists.
     """
     root = Path(__file__).resolve().parents[2]

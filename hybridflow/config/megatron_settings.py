@@ -169,8 +169,9 @@ def _annotations(path: Path) -> dict[str, ast.expr]:
 
 
 def _fits(value: Any, kind: ast.expr) -> bool:
-    """Return True if a value read from YAML matches an annotation. Unsupported forms of annotations
-    match everything; Megatron itself checks those."""
+    """Return True if a value read from YAML matches an annotation. Any value matches an annotation
+    of an unsupported form; Megatron itself checks such fields.
+    """
     match kind:
         case ast.Constant(value=str(text)):
             fits = _fits(value, ast.parse(text, mode="eval").body)

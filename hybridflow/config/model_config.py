@@ -5,8 +5,9 @@ The config of a model with a vision tower has its language model's fields in `te
 other code reads them at the top level: `flattened` moves them there, `published_form` moves them
 back when a config.json is written.
 
-Of the folders in `TEXT_TYPES` the text model is trained alone. Their config is flattened to that of
-the text model, with the rest under `MULTIMODAL`; `folder_form` is its inverse (ADR 0070).
+Only the text model is trained if the folder's model_type is in `TEXT_TYPES`. `flattened` then
+returns the text model's config, with the fields of the whole model under `MULTIMODAL`;
+`folder_form` is the inverse (ADR 0070).
 """
 
 from __future__ import annotations
@@ -125,10 +126,11 @@ def read_model_config(file: Path) -> dict[str, Any]:
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the fields of its `text_config`, if any, at the top level. A field that
-    is in both keeps its value at the top level, which transformers uses. That of a folder whose
-    text model is trained alone becomes the text model's, with the other fields under
-    `MULTIMODAL`."""
+    """Return a config with the fields of its `text_config`, if any, at the top level. If a field
+    occurs in both places, the top-level value is kept, as in transformers. If only the text model
+    is trained (`TEXT_TYPES`), return its config, with the fields of the whole model under
+    `MULTIMODAL`.
+    """
     text = values.get(_TEXT)
     if not isinstance(text, Mapping):
         return dict(values)
@@ -143,8 +145,8 @@ def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def published_form(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config in the form of a published config.json, which transformers and the engines
-    expect. Inverse of `flattened`, except for fields that are in both places, and for a text model
-    that is trained alone, whose config this returns.
+    expect. Inverse of `flattened`, except for fields that occur in both places. If only the text
+    model is trained, return the text model's config.
     """
     values = flattened(values)
     values.pop(MULTIMODAL, None)
@@ -159,8 +161,9 @@ def published_form(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def folder_form(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config as in the config.json of a folder that also has the weights of the vision
-    tower, i.e. `published_form` with the fields under `MULTIMODAL`, if any."""
+    """Return the config.json for a folder that also contains the weights of the vision tower:
+    `published_form`, but with the fields under `MULTIMODAL` (if any) restored.
+    """
     values = flattened(values)
     whole = values.pop(MULTIMODAL, None)
     if not isinstance(whole, Mapping):
@@ -171,7 +174,9 @@ def folder_form(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wrong_fields(values: Mapping[str, Any]) -> list[str]:
-    """Return one line for each invalid field. Missing and null fields are left to the family."""
+    """Return one line for each invalid field. Missing and null fields are handled by the model
+    family.
+    """
     return [*_wrong_scalars(values), *_wrong_groups(values)] or _wrong_products(values)
 
 

@@ -70,7 +70,7 @@ def code_of(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems, one line each. Starts a process if there are custom entries."""
+    """Yield one line for each unusable entry. Starts a process if there are custom entries."""
     asked = []
     for key, entry, value in named(config):
         path = Path(value.rpartition(":")[0])
@@ -142,7 +142,7 @@ def main(asked: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _registry_of(package: str) -> Registry[Any]:
-    """Return the registry that belongs to this package of built-in entries."""
+    """Return the registry for a package of built-in entries."""
     for module in (f"{package}.base", package):
         if importlib.util.find_spec(module) is None:
             continue

@@ -27,10 +27,11 @@ _TAKEN = {
 def problems(
     config: RunConfig, job: str, own_problems: Callable[[RunConfig], list[str]]
 ) -> Iterator[str]:
-    """Yield the problems, one line each.
+    """Yield one line for each problem with an additional policy.
 
     Args:
-        own_problems: returns the problems with one policy's configuration (`derived.policy_view`).
+        own_problems: returns one line for each problem with a policy's configuration
+            (`derived.policy_view`).
     """
     if not config.roles or job != "train":
         return
@@ -63,8 +64,8 @@ def _unsupported(config: RunConfig) -> Iterator[str]:
     for key, actor in {"actor": config.actor, **further}.items():
         if actor.lora.rank and actor.lora.sync == "adapter":
             yield (
-                f"{key}.lora.sync=adapter is not supported with roles ({name}), because a policy "
-                f"may take another one's weights; set {key}.lora.sync=merged"
+                f"{key}.lora.sync=adapter is not supported with roles ({name}), because one policy "
+                f"may copy the weights of another; set {key}.lora.sync=merged"
             )
     for key, value in (
         ("trainer.rollouts_from", config.trainer.rollouts_from is not None),
@@ -128,18 +129,18 @@ def _base(config: RunConfig, name: str) -> Iterator[str]:
 
 
 def _engines(config: RunConfig, name: str) -> Iterator[str]:
-    """Yield the problems with the engines of two policies that share weights."""
+    """Yield one line for each problem with the engines of two policies that share weights."""
     where = f"roles.{name}.base={config.roles[name].base}"
     if config.roles[name].rollout.pool is not None:
         yield (
             f"{where}: roles.{name}.rollout.pool={config.roles[name].rollout.pool} must be null, "
-            "because the devices of its ranks are the first policy's"
+            "because its ranks run on the first policy's devices"
         )
     if derived.alternates(config):
         yield (
             f"{where} is not supported with rollout.pool=actor and "
-            f"rollout.sleep_while_training=true, because the first policy's engines do not release "
-            f"memory for passes of the {name}; set rollout.pool=null"
+            "rollout.sleep_while_training=true, because the first policy's engines do not release "
+            f"their memory when the {name} runs a pass; set rollout.pool=null"
         )
 
 

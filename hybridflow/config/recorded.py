@@ -55,8 +55,9 @@ def load_values(values: Mapping[str, Any], words: Sequence[str]) -> RunConfig:
 
 def located_from_elsewhere(values: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     """Make a run's data, model, reward and rollout paths absolute, so that they can be found from
-    any working directory. The run's own working directory is derived from its folder, which is
-    `output_dir/name` below it. If the run folder has been moved, the values are returned unchanged.
+    any working directory. The run's working directory is inferred from the path of the run folder,
+    which must end with `output_dir/name`. If it does not, because the folder has been moved, the
+    values are returned unchanged.
     """
     below = Path(str(values.get("output_dir", ""))) / str(values.get("name", ""))
     parts = run_dir.resolve().parts
@@ -88,14 +89,14 @@ def _absolute(value: Any, base: Path) -> Any:
 def refuse_code(
     config: RunConfig, file: Path, words: Sequence[str], what: str, unused: Collection[str] = ()
 ) -> None:
-    """Raise ConfigError if a command would execute code that a run's configuration refers to,
-    unless the command line does too.
+    """Raise ConfigError if a command would execute code that only the run's configuration, and not
+    the command line, refers to.
 
     Args:
         file: the run's configuration file, for the message.
         words: the settings on the command line.
         what: the command in words, such as "the replay".
-        unused: keys, or the beginnings of keys, that the command does not use.
+        unused: keys or key prefixes that the command ignores.
     """
     given = {word.lstrip("+").partition("=")[0] for word in words}
     found = []

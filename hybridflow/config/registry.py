@@ -38,7 +38,7 @@ class Registry(Generic[T]):
         kind: description of an entry in messages, for example "policy loss".
         package: dotted name of the package whose modules are the built-in entries; `base` and
             modules with a leading underscore are not entries.
-        key: the configuration key that names an entry, for messages.
+        key: the configuration key that selects an entry, for messages.
         packages: True if entries are subpackages of `package` instead of modules; each is
             registered by its module `engine`.
     """
@@ -233,8 +233,9 @@ def _module_name(path: Path) -> str:
 
 
 def offer(path: Path, **objects: Any) -> None:
-    """Make `import_file` return a module with these objects for a file instead of executing it, in
-    this process and its forks."""
+    """Make `import_file(path)` return a module that contains these objects, instead of executing
+    the file. Applies to this process and its forks.
+    """
     module = ModuleType(_module_name(path))
     module.__file__ = str(path.resolve())
     vars(module).update(objects, **{_OFFERED: True})

@@ -17,7 +17,7 @@ Head = Literal["vocabulary", "value", "score"]
 
 @dataclass(frozen=True)
 class ModelRole:
-    """A model of `hybridflow train`.
+    """A model used by `hybridflow train`.
 
     Attributes:
         is_used: returns True if a run with these settings uses the model.
@@ -27,7 +27,7 @@ class ModelRole:
         head: output head: over the vocabulary, one value per token, or one score per sequence.
         trains: whether its weights are updated.
         comes_with: the settings that start it, for messages ("set ...").
-        predicts: for a critic, the samples' column whose sum its values predict.
+        predicts: for a critic, the batch column (scores or costs) whose sum its values predict.
         prefix: for a critic, the prefix of its columns values, returns and advantages.
     """
 

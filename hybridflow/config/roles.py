@@ -16,8 +16,9 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
-    """Return the problems for `hybridflow train` or `train-reward`, one line each. Missing folders
-    are reported only if `files` is set."""
+    """Return one line for each problem that affects `hybridflow train` or `train-reward`. Missing
+    folders are reported only if `files` is set.
+    """
     found: list[str] = []
     if job == "train":
         found += [
@@ -91,8 +92,8 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
         )
     if with_path and section.path is not None and hub.is_hub_id(section.path):
         yield (
-            f"{role}.path={section.path}: {hub.missing(section.path, 'model')}, or set a Hugging "
-            "Face folder"
+            f"{role}.path={section.path}: {hub.missing(section.path, 'model')}, or set it to a "
+            "Hugging Face folder"
         )
     elif (
         with_path
@@ -111,7 +112,7 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
     context = config.actor.parallel.context
     if reads_last_token and section.placement == "colocated" and context > 1:
         yield (
-            f"{role}.placement=colocated with actor.parallel.context={context}is not supported: a "
+            f"{role}.placement=colocated with actor.parallel.context={context} is not supported: a "
             f"sample's last token may be on any context rank; set {role}.placement=own"
         )
 
@@ -139,8 +140,8 @@ def _layout(section: Role, role: str) -> Iterator[str]:
             )
     if parallel.context > 1 or parallel.virtual_pipeline is not None:
         yield (
-            f"{role}.parallel: context={parallel.context} and "
-            f"virtual_pipeline={parallel.virtual_pipeline} are not supported here"
+            f"{role}.parallel supports neither context nor virtual_pipeline, got "
+            f"context={parallel.context} and virtual_pipeline={parallel.virtual_pipeline}"
         )
     if parallel.sequence and parallel.tensor == 1:
         yield f"{role}.parallel.sequence=true requires {role}.parallel.tensor > 1"
@@ -187,8 +188,8 @@ def _vocabulary(config: RunConfig, role: str, path: str) -> Iterator[str]:
     if size is None or needed is None or size == needed or (size > needed and role != "teacher"):
         return
     yield (
-        f"{role}.path={path} has vocab_size={size}, but the policy has {needed}: both must have "
-        "the same tokens; use another model"
+        f"{role}.path={path} has vocab_size={size}, but the policy has {needed}: both models must "
+        "have the same vocabulary; use another model"
     )
 
 
@@ -244,7 +245,7 @@ def _critic_batches(config: RunConfig, role: str) -> Iterator[str]:
     if dp and samples % dp:
         yield (
             f"{role}.ppo_mini_batch_size={mini} x rollout.n={config.rollout.n} = {samples} samples "
-            f"cannot be divided evenly over {dp} ranks"
+            f"cannot be divided evenly across {dp} ranks"
         )
 
 
@@ -265,7 +266,7 @@ def _pairs(config: RunConfig) -> Iterator[str]:
     if dp and config.reward_training.batch_size % dp:
         yield (
             f"reward_training.batch_size={config.reward_training.batch_size} pairs cannot be "
-            f"divided evenly over {dp} data-parallel ranks"
+            f"divided evenly across {dp} data-parallel ranks"
         )
 
 

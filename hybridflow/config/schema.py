@@ -252,8 +252,9 @@ class CriticConfig(RoleConfig):
 
 @dataclass(frozen=True)
 class RewardModelConfig(RoleConfig):
-    """A trained model that scores prompt and response, added to the verifier's score. `path: null`
-    disables it."""
+    """A trained model whose score of a prompt and response is added to the verifier's score. `path:
+    null` disables it.
+    """
 
     # HF folder (*ForSequenceClassification), as exported by `hybridflow train-reward`
     path: str | None = None
@@ -273,8 +274,9 @@ MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Token sampling for training. Truncation of the distribution is included in the trainer's
-    log-probs (docs/algorithms.md)."""
+    """Token sampling for training. The trainer's log-probs account for truncation of the
+    distribution (docs/algorithms.md).
+    """
 
     # below 0.000001 engines take the most likely token, and the log-probabilities would not match
     temperature: Annotated[float, AtLeast(MIN_TEMPERATURE)] = 1.0
@@ -427,8 +429,9 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """An additional trained policy with separate engines, which the flow calls as run.NAME
-    (docs/flows.md). Missing keys fall back to the values in the run's main sections."""
+    """An additional policy with separate engines, called by the flow as run.NAME (docs/flows.md).
+    Missing keys fall back to the values in the run's main sections.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -553,7 +556,9 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run: `hybridflow train` and `hybridflow sft` read the same file."""
+    """The configuration of a run. `hybridflow train`, `sft` and `train-reward` use the same
+    file.
+    """
 
     name: str = "run"  # name of the run and of its folder
     # each engine adds its number; limited to 32 bits

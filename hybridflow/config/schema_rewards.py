@@ -138,7 +138,7 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """The multi-token-prediction heads of a model that has them (docs/prediction-heads.md)."""
+    """Multi-token-prediction heads, for models that have them (docs/prediction-heads.md)."""
 
     # train them next to the policy, which they do not change; false: an export copies them from
     # model.path unchanged [model.mtp.enable_train]

@@ -57,8 +57,8 @@ def tag(name: str) -> str:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield the problems with the entries of `data.val_sets`, and with each set's temperature and
-    number of answers.
+    """Yield one line for each problem with an entry of `data.val_sets`, or with a set's temperature
+    or number of answers.
     """
     unnamed = _unnamed(config)
     found = dict[str, ValSet]()
@@ -67,7 +67,8 @@ def problems(config: RunConfig) -> Iterator[str]:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             yield (
                 f"data.val_sets: {name!r} is used in metric and folder names; use only letters, "
-                "digits, dots, dashes and underscores, and quote a name that consists of digits"
+                "digits, dots, dashes and underscores, and quote a name that consists only of "
+                "digits"
             )
             continue
         try:

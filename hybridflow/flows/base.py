@@ -63,8 +63,8 @@ class RewardModel(Protocol):
 
     def update(self, pairs: DataProto) -> Awaitable[None]:
         """Run one update on pairs of answers (prompt_ids, chosen_ids, rejected_ids). Requires
-        `reward_model.trains`. If the ranks cannot divide the pairs evenly, the remaining pairs are
-        dropped.
+        `reward_model.trains`. If the pairs cannot be divided evenly across the ranks, the remaining
+        pairs are dropped.
         """
 
 
@@ -101,8 +101,9 @@ class Policy(Protocol):
 
 class FurtherPolicy(Policy, Protocol):
     """An additional policy, defined under `roles` in the configuration and available as `run.NAME`.
-    If its loss or estimator needs them, `log_probs` also adds ref_log_probs computed with its
-    initial weights."""
+    `log_probs` also adds ref_log_probs, computed with the policy's initial weights, if its loss or
+    estimator needs this column.
+    """
 
     def advantages(self, batch: DataProto) -> DataProto:
         """Return the batch with advantages computed from its scores (`algorithm.adv_estimator`)."""
@@ -158,8 +159,8 @@ class Run(Protocol):
 
     @property
     def is_tracing(self) -> bool:
-        """True while the flow is checked before the run starts, using synthetic rows and no
-        roles.
+        """True while the flow is being checked before the run. The check uses synthetic rows and
+        starts no roles.
         """
 
     def steps(self) -> AsyncIterator[int]:
@@ -167,9 +168,10 @@ class Run(Protocol):
         current one, which is validated, recorded and saved as configured."""
 
     def samples(self, *, greedy: bool = False) -> Awaitable[DataProto]:
-        """Return the step's samples: prompts, answers and scores, from weights that are at most
-        `trainer.max_staleness` steps old. With `greedy`, also greedy_scores [B], the score of the
-        greedy answer to each prompt."""
+        """Return the step's samples: prompts, answers and scores. Answers are sampled with weights
+        that are at most `trainer.max_staleness` steps old. With `greedy`, also greedy_scores [B],
+        the score of the greedy answer to each prompt.
+        """
 
     def all(self, *calls: Awaitable[DataProto]) -> Awaitable[DataProto]:
         """Wait for all calls, and return one batch with the columns of all their results."""
@@ -181,8 +183,8 @@ class Run(Protocol):
         """
 
     def leave_out(self, batch: DataProto, rows: np.ndarray) -> DataProto:
-        """Return the batch with the rows where `rows` [B] bool is True excluded from loss and
-        statistics. They stay in the batch, because every step has the same number of rows.
+        """Exclude the rows where `rows` [B] bool is True from loss and statistics, and return the
+        batch. The rows stay in the batch, because every step has the same number of rows.
         """
 
     def later(self, update: Awaitable[None]) -> None:
@@ -212,15 +214,15 @@ def flow(
     Args:
         name: value of `algorithm.flow`; for a user's file, the part after `path/to/file.py:`.
         roles: the attributes of `Run` that the flow calls: policy, critic, cost_critic, reference,
-            reward_model, teacher, and names of further policies (`roles` in the configuration). A
-            run whose settings start any other role is rejected.
+            reward_model, teacher, and names of additional policies (`roles` in the configuration).
+            A run whose settings start any other role is rejected.
         options: a frozen dataclass whose fields are the keys of `algorithm.flow_options`, with
             types and defaults. The flow reads them as `run.options`.
         policy_losses: values of `actor.policy_loss` that match the definition in the flow's paper;
             empty allows any.
-        rewards: numbers that the flow reads from the column reward_extra, and that the reward must
-            therefore return besides the score. An answer for which one is missing counts as failed
-            (`reward.on_failure`).
+        rewards: names of numbers that the flow reads from the column reward_extra. The reward
+            function must return them in addition to the score; an answer without one of them counts
+            as failed (`reward.on_failure`).
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(

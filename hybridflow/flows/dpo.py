@@ -1,5 +1,6 @@
-"""Learning from preferences between two answers (DPO, arXiv 2305.18290; IPO, KTO), from recorded
-pairs or the policy's own answers."""
+"""Training on preferences between two answers (DPO, arXiv 2305.18290; IPO, KTO). The answers are
+recorded pairs or sampled from the policy.
+"""
 
 from __future__ import annotations
 

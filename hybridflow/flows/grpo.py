@@ -1,4 +1,6 @@
-"""Group-relative policy optimisation (arXiv 2402.03300), and all estimators without a critic."""
+"""Group-relative policy optimisation (arXiv 2402.03300). Also used with all other estimators that
+need no critic.
+"""
 
 from __future__ import annotations
 

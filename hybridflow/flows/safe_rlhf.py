@@ -70,7 +70,7 @@ async def safe_rlhf(run: Run) -> None:
 
 
 def costs_of(batch: DataProto) -> np.ndarray:
-    """Return the number `cost` that the reward returned for each row [B] f32; NaN for rows whose
+    """Return each row's `cost`, as returned by the reward function, [B] f32; NaN for rows whose
     scoring failed.
     """
     found = [finite_number(extra.get("cost")) for extra in batch["reward_extra"]]

@@ -1,5 +1,5 @@
 """Setup of child processes: they exit together with their parent, even if it is killed with
-SIGKILL, and apply their own environment.
+SIGKILL, and apply settings from their environment variables.
 
 Engines and workers start further processes. Without this, a killed run would leave them behind,
 occupying ports and memory. Linux only (`prctl(PR_SET_PDEATHSIG)`).

@@ -58,7 +58,7 @@ _shared: Exchange | None = None
 
 def shared_exchange(timeout_s: float = 1800.0) -> Exchange:
     """Return the exchange that the training thread uses for loads and exports. The first call
-    creates it with this timeout, and is collective.
+    creates it with this timeout and must be made by all ranks.
     """
     global _shared
     if _shared is None or _shared.of is not dist.group.WORLD:  # a process may have changed worlds

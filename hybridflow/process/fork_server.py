@@ -73,8 +73,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _name(words: Sequence[str]) -> None:
-    """Set this process's title to `python WORDS...`. Uses the same library as SGLang, which must be
-    called once before the environment changes.
+    """Set this process's title to `python WORDS...`. Uses setproctitle, as SGLang does. That
+    library must be called once before the environment changes.
     """
     with suppress(ImportError):
         import setproctitle

@@ -27,8 +27,8 @@ def compiled_code() -> str:
 
 
 def parent_of_private(name_bytes: int, room: int = 0) -> Path:
-    """Return the parent for a private folder whose name has `name_bytes` bytes: TMPDIR, or /tmp if
-    TMPDIR leaves less than `room` bytes for the rest of a unix socket's path.
+    """Return the parent for a private folder whose name is `name_bytes` bytes long: TMPDIR, or /tmp
+    if TMPDIR leaves less than `room` bytes for the rest of a unix socket's path.
 
     Raises:
         ResourceError: others could replace the folder, because one of its parents is writable by
@@ -67,8 +67,8 @@ def make_private_folder(prefix: str, room: int = 0) -> Path:
 
 @contextmanager
 def temporary_private_folder(prefix: str) -> Iterator[Path]:
-    """Yield a private folder that is removed at the end of the block. Folders with this prefix that
-    killed processes of this user have left are removed first.
+    """Yield a private folder that is removed at the end of the block. First removes folders with
+    this prefix that were left behind by this user's killed processes.
 
     Raises:
         ResourceError: as for `make_private_folder`.

@@ -120,10 +120,10 @@ async def greet_client(
 
 
 class Lobby:
-    """Limits the number of simultaneous connections to `most`, for example of unauthenticated ones,
-    because each uses a file descriptor of this process. When the limit is reached, the oldest
-    connection is closed. Foreign connections therefore evict each other, whereas a process of the
-    job needs its slot only for milliseconds and reconnects if evicted.
+    """Limits the number of simultaneous connections, such as unauthenticated connections, to
+    `most`, because each uses a file descriptor of this process. When the limit is reached, the
+    oldest connection is closed. Foreign connections therefore evict each other, whereas a process
+    of the job needs its slot only for milliseconds and reconnects if evicted.
     """
 
     def __init__(self, most: int = 64) -> None:
@@ -150,8 +150,9 @@ class Lobby:
 
 
 def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Read exactly `size` bytes, before `deadline` (by `time.monotonic`) if given. Raises OSError
-    if the connection ends first."""
+    """Read exactly `size` bytes. Raises OSError if the connection ends first, or at `deadline` (a
+    `time.monotonic` time; None means no deadline).
+    """
     data = bytearray()
     while len(data) < size:
         if deadline is not None:

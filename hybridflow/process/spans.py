@@ -1,7 +1,7 @@
 """Recording of a process's calls and their durations, for `hybridflow timeline`.
 
-Each process appends JSON lines to a file next to its log, `actor-rank0.spans.jsonl`. Each start
-writes a first line with the process's name and machine. The other lines look like this:
+Each process appends JSON lines to a file next to its log, `actor-rank0.spans.jsonl`. When a process
+starts, it first writes a line with its name and machine. The other lines look like this:
 
     {"name": "update_policy", "start": 1764255600.1, "seconds": 0.8, "thread": "main"}
     {"counter": "requests of engine-0", "at": 1764255600.1, "value": 64}
@@ -32,7 +32,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 class SpanFile:
     """The spans of one process. Thread-safe. Each line is written immediately, because a run's
-    processes may be ended by SIGKILL.
+    processes may be killed by SIGKILL.
     """
 
     def __init__(self, path: Path, process: str) -> None:

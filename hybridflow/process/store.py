@@ -253,7 +253,9 @@ class _Connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if greeting := greet(connection, _PURPOSE, left):
                     return connection, _Frames(greeting.key(), is_client=True)
-                raise ConnectionRefusedError("the listener there does not have the job's secret")
+                raise ConnectionRefusedError(
+                    "the process listening there does not know the job's secret"
+                )
             except OSError as error:
                 if connection is not None:
                     connection.close()

@@ -20,7 +20,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 @cache
 def own_addresses() -> tuple[str, ...]:
-    """Return the names and addresses under which programs on this machine reach each other."""
+    """Return the names and addresses that programs on this machine use to reach each other."""
     import psutil
 
     interfaces = []

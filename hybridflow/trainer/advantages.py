@@ -74,8 +74,8 @@ class Advantages:
         also entropy_coefs (the entropy coefficient at each token).
 
         Args:
-            of: the column [B] to use. For a column other than scores, see `_add_of` for the added
-                columns.
+            of: the column [B] from which advantages are computed. If it is not scores, other
+                columns are added (see `_add_of`).
         """
         if of != "scores":
             return self._add_of(batch, of)
@@ -93,8 +93,8 @@ class Advantages:
         return batch.with_torch(rewards=scores - sums_of_rows(penalties, lengths), **columns)
 
     def _add_of(self, batch: DataProto, of: str) -> DataProto:
-        """Return the batch with advantages computed from a column of costs and, with a critic,
-        returns.
+        """Return the batch with advantages (and, if there is a critic, returns) computed from a
+        column of costs.
 
         The KL penalties that are subtracted from rewards are added to costs (Safe RLHF, arXiv
         2310.12773, appendix B.3).
@@ -115,7 +115,7 @@ class Advantages:
         values = np.asarray(batch[of])
         if values.shape != (len(batch),) or values.dtype.kind not in "biuf":
             raise FlowError(
-                f"advantages(batch, of={of!r}): the column {of} must have one number per sample"
+                f"advantages(batch, of={of!r}): the column {of} must contain one number per sample"
             )
         costs = torch.from_numpy(values.astype(np.float32))
         # the coefficient used for this step's rewards; the control may have updated it since
@@ -216,8 +216,8 @@ class Advantages:
         )
 
     def _forks(self, batch: DataProto) -> torch.Tensor:
-        """Return a mask [T] bool that is True for the highest-entropy tokens. All other tokens lose
-        their advantage (`algorithm.top_entropy_share`).
+        """Return a mask [T] bool that is True for the highest-entropy tokens. The advantages of all
+        other tokens are set to 0 (`algorithm.top_entropy_share`).
         """
         entropies, mask = (batch.torch(name)[0] for name in ("entropys", RESPONSE_MASK))
         kept = most_uncertain(entropies, mask, self.algorithm.top_entropy_share)
@@ -235,8 +235,9 @@ class Advantages:
         return coefficient
 
     def _divergence(self, batch: DataProto) -> torch.Tensor:
-        """Return the estimated divergence from the reference at each token [T]; 0 without a KL
-        penalty."""
+        """Return the estimated divergence from the reference at each token [T]; zeros if there is
+        no KL penalty.
+        """
         mask_T = batch.torch(RESPONSE_MASK)[0]
         if not self.algorithm.kl_coef:
             return torch.zeros(len(mask_T))
@@ -277,9 +278,9 @@ def _values(batch: DataProto, name: str) -> torch.Tensor:
 
 
 def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
-    """Return, for each row [B], the reason why it counts as failed although it has a score, or None
-    if it does not. A row fails if the reward did not return an extra number that the estimator
-    requires, or returned more turn or token rewards than the row has turns or tokens.
+    """Return, for each row [B], why it counts as failed despite having a score; None if it does
+    not. A row fails if the reward did not return an extra number that the estimator requires, or
+    returned more turn or token rewards than the row has turns or tokens.
     """
     algorithm = config.algorithm
     flow = derived.flow_name(config)
@@ -315,8 +316,9 @@ def _failed(batch: DataProto) -> list[bool]:
 
 
 def _reward_parts(batch: DataProto) -> dict[str, torch.Tensor]:
-    """Return {name: [B] f32} for each number, besides the score, that the reward returned for every
-    sample; 0 for samples whose scoring failed."""
+    """Return the numbers that the reward function returned for every sample in addition to the
+    score, as {name: [B] f32}; 0 for samples whose scoring failed.
+    """
     if "reward_extra" not in batch:
         return {}
     rows = [

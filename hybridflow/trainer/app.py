@@ -254,7 +254,7 @@ def _samples(
 
 
 def _summary(session: Session, steps: int) -> dict[str, Any]:
-    """Return the training loop's entries of summary.json."""
+    """Return the training loop's entries for summary.json."""
     totals = session.totals
     return {
         "score_before": totals.get("score_before"),
@@ -344,8 +344,8 @@ def _train_reward(job: Job) -> dict[str, Any]:
 
 
 async def _finish(job: Job, trained: ModelGroup, learners: Sequence[Learner] = ()) -> str | None:
-    """Wait for the last checkpoint, then export the trained model and any further policies. Returns
-    the trained model's export folder.
+    """Wait for the last checkpoint, then export the trained model and any additional policies.
+    Returns the trained model's export folder.
     """
     with job.progress.stage("wait for the last checkpoint"):
         await job.session.store.wait()

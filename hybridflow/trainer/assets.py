@@ -114,8 +114,8 @@ def write_engine_folder(
     tokenizer: Tokenizer,
     quantization: str | None = None,
 ) -> Path:
-    """Write a Hugging Face folder without weights. Engines start from it with random weights, then
-    receive the real ones.
+    """Write a Hugging Face folder without weights. Engines start from it with random weights and
+    then receive the policy's weights.
 
     Its `quantization_config` describes the weights that engines receive, not those in the
     checkpoint from which the policy started.

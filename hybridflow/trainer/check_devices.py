@@ -21,8 +21,8 @@ def check_devices(config: RunConfig, kind: str) -> None:
         )
     if kind == "cpu" and config.trainer.profile.steps and config.trainer.profile.tool == "nsys":
         raise ConfigError(
-            "trainer.profile.tool=nsys marks ranges of CUDA's profiler, but this run uses CPUs; "
-            "set tool=torch"
+            "trainer.profile.tool=nsys requires the CUDA profiler, but this run uses CPUs; set "
+            "tool=torch"
         )
     if kind == "cpu" and config.rollout.quantization == "fp8":
         # sglang/srt/layers/quantization/fp8_utils.py:1809 and fp8.py:827
@@ -50,8 +50,8 @@ def _check_transport(config: RunConfig, kind: str) -> None:
         others = [one for one in others if TRANSPORTS.get(one).shares_devices]
         raise ConfigError(
             "rollout.pool=actor places engines and trainer on the same GPUs, which "
-            f"rollout.sync.transport={name} does not support: NCCL allows each GPU only once; use "
-            f"auto or {', '.join(others)}, or set rollout.pool=null"
+            f"rollout.sync.transport={name} does not support: NCCL allows only one rank per GPU; "
+            f"use auto or {', '.join(others)}, or set rollout.pool=null"
         )
     several = f"cluster.nodes={cluster.nodes}" if cluster.nodes > 1 else ""
     if nodes > 1 and cluster.address is not None:

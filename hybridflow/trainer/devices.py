@@ -1,4 +1,4 @@
-"""Queues of role calls per device pool: each call starts as soon as its role's devices are free.
+"""One queue of role calls per device pool: a call starts as soon as its role's devices are free.
 
 Roles that share devices run one after another, in call order; roles on other devices run
 concurrently. This is the asynchronous execution of the HybridFlow paper (arXiv 2409.19256, section

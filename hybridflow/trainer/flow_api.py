@@ -1,4 +1,4 @@
-"""The object passed to a flow's body. It exposes exactly the names of `flows.base.Run`."""
+"""The object passed to a flow's body. It exposes exactly the attributes of `flows.base.Run`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FollowedRun(Noting, Protocol):
 
     @property
     def parts(self) -> Mapping[str, object]:
-        """The run's state for each further policy, keyed by policy name."""
+        """The run's state for each additional policy, keyed by policy name."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class FollowedRun(Noting, Protocol):
         """Return a role that the flow has declared."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call in errors."""
+        """Return the number of the open step. `what` is the call's name in error messages."""
 
     async def next_step(self, steps: AsyncIterator[int]) -> int:
         """End the open step and begin the next one."""
@@ -77,7 +77,7 @@ class FlowApi:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Look up a role (`flows.base.ROLES`) or a further policy by name."""
+        """Look up a role (`flows.base.ROLES`) or an additional policy by name."""
         if name not in ROLES and name not in self._run.parts:
             raise AttributeError(f"the run has no {name!r}", name=name, obj=self)
         return self._run.role(name)
@@ -105,20 +105,22 @@ class FlowApi:
         return Steps(self._run)
 
     def samples(self, *, greedy: bool = False) -> Awaitable[DataProto]:
-        """Return the step's samples. From this call on, the policy owns the devices' memory."""
+        """Return the step's samples. From this call until the sync, device memory is reserved for
+        the policy.
+        """
         run = self._run
         step = run.open_step("samples()")
         return Pending(run, "samples()", lambda: run.take_samples(step, greedy))
 
     def all(self, *calls: Awaitable[DataProto]) -> Awaitable[DataProto]:
-        """Return the batch shared by the calls, with the columns added by each call."""
+        """Return the batch passed to the calls, with the columns that they add."""
         run = self._run
         run.open_step("all(...)")
         found = checked_calls(calls)
         return Pending(run, "all(...)", lambda: found[0].run.merged(found))
 
     def advantages(self, batch: DataProto, of: str = "scores") -> DataProto:
-        """Return the batch with the advantages of a column [B].
+        """Return the batch with advantages computed from a column [B].
 
         Raises:
             LogprobMismatchError: the log-probs of engines and trainer differ by more than the
@@ -154,8 +156,9 @@ class FlowApi:
         update.take()
 
     def sync(self) -> Awaitable[None]:
-        """Send the weights of updated policies to their engines, if these engines will be used to
-        sample answers or for a validation."""
+        """Send the weights of updated policies to their engines, if these engines will be used for
+        sampling or validation.
+        """
         run = self._run
         step = run.open_step("sync()")
         return Pending(run, "sync()", lambda: run.bring_to_engines(step))
@@ -188,7 +191,9 @@ def _number(value: object) -> float | None:
 
 
 class Steps(AsyncIterator[int]):
-    """An async iterator over step numbers. A generator would end only when garbage-collected."""
+    """An async iterator over step numbers. Not a generator, because an abandoned generator is
+    finalized only by garbage collection.
+    """
 
     def __init__(self, run: FollowedRun) -> None:
         self._run = run

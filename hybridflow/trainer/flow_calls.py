@@ -31,7 +31,7 @@ class Noting(Protocol):
         """Attribute the time spent in the block to the run, not to the flow's own code."""
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """Return the batch shared by the calls, with the columns added by each call."""
+        """Return the batch passed to the calls, with the columns that they add."""
 
 
 class Pending(Generic[T]):
@@ -77,7 +77,7 @@ class Call(Pending[DataProto]):
 
     Args:
         tasks: tasks that write columns.
-        others: further tasks to wait for.
+        others: additional tasks to wait for.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Call(Pending[DataProto]):
 async def joined(
     calls: Sequence[Call], finish: Callable[..., Coroutine[Any, Any, None]]
 ) -> DataProto:
-    """Wait for the calls' tasks using `finish` (`Devices.finish`), and return the batch shared by
-    the calls, with the columns added by each call.
+    """Wait for the calls' tasks using `finish` (`Devices.finish`), and return the batch passed to
+    the calls, with the columns that they add.
     """
     await finish(*[task for one in calls for task in (*one.tasks, *one.others)])
     batch = calls[0].batch
@@ -109,7 +109,7 @@ async def joined(
 
 
 class Updating(Pending[None]):
-    """A role's updates in a step. Awaiting the call waits until they have finished."""
+    """A call that runs a role's updates in a step. Awaiting it waits for all of them to finish."""
 
 
 def checked_calls(given: Sequence[object]) -> list[Call]:
@@ -143,7 +143,7 @@ def _other(given: object) -> str:
             "update of a critic may be passed to run.later)"
         )
     if isinstance(given, Pending):
-        return f"{given.name} is not one; write `await run.{given.name}` on a separate line"
+        return f"{given.name} is not a role call; write `await run.{given.name}` on a separate line"
     if isinstance(given, DataProto):
         return "got a batch; remove `await` before the calls within all(...)"
     if isinstance(given, list | tuple):

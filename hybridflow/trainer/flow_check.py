@@ -115,8 +115,9 @@ def _endless(run: FlowRun) -> FlowError:
 
 
 def _forgotten(warned: Sequence[warnings.WarningMessage], file: str) -> FlowError | None:
-    """Return the error for a coroutine in the user's file that was created but never awaited.
-    Coroutines from other files, which may be garbage-collected meanwhile, are ignored."""
+    """Return the error for a coroutine that the user's file created but never awaited. Coroutines
+    from other files, which may be garbage-collected meanwhile, are ignored.
+    """
     for one in warned:
         found = _NEVER_AWAITED.search(str(one.message))
         code = getattr(one.source, "cr_code", None)
@@ -282,11 +283,11 @@ class _Invented:
         return self.answers(len(prompts), n)
 
     async def no_metrics(self) -> dict[str, float]:
-        """Return no engine metrics."""
+        """Return an empty mapping, because no engine runs."""
         return {}
 
     def learner(self, name: str) -> SimpleNamespace:
-        """Return a stand-in for a further policy with every attribute that a flow uses."""
+        """Return a stand-in for an additional policy with every attribute that a flow uses."""
         config = derived.policy_view(self.config, name)
         own = _Invented(config)
 

@@ -1,5 +1,5 @@
 """Error messages for user flows. Distinguishes mistakes in the code from errors that may depend on
-the values.
+the data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _IMMUTABLE = "a batch is immutable; write batch = batch.with_columns(scores=...)
 
 
 def _of_critics() -> dict[str, str]:
-    """Return {critic's column: the call that writes it}."""
+    """Return {column that a critic writes: the call that writes it}."""
     found = {}
     for of, name in CRITICS.items():
         entry = ROLES[name]
@@ -77,8 +77,9 @@ _SIGNATURE = re.compile(r"\(\) (?:missing \d+|takes |got an unexpected|got multi
 
 
 def message_of(name: str, error: BaseException, step: int = 0) -> str:
-    """Return the message for an error in a user's flow, including the flow, the step of the run,
-    and the line."""
+    """Return the message for an error in a user's flow. It names the flow, the step and the
+    line.
+    """
     path = Path(name.rpartition(":")[0])
     line = getattr(error, "line", None) or line_of(error, path)
     said = mistake(error)
@@ -96,7 +97,7 @@ def message_of(name: str, error: BaseException, step: int = 0) -> str:
 
 
 def mistake(error: BaseException) -> str | None:
-    """Describe a mistake in the flow's code; None if the error may have been caused by values."""
+    """Describe a mistake in the flow's code; None if the error may have been caused by the data."""
     text = str(error)
     if isinstance(error, HybridFlowError):
         return _of_column(text) if isinstance(error, SchemaError) else text
@@ -142,7 +143,7 @@ def _of_attribute(error: AttributeError) -> str | None:
 
 def _of_type(text: str) -> str | None:
     """Return the message for a TypeError: an operation that HybridFlow's objects do not support, or
-    a call with wrong arguments. None if the error may have been caused by the values.
+    a call with wrong arguments. None if the error may have been caused by the data.
     """
     if awaited := _AWAITED.search(text):
         what = _BY_TEXT.get(awaited[1], f"a value of type {awaited[1]}")

@@ -1,5 +1,6 @@
-"""The roles as called by a flow. Each call is queued immediately for its role's devices; awaiting
-it returns its columns."""
+"""Implementation of the roles that a flow calls. Each call is queued immediately for its role's
+devices; awaiting it returns its columns.
+"""
 
 from __future__ import annotations
 
@@ -51,27 +52,28 @@ class OpenStep(Noting, Protocol):
         """True if a separate pass computes old log-probs for all rows of this step."""
 
     def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a role's work (`actor` for the policy) once its devices are free."""
+        """Run work for a role (`actor` for the policy) once the role's devices are free."""
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """Return the record of the step's updates, which the step's first update creates."""
+        """Return the record of the step's updates, and create it on the step's first update."""
 
     def check_log_probs(self, batch: DataProto) -> None:
         """Record the log-prob difference between engines and trainer."""
 
     @property
     def holds_memory(self) -> bool:
-        """True while the policy owns the devices' memory: from its first pass in a step to the
-        sync."""
+        """True while device memory is reserved for the policy: from its first pass in a step to the
+        sync.
+        """
 
     async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
         """Generate `n` samples per prompt with the engines' current weights."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call in errors."""
+        """Return the number of the open step. `what` is the call's name in error messages."""
 
     def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
-        """Check any of these columns that were created by the flow, and return the batch."""
+        """Validate those of the named columns that the flow has created, and return the batch."""
 
 
 class _Role:
@@ -269,7 +271,7 @@ class TrainedPolicy:
         return []
 
     def update(self, batch: DataProto) -> Updating:
-        """Run all of the step's updates. Runs none while the critic warms up."""
+        """Run all of the step's updates. Does nothing while the critic warms up."""
         run = self.run
         name = f"{self.name}.update(batch)"
         trained = run.training_on(checked_batch(batch, f"{self.name}.update"), name)

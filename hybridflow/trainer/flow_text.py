@@ -60,8 +60,8 @@ def dropped_result(text: str) -> FlowError | None:
 
 
 def _batches(tree: ast.Module) -> set[str]:
-    """Return the variables to which a batch is assigned: the result of a call on the run or on a
-    batch.
+    """Return the names of the variables that are assigned a batch, i.e. the result of a call on the
+    run or on a batch.
     """
     assigned = list(_assigned(tree))
     found: set[str] = set()

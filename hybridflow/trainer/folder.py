@@ -43,9 +43,9 @@ def make_output_dir(config: RunConfig) -> Path:
 
 
 def make_room(config: RunConfig, folder: Path, total_steps: int | None, progress: Progress) -> None:
-    """Move a finished run of this name aside; with resume=disable, also an unfinished one. Nothing
-    is deleted or changed. A finished run is not moved but continued if it has fewer steps than
-    `total_steps`, or fewer epochs if `total_steps` is None.
+    """Move aside an earlier run with this name if it has finished or resume=disable. Nothing is
+    deleted or changed. A finished run with fewer steps than `total_steps` (or fewer epochs, if
+    `total_steps` is None) is continued instead.
     """
     if not folder.exists():
         return
@@ -135,8 +135,8 @@ def _take(path: Path, folder: Path, say: Callable[[str], object]) -> int:
             os.close(lock)
             if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:
                 raise ConfigError(
-                    f"{held}; wait for it, or choose another name=.... If that process has exited, "
-                    f"another process holds the lock: remove {path}"
+                    f"{held}; wait for it to finish, or choose another name=.... If that process "
+                    f"has exited, another process holds the lock: remove {path}"
                 ) from error
             if not is_said:
                 say(f"{held}; waiting up to {_PATIENCE_S:.0f} s for it to end")

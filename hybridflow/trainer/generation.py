@@ -1,5 +1,6 @@
-"""The engines' side of a job, from start to stop: in separate processes, or in the trainer's
-process."""
+"""Startup, use and shutdown of a job's engines, in separate processes or in the trainer's
+process.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ class EngineProcesses:
 
     Args:
         workers, others: see `EngineGroup`.
-        told: called with one line whenever all engines are restarted.
+        told: called with a one-line message whenever all engines are restarted.
     """
 
     def __init__(
@@ -151,8 +152,8 @@ class EngineProcesses:
         logs: Path,
         role: str = "actor",
     ) -> Engines:
-        """Return the engines, connected to the policy's ranks, which send them weight slices. If
-        all engines are lost, they are restarted.
+        """Connect the engines to the policy's ranks, which will send them weight slices, and return
+        the engines. If all engines are lost, they are restarted.
         """
         assert isinstance(policy, WorkerGroup)
         self._weights = weights = SliceSync(policy, self.engines, self.config, role)
@@ -212,8 +213,9 @@ class EngineHere:
         logs: Path,
         role: str = "actor",
     ) -> Engines:
-        """Return the interface used by the loop, which calls the engine and copies the policy's
-        tensors to it."""
+        """Return the interface through which the loop calls the engine and copies the policy's
+        tensors to it.
+        """
 
         def copy(target: object) -> int:
             return int(policy.run(PolicyWorker.copy_weights, target, role=role))
@@ -237,8 +239,9 @@ class EngineHere:
 def start_both(
     first: Callable[[], First], second: Callable[[], Second], *, at_once: bool
 ) -> tuple[First, Second]:
-    """Call both functions and return their results. If `at_once` is True, `first` runs in a thread
-    at the same time; it spends most of its time waiting for processes."""
+    """Call both functions and return their results. If `at_once` is True, `first` runs concurrently
+    in a thread; it spends most of its time waiting for processes.
+    """
     if not at_once:
         return first(), second()
     begun = (threads := ThreadPoolExecutor(1, "start")).submit(first)

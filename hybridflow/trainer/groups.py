@@ -94,8 +94,9 @@ class ModelGroup:
         return self.workers.call(method, *resolved, role=self.address)
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """Call a method with the rows distributed over ranks at equal cost. The result is in the
-        order of `batch`."""
+        """Call a method with the rows distributed so that all ranks have about the same cost. The
+        result is in the order of `batch`.
+        """
         order = balanced_order(self._costs(batch), self._data_parallel)
         share = batch.select(method_spec(method).read_of(batch)).reorder(order)
         found: DataProto = await self.call(method, share)
@@ -166,9 +167,9 @@ class ModelGroup:
 
 
 class FrozenGroup(ModelGroup):
-    """A role that does not train, in separate processes. Lost ranks are restarted within the step,
-    because the weights are the role's only state: ranks load them at startup, or a restart hook of
-    `workers` sends them.
+    """A role that runs in separate processes and does not train. Lost ranks are restarted within
+    the step, because the weights are the role's only state: ranks load them at startup, or a
+    restart hook of `workers` sends them.
 
     Args:
         told: called with a one-line message whenever ranks are restarted.
@@ -201,7 +202,9 @@ class FrozenGroup(ModelGroup):
 
 
 class PolicyGroup(ModelGroup):
-    """The policy's ranks. Their observations during a step are added to its update metrics."""
+    """The policy's ranks. The observations that they collect during a step are added to the metrics
+    of the step's updates.
+    """
 
     def __init__(
         self, workers: WorkerGroup | InProcessGroup, config: RunConfig, address: str | None = None
@@ -210,7 +213,7 @@ class PolicyGroup(ModelGroup):
         self._unobserved = False
 
     async def start_profile(self) -> None:
-        """Start the profile of a step on the ranks of `trainer.profile`."""
+        """Start profiling a step on the ranks listed in `trainer.profile`."""
         await self.call(PolicyWorker.start_profile)
 
     async def stop_profile(self, folder: Path) -> list[str]:

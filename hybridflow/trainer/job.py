@@ -66,7 +66,7 @@ class Job:
         checkpoint.
         """
         self.config = self._given = config
-        self.name = ""  # of a further policy
+        self.name = ""  # of an additional policy
         self.frozen = False
         self.base: str | None = None  # see `PolicyConfig.base`
         self.logs = session.folder / "logs"
@@ -103,8 +103,9 @@ class Job:
         self.config = StartAllowance.of(config, self.hf_config).applied(config)
 
     def of_policy(self, name: str) -> Job:
-        """Return a view of this job for the further policy `roles.NAME`, with that policy's model,
-        tokenizer, devices and folders. Call it after the cluster has started."""
+        """Return a view of this job for the additional policy `roles.NAME`, with that policy's
+        model, tokenizer, devices and folders. Call it after the cluster has started.
+        """
         own = copy.copy(self)
         own.name = name
         own.frozen = self.config.roles[name].frozen
@@ -150,8 +151,9 @@ class Job:
     ) -> dict[str, WorkerGroup | InProcessGroup]:
         """Start the ranks of `roles` and return {role: group}. Roles in the policy's processes
         (those of the first role, `actor`) share a group; each of the others has its own group. Only
-        `trained` roles may update their weights. `guests` are further policies in the policy's
-        processes."""
+        `trained` roles may update their weights. `guests` are additional policies in the policy's
+        processes.
+        """
         specs = {role: self._role_spec(role, role in trained) for role in roles}
         shared = [role for role in roles if derived.is_colocated(self.config, role)]
         groups: dict[str, WorkerGroup | InProcessGroup] = {}
@@ -166,7 +168,7 @@ class Job:
         }
 
     def start_policy(self, cluster: Cluster | None) -> WorkerGroup | InProcessGroup:
-        """Start the ranks of a further policy in separate processes."""
+        """Start the ranks of an additional policy in separate processes."""
         return self._start_shared(cluster, [self._role_spec("actor", not self.frozen)])
 
     def _start_shared(
@@ -236,8 +238,9 @@ class Job:
     def _start_engine_workers(
         self, cluster: Cluster, folder: Path
     ) -> tuple[WorkerGroup, WorkerGroup | None]:
-        """Start the workers on the engines' first nodes, and on their other nodes if there are
-        any."""
+        """Start the engine workers on each engine's first node and, if engines span several nodes,
+        on the other nodes.
+        """
         config = self.config.rollout
         dtype = self.config.model.dtype
         whose = f" of the {self.name}" if self.name else ""
@@ -293,8 +296,9 @@ class Job:
     async def warm_start(
         self, policy: PolicyGroup, check: Callable[[], Awaitable[None]] | None = None
     ) -> SftTrainer | None:
-        """Run the supervised phase. Returns None if it is not configured, or if a checkpoint of a
-        later phase exists."""
+        """Run the supervised phase and return its trainer. Returns None if the phase is not
+        configured, or if a checkpoint of a later phase exists.
+        """
         config = self.config
         checkpoint = self.checkpoint
         if config.sft.steps < 1 or (checkpoint is not None and checkpoint.phase != "sft"):
@@ -310,7 +314,7 @@ class Job:
 
 
 def _first_nodes(engines: ResourcePool, nodes: int) -> tuple[ResourcePool, ResourcePool]:
-    """Return the slots on the engines' first nodes, and on their other nodes."""
+    """Return the slots on each engine's first node, and those on the other nodes."""
     slots = engines.split([1] * len(engines))
     return ResourcePool.merge(slots[::nodes]), ResourcePool.merge(
         [s for n, s in enumerate(slots) if n % nodes]

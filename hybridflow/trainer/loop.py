@@ -81,7 +81,7 @@ class RLTrainer:
             separate processes.
         engines: generate answers, and receive the policy's weights.
         samples: the source of each step's training samples.
-        learners: the run's further policies.
+        learners: the run's additional policies.
     """
 
     def __init__(

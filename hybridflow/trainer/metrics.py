@@ -56,8 +56,7 @@ def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str
     sampled tokens.
 
     Args:
-        scored: the rows whose log-probs and entropies before the updates are known; None for all
-            rows.
+        scored: the rows with log-probs and entropies from before the updates; None means all rows.
     """
     scored = batch if scored is None else scored
     answered = batch.lengths("response_ids") > 0

@@ -44,7 +44,7 @@ def divergences(sums: np.ndarray) -> dict[str, float]:
 def mismatch_metrics(batch: DataProto) -> dict[str, float]:
     """Return rollout/mismatch/*: kl, k3, chi2 and ess; the mean |difference| in each quarter of a
     row's sampled tokens; and, if tokens were sampled with several weight versions, the mean
-    |difference| for each version, labelled by its number of weight syncs behind the newest one.
+    |difference| for each version, labelled by the number of weight syncs since that version.
     Fetches one piece of the columns at a time.
     """
     sums = np.zeros(5)
@@ -86,5 +86,5 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _totals(places_T: np.ndarray, values_T: np.ndarray, size: int) -> np.ndarray:
-    """Return [2, size]: for each index, the sum of its values and their count."""
+    """Return [2, size]: the sum and the count of the values at each index."""
     return np.stack([np.bincount(places_T, values_T, size), np.bincount(places_T, minlength=size)])

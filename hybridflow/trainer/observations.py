@@ -62,8 +62,8 @@ def over_roles(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def replayed_passes(kind: str, ppo_epochs: int) -> tuple[int, int]:
-    """Return two bools for a value of `actor.router_replay`: whether passes without gradients use
-    recorded experts, and whether update passes do.
+    """Return whether passes without gradients, and whether update passes, use recorded experts with
+    this value of `actor.router_replay`.
     """
     return {"none": (0, 0), "compare": (1, 0), "r2": (0, ppo_epochs), "r3": (1, ppo_epochs)}[kind]
 
@@ -80,8 +80,9 @@ def token_layers(
     Args:
         prompts, responses: [B] number of tokens in each sample.
         routers: number of layers with experts.
-        routed: [B] number of tokens per sample that an engine has routed. Needed if the lengths do
-            not determine it, because text shown after a conversation's last answer is not routed.
+        routed: [B] number of tokens that an engine has routed in each sample. Required for
+            conversations, where it does not follow from the lengths, because text shown after the
+            last answer is not routed.
         kind: `actor.router_replay`. For r3 and compare, an engine does not route a sample's last
             token, nor any token of a sample with an empty response. For r2, the trainer routes
             every token that its passes read.

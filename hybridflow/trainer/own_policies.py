@@ -1,5 +1,4 @@
-"""Further trained policies of a run (`roles`): their components, and their role in a flow's
-steps."""
+"""Additional policies of a run (`roles`): their components, and how a flow's steps use them."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass
 class Learner:
-    """A further policy of a run.
+    """An additional policy of a run.
 
     Attributes:
         config: the run's configuration, adapted to this policy (`derived.policy_view`).
@@ -79,8 +78,8 @@ class Learner:
 
     async def take(self, other: Policy, address: str = "") -> None:
         """Copy the weights of another policy that uses the same model. The two parallel layouts may
-        differ. From one with the same base, only adapters are copied; `address` is its name within
-        the processes.
+        differ. If both policies share the same base, only the adapters are copied; `address` is the
+        other policy's name within the processes.
         """
         if self.base is not None:
             await self.policy.call(PolicyWorker.take_adapters, address)
@@ -90,7 +89,7 @@ class Learner:
 
 
 class WholeRun(Noting, Protocol):
-    """The subset of the run's interface (`trainer.run.FlowRun`) that further policies need."""
+    """The subset of the run's interface (`trainer.run.FlowRun`) that additional policies need."""
 
     devices: Devices
     is_tracing: bool
@@ -104,7 +103,7 @@ class WholeRun(Noting, Protocol):
         """Seed of the step's mini-batches."""
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call in errors."""
+        """Return the number of the open step. `what` is the call's name in error messages."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Attribute the time spent in the block to this phase of the step."""
@@ -112,7 +111,7 @@ class WholeRun(Noting, Protocol):
     def with_own_columns(
         self, batch: DataProto, names: Sequence[str], added: dict[str, object] | None = None
     ) -> DataProto:
-        """Check the columns that the flow has created itself, and return the batch."""
+        """Validate the columns that the flow itself has created, and return the batch."""
 
     def check_log_probs(self, batch: DataProto, name: str = "") -> None:
         """Record the log-prob difference between a policy's engines and ranks."""
@@ -154,22 +153,22 @@ class OwnPolicy(TrainedPolicy):
         """Return the name of another policy within its processes.
 
         Raises:
-            FlowError: this policy shares the first one's weights, and the other one's adapters do
-                not fit it; or it trains adapters on weights of its own, which would be replaced.
+            FlowError: this policy shares the first policy's weights, and the adapters to copy do
+                not fit; or it trains adapters on separate weights, which copying would replace.
         """
         further = other.part.learner if isinstance(other, OwnPolicy) else None
         if self.part.learner.base is None:
             if self.part.config.actor.lora.rank and not self.part.learner.frozen:
                 raise FlowError(
-                    f"{call} would replace the weights below the adapters of the {self.name}, and "
-                    f"keep the adapters; set roles.{self.name}.base=policy to take adapters, or "
+                    f"{call} would replace the base weights of the {self.name} but keep its "
+                    f"adapters; set roles.{self.name}.base=policy to copy adapters, or "
                     f"roles.{self.name}.actor.lora.rank=0"
                 )
             return ""
         if further is not None and further.base is None:
             raise FlowError(
                 f"{call} would replace the weights that the {self.name} shares with the policy; "
-                f"take those of a policy with the same base, or remove roles.{self.name}.base"
+                f"copy from a policy with the same base, or remove roles.{self.name}.base"
             )
         ours, theirs = self.part.config.actor.lora, other.run.config.actor.lora
         for key in ("rank", "alpha", "targets"):
@@ -197,12 +196,12 @@ class OwnPolicy(TrainedPolicy):
 
 
 class PolicyPart:
-    """The state of a further policy during a run's steps. Implements the part of the run's
+    """The state of an additional policy during a run's steps. Implements the part of the run's
     interface that `TrainedPolicy` needs.
 
     Attributes:
-        holds_memory: True while the policy owns its devices' memory: from its first pass in a step
-            to the sync.
+        holds_memory: True while device memory is reserved for the policy: from its first pass in a
+            step to the sync.
         trained: record of the policy's update in the open step.
         synced: report of the policy's sync in the open step.
     """
@@ -253,15 +252,14 @@ class PolicyPart:
         return self.devices.call(self.name, f"{self.name}/{phase}", self.step, with_memory())
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """Return the batch shared by the calls, with the columns added by each call."""
+        """Return the batch passed to the calls, with the columns that they add."""
         return await joined(calls, self.devices.finish)
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
         """Create the record of the policy's update in the open step, and return it.
 
         Raises:
-            FlowError: the step already has an update, or the batch does not have the number of rows
-                of a step.
+            FlowError: the step already has an update, or the batch has the wrong number of rows.
         """
         step = self.whole.open_step(update)
         if self.trained is not None:
@@ -282,7 +280,7 @@ class PolicyPart:
         self.whole.check_log_probs(batch, self.name)
 
     def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
-        """Check the columns that the flow has created itself, and return the batch."""
+        """Validate the columns that the flow itself has created, and return the batch."""
         return self.whole.with_own_columns(batch, names, self._added)
 
     # ---- implementation of its calls

@@ -36,8 +36,8 @@ class Performance:
         self.training: Training | None = None
 
     def use_model(self, hf_config: Mapping[str, Any], device_name: str) -> None:
-        """Report MFU for this model if the device's peak is known. `device_name` is the name that
-        the driver reports.
+        """Enable MFU reporting for this model if the device's peak is known. `device_name` is the
+        name that the driver reports.
         """
         known = [name for name in DEVICES if name.upper() in device_name.upper().split()]
         if known:

@@ -51,7 +51,7 @@ class Phases:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Release the engines' memory, and keep the policy's weights on the device until the block
-        ends, so that several passes share one load.
+        ends, so that they are loaded only once for several passes.
         """
         if self._engines_sleep:
             await self.engines.sleep()
@@ -77,8 +77,9 @@ class Phases:
 
     @asynccontextmanager
     async def sync(self) -> AsyncIterator[None]:
-        """Load the weights on both sides. Afterwards, offload the policy's weights, and only then
-        have the engines reallocate their cache."""
+        """Load the weights of the policy and the engines. Afterwards, offload the policy's weights,
+        and only then have the engines reallocate their cache.
+        """
         await self.make_room()
         if self._engines_asleep:
             await self.engines.wake(("weights",))

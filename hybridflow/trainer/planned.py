@@ -37,8 +37,8 @@ async def compare(
 ) -> dict[str, Any]:
     """Return planned and measured values for `summary.json`: bytes per part of each role on its
     largest rank, bytes of weights per engine rank, and seconds per phase, averaged over all steps
-    but the first. The plan uses the lengths that the run has sampled. If planning fails, the result
-    contains the reason instead.
+    but the first. The plan uses the sample lengths observed in the run. If planning fails, the
+    result contains the reason instead.
     """
     try:
         held = {

@@ -3,8 +3,8 @@ once, in the background, while the driver starts.
 
 One server loads torch. The engines' workers are forked from it, and so are a second and a third
 server, which load the training backend and the engines' library. All these processes share torch's
-memory. Without a server (another node, CUDA, a server that has exited) a process imports the
-modules itself.
+memory. If there is no server (on another node, with CUDA, or after the server has exited), a
+process imports the modules itself.
 """
 
 from __future__ import annotations

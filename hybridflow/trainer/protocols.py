@@ -1,5 +1,5 @@
-"""The role interfaces used by the loop. In a job they are implemented by worker groups, in tests of
-the loop's logic by small classes that do not need Ray.
+"""The role interfaces used by the loop. Jobs implement them with worker groups, and tests of the
+loop's logic with small classes that do not need Ray.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Policy(Role, Protocol):
     """The trained role whose weights are sent to the engines."""
 
     async def start_profile(self) -> None:
-        """Start the profile of a step on the ranks of `trainer.profile`."""
+        """Start profiling a step on the ranks listed in `trainer.profile`."""
 
     async def stop_profile(self, folder: Path) -> Sequence[str]:
         """Write the profiles to `folder`. Returns one error message for each profile that could not

@@ -86,7 +86,7 @@ class Records:
 
     def check_log_probs(self, batch: DataProto, step: int, name: str = "") -> None:
         """Record the log-prob difference between engines and trainer for sampled answers. `name` is
-        the name of a further policy.
+        the name of an additional policy.
 
         Raises:
             LogprobMismatchError: the difference exceeds the bound, so the run would not train on
@@ -183,7 +183,7 @@ class Records:
     def of_policy(
         self, name: str, tokenizer: Tokenizer, trained: Trained | None, step: int
     ) -> dict[str, float]:
-        """Return the metrics of a further policy's update in a step, prefixed with the policy's
+        """Return the metrics of an additional policy's update in a step, prefixed with the policy's
         name, and write the dump of its samples.
 
         Raises:
@@ -268,5 +268,5 @@ def _shown(own: Mapping[str, float]) -> dict[str, float]:
         elif name == "flow":
             short[metric] = value
         elif metric == "critic/score/mean":
-            short[name] = value  # a further policy's score
+            short[name] = value  # an additional policy's score
     return dict(islice(short.items(), _OWN_SHOWN))

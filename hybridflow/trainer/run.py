@@ -3,7 +3,7 @@ weight sync.
 
 Passes of roles with separate devices run concurrently (`devices`). Generation needs only the
 policy's weights, so the update of a critic on separate devices may overlap the next step's
-generation. Its step is then recorded late.
+generation. In this case, the step is recorded when that update has finished.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FlowRun:
         called: names of all calls that the flow has made.
         api: the object that is passed to the flow.
         doubts: warnings collected by the check.
-        parts: further policies' state in the open step.
+        parts: state of the additional policies in the open step.
 
     Args:
         last: the last step of the run.
@@ -123,7 +123,7 @@ class FlowRun:
         self._validated = 0  # the last step validated in this session
         self._saved = 0
         self.stop: Callable[[], Awaitable[None]] | None = None  # called after each step
-        self.parts: Mapping[str, PolicyPart] = {}  # of further policies
+        self.parts: Mapping[str, PolicyPart] = {}  # of additional policies
         self._roles = self._all_roles()
         self.api = FlowApi(self)
 
@@ -166,7 +166,9 @@ class FlowRun:
         return self.trainer.state
 
     async def take_samples(self, step: int, greedy: bool) -> DataProto:
-        """Return the step's samples. From then on, the policy owns the devices' memory."""
+        """Return the step's samples. From then until the sync, device memory is reserved for the
+        policy.
+        """
         if self._scores is not None:
             raise FlowError("samples() was called twice in a step")
         self._batch = await self.trainer.samples.take(step, greedy=greedy)
@@ -183,19 +185,19 @@ class FlowRun:
             return await samples.of_prompts(prompts, n)
 
     async def _hold_memory(self) -> None:
-        """Transfer the devices' memory to the policy until the sync."""
+        """Reserve device memory for the policy until the sync."""
         if not self.holds_memory:
             self.holds_memory = True
             await self._memory.enter_async_context(self.trainer.phases.training())
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
-        """Return the batch shared by the calls, with the columns added by each call."""
+        """Return the batch passed to the calls, with the columns that they add."""
         self._batch = batch = await joined(calls, self.devices.finish)
         await self.record()  # the critic has finished the previous step's update
         return batch
 
     def add_advantages(self, batch: DataProto, of: str) -> DataProto:
-        """Return the batch with the advantages of a column.
+        """Return the batch with advantages computed from a column.
 
         Raises:
             LogprobMismatchError: the log-probs of engines and trainer differ by more than the
@@ -273,7 +275,7 @@ class FlowRun:
         )
 
     def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a role's work (`actor` for the policy) once its devices are free."""
+        """Run work for a role (`actor` for the policy) once the role's devices are free."""
 
         async def with_memory() -> T:
             await self._hold_memory()
@@ -290,7 +292,7 @@ class FlowRun:
         self.called.add(call.name)
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
-        """Return the record of the open step's updates, which the step's first update creates.
+        """Return the record of the open step's updates, and create it on the step's first update.
 
         Raises:
             FlowError: the step already has this update, or the rows cannot be divided into
@@ -312,8 +314,8 @@ class FlowRun:
     def with_own_columns(
         self, batch: DataProto, names: Sequence[str], added: dict[str, object] | None = None
     ) -> DataProto:
-        """Check the columns in `names` that the flow itself created, and return the batch. Columns
-        in `added` (default: the columns added by the last `advantages`) are not the flow's.
+        """Validate the columns in `names` that the flow itself has created, and return the batch.
+        Columns in `added` (default: the columns added by the last `advantages`) are not checked.
 
         Raises:
             FlowError: a column has a wrong shape, or contains a number that is not finite.
@@ -352,8 +354,8 @@ class FlowRun:
             raise FlowError(text)
 
     def check_log_probs(self, batch: DataProto, name: str = "") -> None:
-        """Record the log-prob difference between engines and trainer. `name` is the name of a
-        further policy.
+        """Record the log-prob difference between engines and trainer. `name` is the name of an
+        additional policy.
 
         Raises:
             LogprobMismatchError: the difference exceeds the bound.
@@ -540,7 +542,7 @@ class FlowRun:
         await self.trainer.records.trained(trained, self.progress)
 
     def open_step(self, what: str) -> int:
-        """Return the number of the open step. `what` names the call in errors.
+        """Return the number of the open step. `what` is the call's name in error messages.
 
         Raises:
             FlowError: no step is open.

@@ -95,8 +95,9 @@ class Session:
         )
 
     def totals_now(self) -> dict[str, float]:
-        """Return the totals, including `seconds_total`, the duration of all sessions of this run
-        except time lost when a session was killed."""
+        """Return the totals, including `seconds_total`, the total duration of all sessions of this
+        run, excluding time lost when a session was killed.
+        """
         self.totals["seconds_total"] = self._seconds_before + time.perf_counter() - self._opened
         return dict(self.totals)
 
@@ -129,7 +130,7 @@ class Session:
         checkpoint that the run resumes from.
 
         Raises:
-            ConfigError: the checkpoint was trained on other data; nothing is changed.
+            ConfigError: the checkpoint was trained on different data; nothing is changed.
             CheckpointError: a part of the checkpoint is missing or belongs to another checkpoint;
                 nothing is changed.
         """
@@ -144,9 +145,9 @@ class Session:
         ):
             of_data = [line for line in changes if line.startswith(TRAINED_ON[checkpoint.phase])]
             raise ConfigError(
-                f"{'; '.join(of_data)}: {checkpoint.folder} was trained on other rows. Restore the "
-                "data, start a new run with another name=..., or continue with the new data from "
-                "its first row: trainer.resume_with_other_data=true"
+                f"{'; '.join(of_data)}: {checkpoint.folder} was trained on different rows. Restore "
+                "the data, start a new run with another name=..., or continue with the new data "
+                "from its first row: trainer.resume_with_other_data=true"
             )
         (self.folder / "summary.json").unlink(missing_ok=True)
         keep_config(self.folder, dump_yaml(self.config))
@@ -237,7 +238,7 @@ class Session:
         return self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
 
     def go_back(self, checkpoint: Checkpoint | None) -> None:
-        """Like `resume`, but within the current session: elapsed time is still counted, and
+        """Resume within the current session. Unlike in `resume`, elapsed time is still counted, and
         `totals["restarts"]` is incremented. Without a checkpoint, return to the state before the
         first step.
         """
@@ -259,7 +260,7 @@ class Session:
         self.tracker.truncate_after("train", step)
         self.tracker.truncate_after("val", last_validated)
         self.timeline.truncate_after(step)
-        for folder in self.folder.glob("rollouts*"):  # of further policies too
+        for folder in self.folder.glob("rollouts*"):  # of additional policies too
             remove_dumps_after(folder, step)
         for folder in self.folder.glob("validation*"):
             remove_dumps_after(folder, last_validated)

@@ -1,4 +1,4 @@
-"""Startup and shutdown of a job's further policies (`roles`)."""
+"""Startup and shutdown of a job's additional policies (`roles`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.trainer.own_policies import Learner
 
 
 class FurtherPolicies:
-    """A job's further policies. Create this object after the cluster has started.
+    """A job's additional policies. Create this object after the cluster has started.
 
     Attributes:
         jobs: a view of the job for each policy.

@@ -1,4 +1,4 @@
-"""Stops at which a run hands control back to the program that started it: between two steps, or
+"""Points at which a run returns control to the program that started it: between two steps, or
 inside a step that the program runs by hand.
 """
 

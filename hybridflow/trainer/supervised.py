@@ -140,7 +140,9 @@ class SftTrainer(SupervisedTrainer):
     train = PolicyWorker.sft_step
 
     def also(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of the prediction heads, which are trained along (`actor.mtp`)."""
+        """Return the metrics of the prediction heads, which are trained along with the model
+        (`actor.mtp`).
+        """
         return {name: value for name, value in means.items() if name.startswith("actor/mtp/")}
 
 

@@ -52,7 +52,7 @@ CASES = {
     ),
     "samples": (
         ("data.train_batch_size=1", "rollout.n=1", "cluster.procs_per_node=8"),
-        r"1 samples per update cannot be divided evenly over 2",
+        r"1 samples per update cannot be divided evenly across 2",
     ),
     "fp8-on-a-cpu": (
         ("rollout.quantization=fp8", "model.dtype=bfloat16"),

@@ -1,5 +1,5 @@
 """Per-prompt statistics for estimators that compare the samples of a prompt: B samples in G groups.
-Uses only tensor methods.
+Calls only tensor methods, so it does not import torch.
 
 If all scores in a group are equal, they are centred to exactly 0. A floating-point mean would leave
 a rounding error, which dividing by a small standard deviation would amplify.
@@ -31,7 +31,7 @@ class Groups:
 
     @property
     def alone(self) -> torch.Tensor:
-        """[B] True if the sample is the only one in its group."""
+        """Mask [B] that is True for each sample that is alone in its group."""
         return (self.count == 1)[self.of]
 
     def ranked(self, scores_B: torch.Tensor) -> torch.Tensor:
@@ -41,14 +41,15 @@ class Groups:
         return order[self.of[order].argsort(stable=True)]
 
     def sums(self, values_B: torch.Tensor) -> torch.Tensor:
-        """Return [G] the sum over each group, in float64."""
+        """Return the sum over each group, [G] float64."""
         return self.count.new_zeros(len(self.count)).index_add_(0, self.of, values_B.double())
 
     def centred(
         self, scores_B: torch.Tensor, weights_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return [B] float64 scores minus their group's (weighted) mean. A score that is alone in
-        its group stays unchanged; if all scores in a group are equal, they become 0."""
+        """Return [B] float64 scores minus their group's (weighted) mean. The score of a sample that
+        is alone in its group is unchanged; if all scores in a group are equal, they become 0.
+        """
         scores = scores_B.double()
         if weights_B is None:
             mean = self.sums(scores) / self.count
@@ -61,7 +62,8 @@ class Groups:
         return (scores - mean[self.of]).where(differs[self.of] | self.alone, 0.0)
 
     def std(self, scores_B: torch.Tensor) -> torch.Tensor:
-        """Return [G] the unbiased standard deviation of each group, in float64; 1 for a group of
-        one sample."""
+        """Return the unbiased standard deviation of each group, [G] float64; 1 for a group of one
+        sample.
+        """
         squares = self.sums(self.centred(scores_B) ** 2)
         return (squares / (self.count - 1).clamp(min=1)).sqrt().where(self.count > 1, 1.0)

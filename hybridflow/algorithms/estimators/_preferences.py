@@ -1,5 +1,5 @@
-"""Shared code for estimators that compare the policy with the reference on each sample. Uses only
-tensor methods.
+"""Shared code for estimators that compare the policy with the reference on each sample. Calls only
+tensor methods, so it does not import torch.
 
 The gradient of a preference loss with respect to the log-probability of an answer is a single
 number per sample. If that number is the advantage, one policy-gradient update per step
@@ -31,7 +31,7 @@ class Beta:
 
 
 def log_ratios(samples: Samples) -> torch.Tensor:
-    """Return [B] log p - log p_ref for each answer, summed over its sampled tokens, in float64."""
+    """Return log p - log p_ref for each answer, summed over its sampled tokens, [B] float64."""
     difference = (samples.columns["old_log_probs"] - samples.columns["ref_log_probs"]).double()
     return sums_of_rows(difference.where(samples.mask, 0.0), samples.lengths)
 
@@ -60,8 +60,10 @@ class Pairs:
     def advantages(
         self, samples: Samples, chosen_P: torch.Tensor, rejected_P: torch.Tensor
     ) -> torch.Tensor:
-        """Return [T] the given advantages at the tokens of each pair, multiplied by the number of
-        samples for the prompt, so that a mean over samples becomes a mean over prompts."""
+        """Assign the given advantages to the tokens of each pair and return them, [T]. They are
+        multiplied by the number of samples for the prompt, so that a mean over samples becomes a
+        mean over prompts.
+        """
         values = chosen_P.new_zeros(len(samples.scores))
         values[self.chosen], values[self.rejected] = self.size * chosen_P, self.size * rejected_P
         return samples.over_tokens(values.to(samples.scores.dtype))

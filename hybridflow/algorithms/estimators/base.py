@@ -26,8 +26,8 @@ class Samples:
 
     Attributes:
         scores: [B] f32 reward of each sample, minus its KL penalties.
-        rewards: [T] f32 the same as token rewards: the negative penalty of each token, plus the
-            score at the last sampled token.
+        rewards: [T] f32 the same reward, distributed over tokens: the negative penalty of each
+            token, plus the score at the last sampled token.
         groups: [B] int64 index of each sample's prompt.
         lengths: [B] int64 number of response tokens of each sample.
         mask: [T] bool, True for tokens sampled by the policy. The advantages and returns of all
@@ -52,7 +52,7 @@ class Samples:
     part_ends: torch.Tensor | None = None
 
     def over_tokens(self, values_B: torch.Tensor) -> torch.Tensor:
-        """Return [T] each sample's value at its sampled tokens, and 0 at all other tokens."""
+        """Return each sample's value at its sampled tokens, and 0 at all other tokens, as [T]."""
         return values_B.repeat_interleave(self.lengths).where(self.mask, 0.0)
 
 

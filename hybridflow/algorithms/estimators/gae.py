@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class GaeOptions:
     """`gamma` is the discount per token. `lam`: 1 sums the rewards to go, 0 looks one token ahead.
-    `critic_lam` is the lambda of the returns; None: the same. `length_alpha` replaces `lam` by a
-    lambda that grows with the length of the answer. `whiten`: false leaves the advantages in the
-    unit of the rewards."""
+    `critic_lam` is the lambda of the returns; None means `lam`. `length_alpha` replaces `lam` with
+    a lambda that grows with the length of the answer. `whiten`: false leaves the advantages in the
+    unit of the rewards.
+    """
 
     gamma: float = 1.0
     lam: float = 1.0

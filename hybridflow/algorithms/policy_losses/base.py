@@ -33,8 +33,9 @@ class Clipping:
     def surrogates(
         self, advantages: torch.Tensor, ratio: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return -A ratio for the unclipped and for the clipped ratio; PPO's loss is the maximum of
-        the two."""
+        """Return -A x ratio for the unclipped and for the clipped ratio; PPO's loss is the maximum
+        of the two.
+        """
         return -advantages * ratio, -advantages * ratio.clamp(
             1 - self.clip_ratio_low, 1 + self.clip_ratio_high
         )
@@ -55,7 +56,7 @@ class Tokens:
     columns: Mapping[str, torch.Tensor]
 
     def mean_of_sequences(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Return [T] the mean of the token's sequence, repeated for each of its tokens."""
+        """Return the mean over each sequence, repeated for each of its tokens, as [T]."""
         means = sums_of_rows(values_T, self.lengths) / self.lengths.clamp(min=1)
         return means[rows_of_tokens(self.lengths)]
 

@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of a sequence's token ratios, each of them clipped in the log domain."""
+"""GMPO: the geometric mean of a sequence's token ratios, each clipped in the log domain."""
 
 from __future__ import annotations
 

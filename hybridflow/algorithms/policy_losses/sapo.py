@@ -9,8 +9,9 @@ from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 @dataclass(frozen=True)
 class SapoOptions:
-    """Options: how quickly the gate closes as the ratio moves away from 1, for tokens with positive
-    and for tokens with negative advantage."""
+    """Options: how quickly the gate closes as the ratio moves away from 1, set separately for
+    tokens with positive and with negative advantages.
+    """
 
     tau_pos: float = 1.0
     tau_neg: float = 1.05

@@ -17,8 +17,9 @@ _MOST = 20.0
 @dataclass(frozen=True)
 class VespoOptions:
     """Options: exponent `k` and decay `lambda` of the weight, for nonnegative (`pos`) and negative
-    (`neg`) advantages. A larger k lowers the weight of ratios below 1, and a larger lambda that of
-    ratios above 1."""
+    (`neg`) advantages. A larger k reduces the weight of ratios below 1; a larger lambda reduces the
+    weight of ratios above 1.
+    """
 
     k_pos: float = 2.0
     lambda_pos: float = 3.0

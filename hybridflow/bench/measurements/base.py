@@ -87,14 +87,14 @@ class Measurement:
     """A benchmark entry.
 
     Attributes:
-        run: called with the place and the entry's settings (keyword arguments with defaults).
+        run: called with the `Place` and the entry's settings (keyword arguments with defaults).
             Yields calls to be timed, metrics, parts that could not be measured, findings (`name`,
-            `level`, `what`), and `recipe`, a hash.
+            `level`, `what`), and the recipe's hash (`recipe`).
         suites: names of the suites that include the entry.
         summary: one-line description.
         per_node: if True, all nodes run it at the same time; otherwise only the first node does.
-        needs_gpu: if True, skip it without a GPU and report that in the result. Each call is timed
-            until the device has finished.
+        needs_gpu: if True, the entry is skipped on machines without a GPU, which the result
+            reports, and each call is timed until the device has finished.
         timeout_s: time limit, after which its process is killed.
         processes: number of processes that measure in sequence. Their rounds are judged together.
             With several nodes, there is one process on each.

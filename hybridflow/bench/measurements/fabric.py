@@ -1,8 +1,8 @@
-"""Measures the bandwidth of NCCL between the GPUs of different nodes, pair by pair.
+"""Measures the NCCL bandwidth between the GPUs of different nodes, pair by pair.
 
-Nodes exchange data in pairs, and the pairs change as in a tournament. A node whose own link is slow
-is slow in each of its pairs, while its partners are slow in one of theirs; so the best pair of a
-node is reported, and only the node with the slow link stands out.
+Nodes exchange data in pairs, which change in every round of a round-robin tournament. A node whose
+own link is slow is slow in each of its pairs, while its partners are slow in one of theirs; so the
+best pair of a node is reported, and only the node with the slow link stands out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fabric(place: Place, backend: str = "") -> Iterator[Metric | NotRun]:
     """bandwidth of NCCL from each GPU to the same GPU of other nodes, in both directions at once
 
     Args:
-        backend: of torch.distributed; by default nccl, and nothing is measured without a GPU.
+        backend: torch.distributed backend. The default is nccl; without a GPU, nothing is measured.
     """
     platform = Platform.detect()
     devices = platform.device_count()
@@ -58,7 +58,8 @@ def fabric(place: Place, backend: str = "") -> Iterator[Metric | NotRun]:
 
 def partners(count: int) -> list[list[int]]:
     """Return the rounds of a tournament of `count` players: the partner of each player, or the
-    player itself where it pauses. Any two players meet once."""
+    player itself if it sits out. Any two players meet once.
+    """
     size = count + count % 2
     order = list(range(size))
     rounds = []
@@ -78,8 +79,9 @@ def partners(count: int) -> list[list[int]]:
 
 
 def _join(place: Place, backend: str) -> None:
-    """Make all nodes one world. Its address and secret are in a folder that only this user can
-    read."""
+    """Join all nodes into one world, whose address and secret are in a folder that only this user
+    can read.
+    """
     where = place.folder / "fabric"
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     address = node_address(place.node, None)
@@ -108,7 +110,9 @@ def _join(place: Place, backend: str) -> None:
 
 
 def _best_pair(place: Place, backend: str, name: str, platform: Platform) -> Metric:
-    """Measure this node's pairs. Returns the bandwidth of the best of them in each round."""
+    """Measure all pairs that include this node. Returns the bandwidth of its best pair in each
+    round.
+    """
     import torch
     import torch.distributed as dist
 

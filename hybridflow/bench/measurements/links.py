@@ -58,7 +58,9 @@ def links(place: Place) -> Iterator[Timed]:
 
 
 def _serve(listener: socket.socket) -> None:
-    """Accept connections. A thread reads each of them to the end and then replies with one byte."""
+    """Accept connections. A separate thread reads each connection to the end and then replies with
+    one byte.
+    """
     buffer = bytearray(CHUNK)
     while True:
         try:

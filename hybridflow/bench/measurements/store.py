@@ -23,7 +23,7 @@ class Echo:
         self.context = context
 
     def mesh_position(self) -> MeshPosition:
-        """Return this rank's mesh position. Its data-parallel rank is its rank."""
+        """Return this rank's mesh position. Its data-parallel rank equals its rank."""
         return MeshPosition(self.context.rank, self.context.world_size, True)
 
     @register(Dispatch.DP, writes=("response_ids",))

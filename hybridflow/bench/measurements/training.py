@@ -125,8 +125,8 @@ def _batch() -> Any:
 
 
 def _flops() -> float:
-    """Return the number of floating-point operations in the matrix products of an update, which is
-    three times that of the forward pass.
+    """Return the number of floating-point operations in the matrix products of an update, three
+    times as many as in the forward pass.
 
     Causal attention is counted as half. The output head is counted only for response tokens.
     """

@@ -126,7 +126,7 @@ def test_a_table_writes_itself(made: Callable[..., hf.Run]) -> None:
     ("data", "said"),
     [
         ([*ROWS, {"prompt": 5}], "data.train_files.*column 'prompt'"),
-        ([], "data.train_files must have at least one row"),
+        ([], "data.train_files must contain at least one row"),
         ([1], "data.train_files, row 0: expected a dictionary, found 1"),
         (5, "data.train_files must be a path, .* got int"),
         ({"test": ROWS}, "data must contain train, .* got 'test'"),

@@ -75,7 +75,7 @@ def test_a_baseline_of_other_hardware_is_refused_with_what_differs(tmp_path: Pat
         tmp_path / "b.json", replace(other, fingerprint={**other.fingerprint, "hardware": hardware})
     )
     assert (
-        "no baseline of micro for this hardware (an existing one differs in cores: 2 → 96)"
+        "no baseline of micro for this hardware (an existing baseline differs in cores: 2 → 96)"
         in said(["compare", tmp_path / "b.json", *words], 2)
     )
     assert "different hardware" in said(["compare", run, tmp_path / "b.json"], 3)

@@ -336,11 +336,11 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("data.max_response_length=2000",), ("max_position_embeddings=1024", "2032")),
         (
             ("rollout.sampling.top_p=0.9",),
-            ("rollout.sampling.top_p=0.9", "set rollout.sampling.top_k too"),
+            ("rollout.sampling.top_p=0.9", "also set rollout.sampling.top_k"),
         ),
         (
             ("rollout.sampling.min_p=0.1",),
-            ("rollout.sampling.min_p=0.1", "set rollout.sampling.top_k too"),
+            ("rollout.sampling.min_p=0.1", "also set rollout.sampling.top_k"),
         ),
         (("rollout.sampling.top_k=1",), ("rollout.sampling.top_k=1", "logprob_diff_bound=null")),
         (
@@ -484,11 +484,11 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
                 "actor.lora.sync=adapter",
                 "actor.lora.targets=[linear_qkv, experts.linear_fc2]",
             ),
-            ("engines cannot keep adapters of experts.linear_fc2; remove these targets",),
+            ("engines cannot keep adapters for experts.linear_fc2; remove these targets",),
         ),
         (
             ("actor.lora.rank=8", "actor.lora.sync=adapter", "rollout.sleep_while_training=true"),
-            ("engines that sleep lose the weights",),
+            ("sleeping engines drop their weights",),
         ),
         (
             ("actor.lora.rank=8", "actor.lora.sync=adapter", "rollout.engine=vllm"),
@@ -770,10 +770,10 @@ def test_a_job_in_one_process_has_one_of_everything(
     ("others", "said"),
     [
         (("model=tiny-dense",), "the model is dense"),
-        (("actor.lora.rank=4",), "adapters do not change routers"),
+        (("actor.lora.rank=4",), "adapters do not train routers"),
         (
             ("actor.rollout_correction.reject={token_k1: [0.5, 2.0]}",),
-            "selects these tokens too late",
+            "unknown until tokens have been rejected",
         ),
     ],
 )

@@ -51,7 +51,7 @@ def test_a_run_with_images_is_accepted() -> None:
         ),
         (
             run_of(MULTIMODAL["gemma3"]),
-            "but of a folder of model_type=gemma3 only the text model is trained",
+            "but only the text model of model_type=gemma3 can be trained",
         ),
         (run_of(data={"answers": "pairs"}), "data.answers=pairs"),
         (run_of(data={"truncation": "left"}), "data.truncation=left would cut images"),

@@ -53,7 +53,7 @@ def test_paths_where_something_else_is_are_refused() -> None:
             r"data\.train_files: folder is a folder; list its data files",
         ),
         (["data.prepare.source=file"], r"data\.prepare\.source=file: folder not found"),
-        (["model.tokenizer=file"], r"model\.tokenizer=file is a file; set the folder"),
+        (["model.tokenizer=file"], r"model\.tokenizer=file is a file; set it to the folder"),
         (["data.dataset_class.path=folder"], r"data\.dataset_class\.path=folder: file not found"),
         (["reward.path=folder"], r"reward\.path=folder: file not found"),
     ):

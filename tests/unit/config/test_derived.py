@@ -17,12 +17,12 @@ TP2 = ("cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.se
 @pytest.mark.parametrize(
     ("overrides", "column", "first", "shown"),
     [
-        ((), None, False, "the values of the single update itself; no separate pass"),
+        ((), None, False, "computed by the step's only update; no separate pass"),
         (
             ("actor.ppo_epochs=2",),
             "old_log_probs",
             False,
-            "computed in the first update for its rows; no separate pass",
+            "computed by the first update for its own rows; no separate pass",
         ),
         (
             ("actor.ppo_mini_batch_size=1",),

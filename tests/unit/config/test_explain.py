@@ -52,10 +52,10 @@ def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Pa
         ("actor.kl_loss_coef=0.1", "Reference: one forward pass"),
         ("sft.steps=0", "Warm start: none"),
         ("trainer.tail_batching=0.25", "trains on the 64 that finish first"),
-        ("trainer.max_staleness=2", "engines are assigned the samples of up to 1 + 2 steps"),
+        ("trainer.max_staleness=2", "engines work on the samples of up to 1 + 2 steps"),
         (
             "trainer.max_staleness=2 trainer.steps_ahead=1",
-            "engines are assigned the samples of 1 + trainer.steps_ahead 1 steps, 1024,",
+            "engines work on the samples of 1 + trainer.steps_ahead 1 steps, 1024,",
         ),
         (
             "rollout.tensor=4",

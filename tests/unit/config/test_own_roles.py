@@ -1,4 +1,4 @@
-"""Further policies in a configuration: what they take from the first one, and what is refused."""
+"""Additional policies in a configuration: what the first one provides, and what is refused."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_policy_on_the_first_ones_base_has_its_ranks(tmp_path: Path) -> None:
     }
     assert derived.devices_of(config, "tester") == "actor"
     said = explain(config, Origins(frozenset(), {}))
-    assert "roles.tester: a further policy, adapters in the policy's 4 processes" in said
+    assert "roles.tester: an additional policy, adapters in the policy's 4 processes" in said
     apart = given(tmp_path, f"{{tester: {{procs: 2, {ONE}}}}}")
     assert derived.devices_of(apart, "tester") == "tester"
 

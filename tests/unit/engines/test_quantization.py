@@ -113,7 +113,7 @@ def test_what_carries_weights_to_engines_on_the_trainers_gpus() -> None:
     check_devices(config, "cpu")
     with pytest.raises(
         ConfigError,
-        match=r"rollout\.pool=actor .* NCCL allows each GPU only once; use auto or cuda_ipc, or",
+        match=r"rollout\.pool=actor .* NCCL allows only one rank per GPU; use auto or cuda_ipc, or",
     ):
         check_devices(config, "cuda")
     with pytest.raises(

@@ -190,7 +190,11 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
             "got a batch; remove `await`",
             8,
         ),
-        (BEGIN + "    await run.all(run.sync())", "sync() is not one; write `await run.sync()`", 8),
+        (
+            BEGIN + "    await run.all(run.sync())",
+            "sync() is not a role call; write `await run.sync()`",
+            8,
+        ),
         (
             GRPO.replace("await run.policy.update(batch)", "run.all(run.policy.update(batch))"),
             "policy.update(batch) adds no column; write `await run.policy.update(batch)` on a separate line",

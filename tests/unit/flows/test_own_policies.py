@@ -1,4 +1,4 @@
-"""Further policies in a flow: what the check before the start refuses, with its line."""
+"""Additional policies in a flow: what the check before the start refuses, with its line."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_trained_policy_with_adapters_on_weights_of_its_own_takes_none(tmp_pat
     config = following(config_of(tmp_path / "run"), own(tmp_path, takes, ROLES))
     adapted = replace(config.actor, lora=LoraConfig(rank=4))
     tester = PolicyConfig(config.model, adapted, config.rollout)
-    with pytest.raises(ConfigError, match=r"set roles.tester.base=policy to take adapters"):
+    with pytest.raises(ConfigError, match=r"set roles.tester.base=policy to copy adapters"):
         check_flow(replace(config, roles={"tester": tester}), lambda line: None)
 
 

@@ -323,7 +323,7 @@ def test_the_flow_and_one_of_a_users_file_pass_the_checks(tmp_path: Path) -> Non
             r"no column 'cost_returns'.*It is written by run.advantages\(batch, of='costs'\)",
         ),
         ('of="costs"', 'of="cost"', r"of='cost'\): of must be 'scores' or 'costs'"),
-        ('batch["scores"]', 'batch["response_ids"]', r"costs must have one number per sample"),
+        ('batch["scores"]', 'batch["response_ids"]', r"costs must contain one number per sample"),
         ('batch["scores"]', "batch['scores'] * float('inf')", "column costs to a non-finite value"),
         (
             "    await run.cost_critic.update(batch)\n",
@@ -364,7 +364,7 @@ def test_a_cost_critic_is_refused_where_nothing_uses_it(tmp_path: Path) -> None:
     assert "cost_critic.ppo_epochs=2 has no effect: algorithm.flow=ppo does not call" in line
     assert line.endswith("set algorithm.flow to one whose roles include cost_critic (safe_rlhf)")
     (line,) = flow_problems(constrained_run(tmp_path, adv_estimator="grpo"))
-    assert "calls run.cost_critic, but algorithm.adv_estimator=grpo uses no values" in line
+    assert "calls run.cost_critic, but algorithm.adv_estimator=grpo does not use a critic" in line
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_a_dense_model_has_nothing_to_replay() -> None:
         in found("actor.router_replay=r2", "model=tiny-dense")[0]
     )
     switched_off = "rollout.extra_args={enable_return_routed_experts: false}"
-    assert "remove it there" in found("actor.router_replay=r3", switched_off)[0]
+    assert "remove it from rollout.extra_args" in found("actor.router_replay=r3", switched_off)[0]
     assert found("actor.router_replay=r2", switched_off) == []
 
 

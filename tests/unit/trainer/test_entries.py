@@ -154,7 +154,7 @@ def test_a_policy_loss_of_a_file_trains_and_its_columns_reach_it(entries: Path) 
         ),
         (
             "algorithm.adv_estimator_options={norm_adv_by_std: 1}",
-            "this option is the key algorithm.norm_adv_by_std",
+            "set this option with the key algorithm.norm_adv_by_std",
         ),
         ("algorithm.adv_estimator=missing.py:mine", "'missing.py' not found"),
         (

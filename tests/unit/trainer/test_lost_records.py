@@ -118,7 +118,7 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) ->
     make_room(longer, folder, 9, told)  # type: ignore[arg-type]
     session, latest = again(longer)
     latest = replace(latest, fingerprint=DATA)
-    with pytest.raises(ConfigError, match="was trained on other rows"):
+    with pytest.raises(ConfigError, match="was trained on different rows"):
         session.know(OTHER, latest)
     session.close()
     assert contents(folder) == before and told.lines == []
