@@ -42,7 +42,7 @@ def load_all(paths: Sequence[Path]) -> list[Result]:
     """Load results, oldest first. For a folder that contains several runs, load all of them.
 
     Raises:
-        DataError: a result cannot be read, or the results are from several suites.
+        DataError: a result cannot be read, or the results are from different suites.
     """
     found = []
     for path in paths:
@@ -52,7 +52,7 @@ def load_all(paths: Sequence[Path]) -> list[Result]:
     suites = sorted({one.suite for one in found})
     if len(suites) > 1:
         raise DataError(
-            f"the results are from several suites ({', '.join(suites)}); pass results of a single "
+            f"the results are from different suites ({', '.join(suites)}); pass results of a single "
             "suite"
         )
     return sorted(found, key=lambda one: one.started)

@@ -348,13 +348,13 @@ def merge(parts: Iterable[Result]) -> Result:
     """Merge the results that several nodes produced for one suite.
 
     Raises:
-        DataError: the parts are from several suites.
+        DataError: the parts are from different suites.
     """
     first, *others = parts
     suites = sorted({part.suite for part in (first, *others)})
     if len(suites) > 1:
         raise DataError(
-            f"results of several suites cannot be merged: {', '.join(suites)}"
+            f"cannot merge results of different suites: {', '.join(suites)}"
         )
     nodes = {
         node

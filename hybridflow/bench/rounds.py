@@ -60,7 +60,7 @@ class Timed:
         return {**self.calls, **{side.name: side.call for side in references if side}}
 
     def metrics(self, seconds: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
-        """Yield the metrics computed from the seconds of each side in each round."""
+        """Yield the metrics computed from the time that each side took in each round."""
 
         def reference(side: Side | None) -> Reference | None:
             if side is None:
@@ -97,8 +97,8 @@ def interleaved(
     warm_up: int = 1,
     clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time all sides in turn. Returns the seconds of each side in each round, excluding the
-    `warm_up` rounds.
+    """Time all sides in turn. Returns the seconds that each side took in each round, without
+    the `warm_up` rounds.
 
     Every round runs all sides in a rotating order, so that disturbances affect all of them alike.
     """

@@ -105,7 +105,7 @@ def _rl_rows(point: RlPoint) -> Iterator[Row]:
 
 
 def rl_plan(point: RlPoint) -> Plan:
-    """Plan a published reinforcement-learning step."""
+    """Plan the reinforcement-learning step of a published run."""
     decoder = decoder_of(published(point.model))
     device = DEVICES[point.device]
     training = Training(decoder, point.cut, device, practice=point.practice)

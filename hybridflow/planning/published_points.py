@@ -243,8 +243,8 @@ POINTS: tuple[Point, ...] = (
 
 @dataclass(frozen=True)
 class RlPoint:
-    """A published reinforcement-learning step whose engines and trainer alternate on the same
-    devices.
+    """Published timings of a reinforcement-learning step in which engines and trainer take turns on
+    the same devices.
 
     Attributes:
         prompt, response: mean tokens. If the source reports only their sum, the prompt length is

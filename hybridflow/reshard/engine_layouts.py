@@ -52,7 +52,7 @@ class EngineShape:
     """Parallel sizes of `count` identical engines with `tensor * pipeline` ranks each.
 
     `expert` and `data_attention` must divide `tensor`; they correspond to SGLang's `--ep-size` and
-    `--dp-size --enable-dp-attention`. `dense` is the tensor size of dense MLPs and shared experts:
+    `--dp-size --enable-dp-attention`. `dense` is the tensor-parallel size of dense MLPs and shared experts:
     1, or 0 to use all of `tensor`. SGLang's `--moe-dense-tp-size 1` with an `--moe-a2a-backend`
     replicates both on every rank.
     """
@@ -72,7 +72,7 @@ class EngineShape:
             )
         if self.dense not in (0, 1):
             raise WeightSyncError(
-                f"dense (the tensor size of dense MLPs) must be 1 or omitted, got {self}"
+                f"dense (the tensor-parallel size of dense MLPs) must be 1 or omitted, got {self}"
             )
         attention_ranks = self.tensor // self.data_attention
         rules = [

@@ -101,9 +101,9 @@ def _check_processor(resolved: dict[str, Any], reader: ImageReader) -> None:
     read = (tower.image_token, tower.merge, tower.patch_numbers)
     if made != read:
         raise ConfigError(
-            f"(image token, merge size, numbers per patch) are {made} in the tokenizer and image "
-            f"processor of {reader.tokenizer.path}, but {read} in the model's config; set "
-            "model.tokenizer to the model's own folder"
+            f"the tokenizer and image processor in {reader.tokenizer.path} do not match the "
+            f"model's config: (image token, merge size, values per patch) is {made} there, and "
+            f"{read} in the config; set model.tokenizer to the model's own folder"
         )
 
 

@@ -117,5 +117,5 @@ def test_results_of_nodes_become_one() -> None:
     other = simulated(2, ("n2",))
     both = merge([one, other])
     assert both.nodes == ("n1", "n2") and both.fingerprint["placement"]["nodes"] == ["n1", "n2"]
-    with pytest.raises(DataError, match="several suites"):
+    with pytest.raises(DataError, match="different suites"):
         merge([one, replace(other, suite="full")])
