@@ -44,8 +44,8 @@ def preference_loss(scores_S: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         scores_S: [2 n] scores of consecutive pairs: chosen, rejected, chosen, rejected, ...
 
     Returns:
-        [n] loss per pair, and sums with their counts: reward/accuracy (chosen has the higher
-        score), reward/margin (mean difference).
+        [n] loss per pair, and the (sum, count) of each metric: reward/accuracy (the chosen response
+        has the higher score) and reward/margin (difference of the scores).
     """
     chosen, rejected = scores_S.view(-1, 2).unbind(-1)
     difference = chosen - rejected

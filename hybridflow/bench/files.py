@@ -52,8 +52,8 @@ def load_all(paths: Sequence[Path]) -> list[Result]:
     suites = sorted({one.suite for one in found})
     if len(suites) > 1:
         raise DataError(
-            f"the results are from different suites ({', '.join(suites)}); pass results of a single "
-            "suite"
+            f"the results are from different suites ({', '.join(suites)}); pass results of a "
+            "single suite"
         )
     return sorted(found, key=lambda one: one.started)
 

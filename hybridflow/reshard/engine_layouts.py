@@ -52,9 +52,9 @@ class EngineShape:
     """Parallel sizes of `count` identical engines with `tensor * pipeline` ranks each.
 
     `expert` and `data_attention` must divide `tensor`; they correspond to SGLang's `--ep-size` and
-    `--dp-size --enable-dp-attention`. `dense` is the tensor-parallel size of dense MLPs and shared experts:
-    1, or 0 to use all of `tensor`. SGLang's `--moe-dense-tp-size 1` with an `--moe-a2a-backend`
-    replicates both on every rank.
+    `--dp-size --enable-dp-attention`. `dense` is the tensor-parallel size of dense MLPs and shared
+    experts: 1, or 0 to use all of `tensor`. SGLang's `--moe-dense-tp-size 1` with an
+    `--moe-a2a-backend` replicates both on every rank.
     """
 
     tensor: int = 1
