@@ -11,7 +11,7 @@ import pytest
 
 from tests.dist.cases.vision import LAYOUTS
 from tests.dist.harness.ranks import run_ranks
-from tests.models import VISION
+from tests.models import VISION, VISIONS
 
 pytestmark = pytest.mark.slow
 BOUND = 1e-5
@@ -22,7 +22,7 @@ def check(cases: list[list[Any]], folder: Path) -> None:
         2, "tests.dist.cases.vision:run_cases", cases=cases, folder=str(folder), timeout_s=300
     )[0]
     assert len(found) == len(cases)
-    for one, (_, is_trained) in zip(found, cases, strict=True):
+    for one, (_, _, is_trained) in zip(found, cases, strict=True):
         moved = {"language model": True, "tower": is_trained, "reference": False, "loaded": False}
         assert one["moved"] == moved, one
         assert one["log_probs"] < BOUND and one["missing in a checkpoint"] == 0, one
@@ -30,12 +30,19 @@ def check(cases: list[list[Any]], folder: Path) -> None:
 
 
 def test_rows_with_images_are_computed_as_by_transformers(tmp_path: Path) -> None:
-    check([["TP2 SP", True], ["PP2", False]], tmp_path)
+    cases = [
+        ["qwen3_vl", "TP2 SP", True],
+        ["qwen3_vl", "PP2", False],
+        ["qwen3_5", "TP2 SP", True],
+    ]
+    check(cases, tmp_path)
 
 
 @pytest.mark.full
-def test_every_layout_with_the_tower_frozen_and_trained(tmp_path: Path) -> None:
-    check([[layout, trained] for layout in LAYOUTS for trained in (False, True)], tmp_path)
+@pytest.mark.parametrize("kind", VISIONS)
+def test_every_layout_with_the_tower_frozen_and_trained(kind: str, tmp_path: Path) -> None:
+    layouts = [one for one in LAYOUTS if one != "EP2" or kind.endswith("_moe")]
+    check([[kind, layout, trained] for layout in layouts for trained in (False, True)], tmp_path)
 
 
 def test_an_export_is_a_published_folder(tmp_path: Path) -> None:
