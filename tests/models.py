@@ -313,6 +313,17 @@ def _with_images(kind: str) -> HfConfig:
 
 VISIONS: dict[str, HfConfig] = {
     "qwen3_vl": VISION,
+    "qwen3_vl_moe": {
+        **VISION,
+        "model_type": "qwen3_vl_moe",
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "text_config": {
+            **VISION["text_config"],
+            "model_type": "qwen3_vl_moe_text",
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        },
+        "vision_config": {**VISION["vision_config"], "model_type": "qwen3_vl_moe"},
+    },
     "qwen3_5": _with_images("qwen3_5"),
     "qwen3_5_moe": _with_images("qwen3_5_moe"),
 }

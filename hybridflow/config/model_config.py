@@ -82,7 +82,7 @@ TEXT_TYPES: Mapping[str, str] = {
 }
 MULTIMODAL = "multimodal_config"  # the folder's config without that of its text model
 # model_types that read images, and their name in messages
-VISION_TYPES = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+VISION_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 VISION_MODELS = f"a vision-language model (model_type {', '.join(VISION_TYPES)})"
 # fields that published configs leave to transformers' defaults (Gemma3TextConfig)
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {

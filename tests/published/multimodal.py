@@ -65,6 +65,26 @@ def multimodal_folder(
     return folder
 
 
+def with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts of each layer in two tensors, with transposed matrices, as in published Qwen3-VL."""
+    found: dict[str, torch.Tensor] = {}
+    layers: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        layer, is_expert, rest = name.partition(".mlp.experts.")
+        if not is_expert:
+            found[name] = tensor
+            continue
+        number, part, _ = rest.split(".")
+        experts = layers.setdefault(layer, [])
+        experts += [{}] * (int(number) == len(experts))
+        experts[int(number)] = {**experts[int(number)], part: tensor.t()}
+    for layer, experts in layers.items():
+        both = [torch.cat([one["gate_proj"], one["up_proj"]], 1) for one in experts]
+        found[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(both)
+        found[f"{layer}.mlp.experts.down_proj"] = torch.stack([one["down_proj"] for one in experts])
+    return found
+
+
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a folder."""
     found: dict[str, torch.Tensor] = {}
