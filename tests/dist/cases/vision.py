@@ -9,7 +9,7 @@ import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import OptimConfig
-from tests.dist.cases.families import measure
+from tests.dist.cases.families import largest_difference, measure
 from tests.dist.harness.policies import digest, policy_of, share_of
 from tests.models import IMAGE_TOKEN, VISIONS
 
@@ -92,6 +92,27 @@ def run_cases(cases: list[list[Any]], folder: str) -> list[dict[str, Any]]:
             result["name"] = f"{kind}, {layout}, {'trained' if is_trained else 'frozen'}"
             found.append(result)
     worlds.finish()
+    return found
+
+
+def copy(folders: list[str]) -> list[float]:
+    """Read each folder, with its tower, and export it unchanged to `folder`-copy, and to
+    `folder`-alone as if the folder were gone; the largest differences of log-probs from
+    transformers'."""
+    from hybridflow.config.model_config import read_model_config, with_tower
+    from hybridflow.mcore.hf_export import export
+    from hybridflow.mcore.model import load_weights
+    from hybridflow.models.weights import SafetensorsFolder
+
+    found = []
+    for given in folders:
+        folder = Path(given)
+        hf = with_tower(read_model_config(folder / "config.json"))
+        policy = policy_of({"distributed_optimizer": False}, hf)
+        load_weights(policy.stages, policy.family, SafetensorsFolder(folder))
+        found.append(largest_difference(policy, folder, batch_with_images(3)))
+        export(policy, folder.with_name(f"{folder.name}-copy"), hf, None, source=folder)
+        export(policy, folder.with_name(f"{folder.name}-alone"), hf, None)
     return found
 
 
