@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridflow.config.model_config import VISION_TYPES, with_tower
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.errors import ModelError
 from hybridflow.models.blocks import Shapes
@@ -209,9 +210,11 @@ def check_training(family: Any, recompute: str, *, frozen: bool) -> None:
     if frozen:
         return
     if tower_of(family) is None:
+        with_images = with_tower(family.hf).get("model_type") in VISION_TYPES
+        also = "set data.image_key, or " if with_images else ""
         raise ModelError(
             f"actor.freeze_vision_tower=false, but model_type {family.hf['model_type']!r} has no "
-            "vision tower that can be trained; remove the key"
+            f"vision tower that can be trained; {also}remove the key"
         )
     if recompute == "full":
         # each recomputed layer would run the backward pass of the tower, which frees its graph

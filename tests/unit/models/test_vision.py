@@ -174,7 +174,14 @@ def run_of(
         (run_of(VISION, backend="fsdp"), "vision tower.*fsdp"),
         (run_of(VISION, in_process=False), "does not receive the vision tower.*engine=hf"),
         (run_of(VISION, freeze_vision_tower=False, recompute="full"), "recompute=full"),
-        (run_of(DENSE, freeze_vision_tower=False), "'qwen3' has no vision tower"),
+        (
+            run_of(DENSE, freeze_vision_tower=False),
+            "'qwen3' has no vision tower that can be trained; remove",
+        ),
+        (
+            run_of(VISIONS["qwen3_5"], freeze_vision_tower=False),
+            "'qwen3_5_text' has no vision tower that can be trained; set data.image_key, or remove",
+        ),
         (
             run_of(VISIONS["qwen3_5"], images=True, mtp=MtpConfig(train=True)),
             "'qwen3_5' has no multi-token-prediction heads that can be trained",
