@@ -298,6 +298,36 @@ MULTIMODAL: dict[str, HfConfig] = {
     },
 }
 
+
+# models that read images
+def _with_images(kind: str) -> HfConfig:
+    hf = MULTIMODAL[kind]
+    return {
+        **hf,
+        **{key: VISION[key] for key in VISION if key.endswith("_token_id")},
+        # see _DELTA_NETS
+        "text_config": {**hf["text_config"], "vocab_size": 51, "rms_norm_eps": 1e-3},
+        "vision_config": {**hf["vision_config"], "depth": 2},
+    }
+
+
+VISIONS: dict[str, HfConfig] = {
+    "qwen3_vl": VISION,
+    "qwen3_vl_moe": {
+        **VISION,
+        "model_type": "qwen3_vl_moe",
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "text_config": {
+            **VISION["text_config"],
+            "model_type": "qwen3_vl_moe_text",
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        },
+        "vision_config": {**VISION["vision_config"], "model_type": "qwen3_vl_moe"},
+    },
+    "qwen3_5": _with_images("qwen3_5"),
+    "qwen3_5_moe": _with_images("qwen3_5_moe"),
+}
+
 # large enough that what stays (a Python process) does not drown what goes
 LARGE: HfConfig = {
     **TINY,

@@ -301,7 +301,7 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
         from hybridflow.models.check import check as check_models
 
         check_models(run, job)
-        from hybridflow.config.derived import hf_config
+        from hybridflow.config.derived import run_hf_config
         from hybridflow.config.explain import Origins, explain
         from hybridflow.config.locate import config_dirs
         from hybridflow.planning.deadlines import StartAllowance
@@ -312,7 +312,7 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
             print(f"\n{_epochs(run)}")
         print(f"\n{_placement(run, job)}")
         print(f"\n{_threads(run, job)}")
-        print(f"\n{StartAllowance.of(run, hf_config(run.model)).describe(run)}")
+        print(f"\n{StartAllowance.of(run, run_hf_config(run)).describe(run)}")
         return None
     return run
 

@@ -219,7 +219,7 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
     from hybridflow.config import derived
     from hybridflow.config.outside_json import read_outside_json
 
-    sizes = dict(derived.hf_config(config.model))
+    sizes = dict(derived.run_hf_config(config))
     if "vocab_size" not in sizes and config.model.tokenizer is not None:
         try:
             values = read_outside_json(Path(config.model.tokenizer) / "tokenizer.json")

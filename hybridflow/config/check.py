@@ -105,7 +105,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
 def _read_sizes(config: RunConfig) -> tuple[Mapping[str, Any], list[str]]:
     """Read the model's config. Returns (config, []) or, if it cannot be read, ({}, [problem])."""
     try:
-        return derived.hf_config(config.model), []
+        return derived.run_hf_config(config), []
     except ConfigError as error:
         return {}, [str(error)]
 

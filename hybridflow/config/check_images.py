@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridflow.config import derived
-from hybridflow.config.model_config import MULTIMODAL
+from hybridflow.config.model_config import MULTIMODAL, VISION_MODELS
 from hybridflow.config.schema import RunConfig
 
 _WORKS = "rollout.engine=hf with cluster=in-process"
@@ -21,14 +21,14 @@ def problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(whole := sizes.get(MULTIMODAL), Mapping):
         yield (
             f"{key}, but only the text model of model_type={whole.get('model_type')} can be "
-            "trained; set model.path to a vision-language model (model_type qwen3_vl), or "
-            "data.image_key=null to train on the text alone"
+            f"trained; set model.path to {VISION_MODELS}, or data.image_key=null to train on the "
+            "text alone"
         )
     elif sizes and not sizes.get("vision_config"):
         yield (
             f"{key}, but model_type={sizes.get('model_type')} has no vision tower (vision_config "
-            "in config.json); set model.path to a vision-language model (model_type qwen3_vl), or "
-            "data.image_key=null to train on the text alone"
+            f"in config.json); set model.path to {VISION_MODELS}, or data.image_key=null to train "
+            "on the text alone"
         )
     if derived.generates(config) and not config.cluster.in_process:
         yield f"{key}: only an engine in the trainer's process can receive images; set {_WORKS}"

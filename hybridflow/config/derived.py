@@ -9,7 +9,13 @@ from typing import Any
 
 from hybridflow.config import hub
 from hybridflow.config.entries import ESTIMATORS, FLOWS, POLICY_LOSSES
-from hybridflow.config.model_config import flattened, read_model_config, wrong_fields
+from hybridflow.config.model_config import (
+    TEXT_TYPES,
+    flattened,
+    read_model_config,
+    with_tower,
+    wrong_fields,
+)
 from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.config.schema import (
     CriticConfig,
@@ -487,8 +493,11 @@ def differing_size(
 ) -> tuple[str, Any, Any] | None:
     """Return (name, wanted value, other value) for the first model size, or the model family, that
     differs between two configs; None if all match. Length limits are ignored, because they only
-    bound positions.
+    bound positions, and so is whether the vision tower is part of the model (`with_tower`).
     """
+    kind = str(sizes.get("model_type"))
+    if kind in TEXT_TYPES:
+        sizes = {**sizes, "model_type": TEXT_TYPES[kind]}
     for name, value in flattened(wanted).items():
         other = sizes.get(name, value)
         is_size = (
@@ -499,6 +508,18 @@ def differing_size(
         if (is_size or name == "model_type") and other is not None and other != value:
             return name, value, other
     return None
+
+
+def run_hf_config(config: RunConfig, model: ModelConfig | None = None) -> Mapping[str, Any]:
+    """Return the Hugging Face configuration of the run's model, or of a role's `model`. A run with
+    images uses the vision tower of a model, other runs only its text model if that can be trained
+    alone (`model_config.TEXT_TYPES`).
+
+    Raises:
+        ConfigError: as for `hf_config`.
+    """
+    found = hf_config(model or config.model)
+    return found if config.data.image_key is None else with_tower(found)
 
 
 def hf_config(model: ModelConfig) -> Mapping[str, Any]:

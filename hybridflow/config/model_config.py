@@ -7,7 +7,8 @@ back when a config.json is written.
 
 Only the text model is trained if the folder's model_type is in `TEXT_TYPES`. `flattened` then
 returns the text model's config, with the fields of the whole model under `MULTIMODAL`;
-`folder_form` is the inverse (ADR 0070).
+`folder_form` is the inverse (ADR 0070). For a run with images, `with_tower` restores the whole
+model if its model_type is in `VISION_TYPES` (ADR 0072).
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ TEXT_TYPES: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 MULTIMODAL = "multimodal_config"  # the folder's config without that of its text model
+# model_types that read images, and their name in messages
+VISION_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+VISION_MODELS = f"a vision-language model (model_type {', '.join(VISION_TYPES)})"
 # fields that published configs leave to transformers' defaults (Gemma3TextConfig)
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {
@@ -141,6 +145,16 @@ def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
         default = {"model_type": TEXT_TYPES[kind], **_DEFAULTS.get(kind, {})}
         return {**default, **text, **shared, MULTIMODAL: whole}
     return {**text, **{name: value for name, value in values.items() if name != _TEXT}}
+
+
+def with_tower(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config, `flattened`, of the whole model with its vision tower, if a run with images
+    can use it. Other configs are only flattened."""
+    text = flattened(values)
+    whole = text.get(MULTIMODAL)
+    if not isinstance(whole, Mapping) or whole.get("model_type") not in VISION_TYPES:
+        return text
+    return {**{name: text[name] for name in text if name != MULTIMODAL}, **whole}
 
 
 def published_form(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from hybridflow.batch import DataProto
+from hybridflow.config.model_config import VISION_MODELS
 
 PIXELS = "pixel_values"
 GRIDS = "image_grid_thw"
@@ -104,8 +105,8 @@ def check_images(batch: DataProto, images: ImageTokens | None) -> None:
         return
     if images is None:
         raise ValueError(
-            f"the batch has the column {held[0]}, but the model has no vision tower; use a "
-            "vision-language model (model_type qwen3_vl)"
+            f"the batch has the column {held[0]}, but the model has no vision tower; use "
+            f"{VISION_MODELS}"
         )
     if len(held) == 1:
         raise ValueError(f"the batch has only the column {held[0]}; it must have both of {IMAGES}")

@@ -168,6 +168,9 @@ def images_of(row: Row, column: str) -> list[bytes]:
 def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the chat messages with each string that contains `PLACE` split into the parts that
     chat templates expect: {"type": "text", "text": ...} and {"type": "image"}.
+
+    Raises:
+        DataError: a part of a message is a video.
     """
     found = []
     for message in messages:
@@ -178,6 +181,11 @@ def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 parts += [{"type": "image"}] * bool(number)
                 parts += [{"type": "text", "text": text}] * bool(text)
             content = parts
+        if not isinstance(content, str) and any(part["type"] == "video" for part in content):
+            raise DataError(
+                "a message has a video, which is not supported; remove the row, or replace the "
+                "video with some of its frames as images"
+            )
         found.append({**message, "content": content})
     return found
 

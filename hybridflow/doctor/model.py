@@ -35,7 +35,7 @@ def examine(folder: Path, config: RunConfig | None = None) -> list[Finding]:
     folder."""
     try:
         use_family(config.model.family if config is not None else None)
-        hf = derived.hf_config(ModelConfig(path=str(folder)))
+        hf = derived.run_hf_config(config or RunConfig(), ModelConfig(path=str(folder)))
         family = family_of(hf)
     except HybridFlowError as error:
         return [Finding("config", "error", str(error), _remedy_of_config(folder))]

@@ -143,10 +143,13 @@ def sequences(vocabulary: int) -> torch.Tensor:
 
 
 def write_weights(family: Family, folder: Path) -> None:
-    """Write random weights. Norm weights differ from 1 and biases from 0, so that an omitted norm
-    or bias is detected."""
+    """Write random weights, as an export does. Norm weights differ from 1 and biases from 0, so
+    that an omitted norm or bias is detected."""
     import torch
     from safetensors.torch import save_file
+
+    from hybridflow.saving.carried import carried_from, entries_with
+    from hybridflow.saving.safetensors_file import entries_of
 
     generator = torch.Generator().manual_seed(_SEED)
     # these norms add 1 to their weights; the norm in a delta net never does
@@ -160,7 +163,12 @@ def write_weights(family: Family, folder: Path) -> None:
         # as small as in a trained model, so that the epsilon of a norm matters
         return drawn * 0.02 if "embed_tokens" in name else drawn / shape[-1] ** 0.5
 
-    tensors = {name: values(name, shape) for name, shape in family.tensors().items()}
+    carried = carried_from(None, family)
+    entries = entries_with(carried, entries_of(family, torch.float32))
+    tensors = {entry.name: torch.empty(entry.shape) for entry in entries}
+    for name, shape in family.tensors().items():
+        place = carried.place(name)
+        place.view(tensors[place.tensor], (0,) * len(shape), shape).copy_(values(name, shape))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
+from hybridflow.config.model_config import MULTIMODAL, with_tower
 from hybridflow.doctor.findings import Finding
 from hybridflow.errors import ModelError
 from hybridflow.models import Family
@@ -71,9 +72,9 @@ def _others(folder: Path, family: Family) -> Iterator[Finding]:
     tower = [entry for entry in carried.entries if tower_part(entry.name)]
     if tower:
         many = sum(prod(entry.shape) for entry in tower) / 1e6
-        yield Finding(
-            "vision tower", "ok", f"{many:,.1f} million parameters, which are not trained"
-        )
+        is_kept = MULTIMODAL in with_tower(family.hf)
+        use = "which are not trained" if is_kept else "used only in runs with data.image_key"
+        yield Finding("vision tower", "ok", f"{many:,.1f} million parameters, {use}")
     for line in carried.lines:
         yield Finding(
             "other weights",

@@ -1,6 +1,7 @@
 """The folder from which engines start, with a model's config, tokenizer and weights. The weights of
 a checkpoint are exported to a temporary folder; those of a Hugging Face folder are linked. If only
-the text model of a multimodal folder is trained, engines start from a copy of that text model.
+the text model of a multimodal folder is trained, engines start from a copy of that text model,
+unless the prompts contain images.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.config.model_config import MULTIMODAL
+from hybridflow.config.model_config import MULTIMODAL, with_tower
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ResourceError
@@ -78,6 +79,8 @@ def opened(source: Source, config: RunConfig, progress: Progress) -> Iterator[Mo
         ResourceError: TMPDIR has too little space for the weights.
     """
     use_family(config.model.family)
+    if config.data.image_key is not None:
+        source = replace(source, hf_config=with_tower(source.hf_config))
     family = _family_of(source)
     if family is not None:
         check_served(family, config)

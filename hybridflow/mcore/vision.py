@@ -1,9 +1,9 @@
 """The vision tower in a Megatron model: transformers' own module on the first pipeline stage.
 
-Its features replace the embeddings of image tokens, and are added to the hidden states after the
-first layers (DeepStack). Every tensor-parallel rank computes the whole tower; under sequence
-parallelism, each rank uses the features of its own tokens, and gradients are summed over the ranks,
-like the gradients of norms.
+Its features replace the embeddings of image tokens, and in models with DeepStack are added to the
+hidden states after the first layers. Every tensor-parallel rank computes the whole tower; under
+sequence parallelism, each rank uses the features of its own tokens, and gradients are summed over
+the ranks, like the gradients of norms.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Sight:
                 images.pixels.to(self.vision.dtype), grid_thw=images.grids, return_dict=True
             )
             embedded = found.pooler_output.to(dtype)
-            added = list(found.deepstack_features)
+            added = list(getattr(found, "deepstack_features", ()))
         rows = images.places
         if self.is_split:
             first = parallel_state.get_tensor_model_parallel_rank() * tokens

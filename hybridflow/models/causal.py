@@ -56,13 +56,13 @@ def vision_module(tower: Tower, dtype: torch.dtype) -> Any:
     """Build a vision tower on the current device. Its weights still have to be loaded; its rotary
     frequencies, which checkpoints do not contain, are already set.
     """
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+    from transformers import AutoModel
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     # published configs have the whole model's type here
     fields = {name: value for name, value in tower.config.items() if name != "model_type"}
-    config = Qwen3VLVisionConfig.from_dict(fields)
-    return Qwen3VLVisionModel._from_config(config, attn_implementation="sdpa", dtype=dtype)
+    config = CONFIG_MAPPING[tower.kind].sub_configs["vision_config"].from_dict(fields)
+    return AutoModel.from_config(config, attn_implementation="sdpa", dtype=dtype)
 
 
 def allocate(causal: Any, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import derived
+from hybridflow.config.model_config import VISION_MODELS
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError, ModelError
@@ -50,7 +51,7 @@ def _folder_problems(config: RunConfig, job: str) -> Iterator[str]:
         try:
             # a missing scalar head is newly initialised
             has_head = role == "model" or ROLES[role].head == "vocabulary"
-            hf = {"vocab_size": 1, **derived.hf_config(model)}
+            hf = {"vocab_size": 1, **derived.run_hf_config(config, model)}
             mtp = role == "model" and config.actor.mtp.train
             family = family_of(hf, mtp=mtp) if has_head else None
             check_weights(Path(model.path), family.tensors() if family else ())
@@ -63,7 +64,7 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
     for role, model in _models(config, job):
         parallel = config.actor.parallel if role == "actor" else derived.role_layout(config, role)
         try:
-            hf = derived.hf_config(model)
+            hf = derived.run_hf_config(config, model)
             mtp = role == "actor" and config.actor.mtp.train
             check_cut(hf, parallel, mtp)
             family = family_of({"vocab_size": 1, **hf})
@@ -94,8 +95,8 @@ def _check_role(family: Family, role: str, config: RunConfig) -> None:
     kind = f"model_type {family.hf['model_type']!r} of the {role.replace('_', ' ')}"
     if tower_of(family) is None and has_head and key is not None:
         raise ModelError(
-            f"data.image_key={key}, but {kind} has no vision tower; set {role}.path to a "
-            "vision-language model (model_type qwen3_vl)"
+            f"data.image_key={key}, but {kind} has no vision tower; set {role}.path to "
+            f"{VISION_MODELS}"
         )
     if tower_of(family) is not None and not has_head:
         raise ModelError(

@@ -66,13 +66,13 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
     """
     hf_config = flattened(hf_config)
     model_type = str(hf_config.get("model_type"))
-    if model_type in TEXT_TYPES:
+    if model_type in TEXT_TYPES and model_type not in FAMILIES.names():
         raise ModelError(
             f"the config of model_type {model_type} has no text_config; use the config.json of the "
             "model's folder"
         )
     if model_type not in FAMILIES.names():
-        supported = ", ".join(sorted([*FAMILIES.names(), *TEXT_TYPES]))
+        supported = ", ".join(sorted({*FAMILIES.names(), *TEXT_TYPES}))
         raise ModelError(
             f"model_type {model_type!r} is not supported; supported: {supported}. Set it in "
             "model.hf_config or config.json, or add your own parameter map: "

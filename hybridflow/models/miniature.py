@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.config.model_config import MULTIMODAL
+from hybridflow.models.family import family_of
+from hybridflow.models.vision import Tower, tower_of
 from hybridflow.models.windows import FULL
 
 _VOCABULARY = 160
@@ -35,7 +37,6 @@ _TOWER: Mapping[str, Any] = {
     "intermediate_size": 48,
     "num_heads": 2,
     "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
 }
 _SECTIONS = (4, 2, 2)  # in sum, half the elements of a head
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -59,7 +60,7 @@ def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
     small = {key: value for key, value in hf.items() if key not in _DROPPED}
     small |= {key: width for key, width in _WIDTHS.items() if small.get(key) is not None}
     small |= _layers(small) | _heads(small) | _experts(small)
-    small |= _vision(small)
+    small |= _vision(small, tower_of(family_of({"vocab_size": 1, **hf})))
     small |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return small | {"vocab_size": _VOCABULARY, "dtype": "float32", "torch_dtype": "float32"}
 
@@ -121,17 +122,16 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     return found | {key: chosen for key in _CHOSEN if key in hf}
 
 
-def _vision(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce the vision tower to two blocks, with DeepStack only from the first block to the first
-    decoder layer. Adjust the split of rotary frequencies among the position axes to the smaller
-    heads.
+def _vision(hf: Mapping[str, Any], tower: Tower | None) -> dict[str, Any]:
+    """Reduce the vision tower to two blocks, with DeepStack, if any, only from the first block to
+    the first decoder layer. Adjust the split of rotary frequencies among the position axes to the
+    smaller heads.
     """
-    tower = hf.get("vision_config")
-    if not isinstance(tower, Mapping):
+    if tower is None:
         return {}
-    found: dict[str, Any] = {
-        "vision_config": {**tower, **_TOWER, "out_hidden_size": hf["hidden_size"]}
-    }
+    smaller = {**tower.config, **_TOWER, "out_hidden_size": hf["hidden_size"]}
+    smaller["deepstack_visual_indexes"] = [0] if tower.deepstack else []
+    found: dict[str, Any] = {"vision_config": smaller}
     for key in ("rope_scaling", "rope_parameters"):
         settings = hf.get(key)
         if isinstance(settings, Mapping) and settings.get("mrope_section"):

@@ -4,14 +4,19 @@ Most folders use the same tensor names as the family. In a folder with a vision 
 model's names have a prefix: `language_model.` if the tower was added to a complete text model
 (Gemma 3, Mistral 3), or `model.language_model.` (Qwen3.5, and models in memory in transformers 5).
 A layer's experts may be stacked in two tensors, `gate_up_proj` [experts, 2 ffn, hidden] with the
-gate's rows first, and `down_proj` [experts, hidden, ffn] (Qwen3.5).
+gate's rows first, and `down_proj` [experts, hidden, ffn] (Qwen3.5). In published folders of
+Qwen3-VL, the matrices of each expert are transposed.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<part>\w+)_proj\.weight")
 _HALVES = {"gate": 0, "up": 1}
@@ -27,19 +32,32 @@ class Place:
         expert: index of the expert, if the stored tensor stacks a layer's experts; None if it does
             not.
         half: which half of the expert's rows (0 or 1); None for all rows.
+        is_transposed: whether the expert's matrix is stored transposed.
     """
 
     tensor: str
     expert: int | None = None
     half: int | None = None
+    is_transposed: bool = False
 
     def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the model tensor, given the shape `stored` of the tensor in the
         folder."""
         if self.expert is None:
             return tuple(stored)
-        _, rows, columns = stored
+        rows, columns = self._turned(stored[1:])
         return (rows if self.half is None else rows // 2, columns)
+
+    def stored_shape(self, shape: Sequence[int], experts: int) -> tuple[int, ...]:
+        """Return the shape of the folder's tensor, given that of the model's. Inverse of `shape`.
+
+        Args:
+            experts: number of experts that a tensor stacks.
+        """
+        if self.expert is None:
+            return tuple(shape)
+        rows, columns = shape
+        return experts, *self._turned((rows if self.half is None else 2 * rows, columns))
 
     def region(
         self, start: Sequence[int], shape: Sequence[int], stored: Sequence[int]
@@ -49,8 +67,26 @@ class Place:
         if self.expert is None:
             return tuple(start), tuple(shape)
         row, column = start
-        first = stored[1] // 2 if self.half == 1 else 0
-        return (self.expert, first + row, column), (1, *shape)
+        rows, _ = self._turned(stored[1:])
+        first = rows // 2 if self.half == 1 else 0
+        return (self.expert, *self._turned((first + row, column))), (1, *self._turned(shape))
+
+    def matrix(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a view of a `region` of the folder's tensor that has the shape of the region of
+        the model's tensor."""
+        if self.expert is None:
+            return values
+        return values[0].t() if self.is_transposed else values[0]
+
+    def view(self, whole: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return a view of a region of the model's tensor in the folder's tensor `whole`."""
+        first, size = self.region(start, shape, whole.shape)
+        region = tuple(slice(low, low + many) for low, many in zip(first, size, strict=True))
+        return self.matrix(whole[region])
+
+    def _turned(self, pair: Sequence[int]) -> tuple[int, int]:
+        rows, columns = pair
+        return (columns, rows) if self.is_transposed else (rows, columns)
 
 
 def place_of(name: str, held: Container[str]) -> Place | None:
@@ -58,12 +94,20 @@ def place_of(name: str, held: Container[str]) -> Place | None:
     if the folder lacks it."""
     if (found := _named(name, held)) is not None:
         return Place(found)
+    if (stacked := stacked_place(name)) is None:
+        return None
+    found = _named(stacked.tensor, held)
+    return None if found is None else replace(stacked, tensor=found)
+
+
+def stacked_place(name: str) -> Place | None:
+    """Return the place of a tensor of the model where the experts of a layer are stacked; None if
+    it is not an expert's."""
     if (parts := _EXPERT.fullmatch(name)) is None:
         return None
     half = _HALVES.get(parts["part"])
     stack = "down_proj" if half is None else "gate_up_proj"
-    found = _named(f"{parts['experts']}.{stack}", held)
-    return None if found is None else Place(found, int(parts["number"]), half)
+    return Place(f"{parts['experts']}.{stack}", int(parts["number"]), half)
 
 
 def tower_part(name: str) -> str | None:

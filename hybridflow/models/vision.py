@@ -7,10 +7,11 @@ model, so every tensor-parallel rank of the first pipeline stage has all of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridflow.config.model_config import VISION_TYPES, with_tower
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.errors import ModelError
 from hybridflow.models.blocks import Shapes
@@ -31,15 +32,15 @@ _SIZES: Mapping[str, int] = {
     "out_hidden_size": 3584,
     "num_position_embeddings": 2304,
 }
-_DEEPSTACK = (8, 16, 24)
 _MOST = 1 << 16
 
 
 @dataclass(frozen=True)
 class Tower:
-    """Qwen3-VL's vision tower.
+    """The vision tower of Qwen3-VL, which is also that of Qwen3.5 (without DeepStack).
 
     Attributes:
+        kind: the model_type, which selects transformers' class.
         config: `vision_config` of config.json, with which transformers builds the module.
         sizes: the sizes among its fields.
         deepstack: blocks whose features are added to the hidden states after the first layers of
@@ -48,6 +49,7 @@ class Tower:
         image_token: id of the token that each feature of an image replaces.
     """
 
+    kind: str
     config: Mapping[str, Any]
     sizes: Mapping[str, int]
     deepstack: tuple[int, ...]
@@ -55,25 +57,39 @@ class Tower:
     image_token: int
 
     @classmethod
-    def of(cls, hf: Mapping[str, Any], prefix: str, image_token: int) -> Tower:
+    def of(
+        cls,
+        hf: Mapping[str, Any],
+        prefix: str,
+        image_token: int,
+        deepstack: Sequence[int] | None,
+    ) -> Tower:
         """Read the tower from a config.json.
 
         Args:
             image_token: the family's default for `image_token_id`.
+            deepstack: the family's default for `deepstack_visual_indexes`; None: it has no
+                DeepStack.
 
         Raises:
             ModelError: a field is missing or has an impossible value; the message names it.
         """
+        kind = str(hf.get("model_type"))
         config = hf.get(_CONFIG)
         if not isinstance(config, Mapping):
             raise ModelError(
-                f"the config of model_type {hf.get('model_type')} has no {_CONFIG}; use the "
+                f"the config of model_type {kind} has no {_CONFIG}; use the "
                 "config.json of the whole model, not that of its language model"
             )
         sizes = {}
         for name, default in _SIZES.items():
             sizes[name] = _size(name, config.get(name, default))
-        given = config.get("deepstack_visual_indexes", _DEEPSTACK)
+        given = config.get("deepstack_visual_indexes", deepstack or ())
+        if given and deepstack is None:
+            raise ModelError(
+                f"{_CONFIG}.deepstack_visual_indexes={given!r}: transformers ignores it in "
+                f"model_type {kind}; set it to []"
+            )
         if not isinstance(given, list | tuple) or any(
             type(one) is not int or not 0 <= one < sizes["depth"] for one in given
         ):
@@ -89,7 +105,7 @@ class Tower:
         token = hf.get("image_token_id", image_token)
         if type(token) is not int or token < 0:
             raise ModelError(f"image_token_id={token!r}: expected a token id")
-        return cls(config, sizes, tuple(given), prefix, token)
+        return cls(kind, config, sizes, tuple(given), prefix, token)
 
     @property
     def merge(self) -> int:
@@ -194,9 +210,11 @@ def check_training(family: Any, recompute: str, *, frozen: bool) -> None:
     if frozen:
         return
     if tower_of(family) is None:
+        with_images = with_tower(family.hf).get("model_type") in VISION_TYPES
+        also = "set data.image_key, or " if with_images else ""
         raise ModelError(
             f"actor.freeze_vision_tower=false, but model_type {family.hf['model_type']!r} has no "
-            "vision tower that can be trained; remove the key"
+            f"vision tower that can be trained; {also}remove the key"
         )
     if recompute == "full":
         # each recomputed layer would run the backward pass of the tower, which frees its graph

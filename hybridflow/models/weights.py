@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,7 +123,10 @@ class SafetensorsFolder:
         self.files: dict[str, str]
         self._open: dict[Path, Any] = {}  # each file is opened and its header parsed only once
         config = self.folder / "config.json"
-        self.quantisation = _quantisation_of(config) if config.exists() else None
+        self.quantisation: BlockQuantisation | None = None
+        self._hidden: int | None = None  # `hidden_size`, if known
+        if config.exists():
+            self.quantisation, self._hidden = _read_config(config)
         index = self.folder / INDEX
         if index.exists():
             self.files = read_weight_map(index)
@@ -158,9 +162,7 @@ class SafetensorsFolder:
         if name in self.packed:
             return read_packed(self._region, name, start, shape)
         place = self.place(name)
-        values = self._region(place.tensor, *self._in_file(place, start, shape))
-        if place.expert is not None:
-            values = values[0]
+        values = place.matrix(self._region(place.tensor, *self._in_file(place, start, shape)))
         if values.element_size() > 1:
             return values
         scales = f"{place.tensor}{SCALE_SUFFIX}"
@@ -175,7 +177,13 @@ class SafetensorsFolder:
 
     def place(self, name: str) -> Place:
         """Return the location of a model tensor in the folder."""
-        return place_of(name, self.files) or Place(name)
+        found = place_of(name, self.files) or Place(name)
+        if found.expert is None or self._hidden is None:
+            return found
+        # as transformers does, compare shapes: its own exports are not transposed
+        hidden_dim = 1 if found.half is None else 2
+        is_transposed = self.stored_shape(found.tensor)[hidden_dim] != self._hidden
+        return replace(found, is_transposed=is_transposed)
 
     def _in_file(
         self, place: Place, start: tuple[int, ...], shape: tuple[int, ...]
@@ -233,8 +241,9 @@ class SafetensorsFolder:
             return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
 
 
-def _quantisation_of(config: Path) -> BlockQuantisation | None:
+def _read_config(config: Path) -> tuple[BlockQuantisation | None, int | None]:
     try:
-        return BlockQuantisation.of_checkpoint(read_model_config(config))
+        values = read_model_config(config)
+        return BlockQuantisation.of_checkpoint(values), values.get("hidden_size")
     except (ModelError, ValueError) as error:
         raise ModelError(f"{config}: {error}") from error

@@ -8,7 +8,13 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.role_table import ROLES
-from hybridflow.config.schema import LoraConfig, OffloadConfig, ParallelConfig, RunConfig
+from hybridflow.config.schema import (
+    LoraConfig,
+    ModelConfig,
+    OffloadConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from hybridflow.errors import ConfigError, ResourceError
 from hybridflow.placement import ClusterShape, place, pools_of
 from hybridflow.planning.constants import FITTED, Constants
@@ -147,7 +153,7 @@ def job_of(
         ConfigError, ModelError: the model's folder or sizes are incomplete.
     """
     given = assumed or Assumed()
-    sizes = dict(derived.hf_config(config.model) if hf is None else hf)
+    sizes = dict(derived.run_hf_config(config) if hf is None else hf)
     if "vocab_size" not in sizes:
         raise ConfigError(
             "model.hf_config.vocab_size is not set (a run reads it from the tokenizer); set "
@@ -228,7 +234,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any, trains: 
     section: Any = getattr(config, name)
     path = None if name == "actor" else section.path
     if path is not None:
-        sizes = dict(derived.hf_config(type(config.model)(path=path)))
+        sizes = dict(derived.run_hf_config(config, ModelConfig(path=path)))
     is_guest = name != "actor" and derived.is_colocated(config, name)
     layout = derived.role_layout(config, name)
     cut = cut_of(layout, derived.role_world_size(config, name))

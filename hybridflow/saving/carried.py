@@ -20,7 +20,7 @@ from hybridflow.models.family import Family, family_of
 from hybridflow.models.fp8 import FP8, SCALE_SUFFIX
 from hybridflow.models.mxfp4 import BLOCKS, SCALES
 from hybridflow.models.scalar_head import ScalarHead
-from hybridflow.models.stored_names import Place, tower_part
+from hybridflow.models.stored_names import Place, stacked_place, tower_part
 from hybridflow.models.weights import SafetensorsFolder
 from hybridflow.saving.ownership import OwnedPiece
 from hybridflow.saving.safetensors_file import Entry, dtype_of
@@ -44,7 +44,7 @@ class Carried:
     # {tensor of the folder: the tensor of the model that it duplicates}, e.g. the embedding of a
     # trained multi-token-prediction layer; an export writes the model's values
     aliases: Mapping[str, str] = field(default_factory=dict)
-    # {tensor of the model: its place in the folder}, if that is not the whole tensor of this name
+    # {tensor of the model: its place in the export}, if that is not the whole tensor of this name
     places: Mapping[str, Place] = field(default_factory=dict)
     # whether the export has the form of a folder whose text model is trained alone
     is_multimodal: bool = False
@@ -81,7 +81,7 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
     are none if that folder does not exist, or if the model has a scalar head instead of the
     published one."""
     if folder is None or isinstance(family, ScalarHead):
-        return Carried()
+        return Carried(places=_own_places(family))
     try:
         source = SafetensorsFolder(folder)
     except ModelError as error:
@@ -142,8 +142,23 @@ def nothing_from(family: Family, why: object) -> Carried:
     alone = f", which is the text model alone (model_type {family.hf['model_type']})"
     which = alone if MULTIMODAL in family.hf else ""
     return Carried(
-        lines=(f"weights that training does not use are not in the export{which}: {why}",)
+        lines=(f"weights that training does not use are not in the export{which}: {why}",),
+        places=_own_places(family),
     )
+
+
+def _own_places(family: Family) -> dict[str, Place]:
+    """Return the places of experts in an export without an original folder. They are stacked and
+    transposed, as published, if transformers reads the family only in that form
+    (`stacks_experts`).
+    """
+    found: dict[str, Place] = {}
+    for name, shape in family.tensors().items() if getattr(family, "stacks_experts", False) else ():
+        if (place := stacked_place(name)) is not None:
+            _, rows, columns = place.stored_shape(shape, 1)
+            # readers compare shapes, and do not transpose squares
+            found[name] = replace(place, is_transposed=rows != columns)
+    return found
 
 
 def entries_with(carried: Carried, entries: Sequence[Entry]) -> list[Entry]:
@@ -152,11 +167,10 @@ def entries_with(carried: Carried, entries: Sequence[Entry]) -> list[Entry]:
     written: dict[str, Entry] = {}
     for entry in entries:
         place = carried.place(entry.name)
-        shape = entry.shape
-        if place.expert is not None:
-            assert carried.source is not None  # there are no places without it
-            shape = carried.source.stored_shape(place.tensor)
-        written[place.tensor] = Entry(place.tensor, shape, entry.dtype)
+        experts = 1 + (place.expert or 0)  # of the last one, all of them
+        written[place.tensor] = Entry(
+            place.tensor, place.stored_shape(entry.shape, experts), entry.dtype
+        )
     aliases = (
         replace(written[carried.place(original).tensor], name=alias)
         for alias, original in carried.aliases.items()

@@ -217,6 +217,6 @@ def _assembled(
         for one, values in zip(
             slices, packed.split([one.piece.numel for one in slices]), strict=True
         ):
-            into = whole[one.region(entry.shape)]
+            into = one.view(whole)
             into.copy_(values.view(into.shape))
     return whole

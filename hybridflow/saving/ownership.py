@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from hybridflow.models.stored_names import Place
 from hybridflow.reshard.fsdp_layout import fsdp_tensors
 from hybridflow.reshard.layout import rank_tensors
 from hybridflow.reshard.proof import cover_faults
+
+if TYPE_CHECKING:
+    import torch
 
 Owners = dict[str, list["OwnedPiece"]]  # slices of each HF tensor, ordered by rank
 
@@ -35,11 +39,10 @@ class OwnedPiece:
     piece: Piece
     place: Place | None = None
 
-    def region(self, written: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return the index of this piece in the exported tensor, which has shape `written`."""
+    def view(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return a view of this piece in the exported tensor `whole`."""
         place = self.place or Place(self.piece.source)
-        start, shape = place.region(self.piece.source_start, self.piece.shape, written)
-        return tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
+        return place.view(whole, self.piece.source_start, self.piece.shape)
 
 
 def megatron_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:

@@ -467,9 +467,7 @@ def _trained(
     for name, place in parts:
         shape = place.shape(entry.shape)
         start = (0,) * len(shape)
-        first, size = place.region(start, shape, entry.shape)
-        region = tuple(slice(low, low + many) for low, many in zip(first, size, strict=True))
-        whole[region].copy_(source.read(name, start, shape).view(size))
+        place.view(whole, start, shape).copy_(source.read(name, start, shape))
     return whole
 
 

@@ -74,7 +74,7 @@ def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
     """
     use_family(config.model.family)
-    resolved = dict(derived.hf_config(config.model))
+    resolved = dict(derived.run_hf_config(config))
     resolved.setdefault("vocab_size", tokenizer.vocab_size)
     resolved.setdefault("eos_token_id", tokenizer.eos_id)
     resolved.setdefault("pad_token_id", tokenizer.pad_id)

@@ -206,7 +206,9 @@ class Job:
     def _role_spec(self, role: str, trains: bool) -> RoleSpec:
         path = self.config.model.path if role == "actor" else getattr(self.config, role).path
         is_policy = role == "actor" or path is None
-        hf_config = self.hf_config if is_policy else dict(derived.hf_config(ModelConfig(path=path)))
+        hf_config = self.hf_config
+        if not is_policy:
+            hf_config = dict(derived.run_hf_config(self.config, ModelConfig(path=path)))
         actor = replace(
             self.config.actor, policy_loss=absolute_entry(self.config.actor.policy_loss)
         )

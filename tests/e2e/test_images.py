@@ -32,8 +32,16 @@ def train(folder: Path, *words: str, timeout_s: float = 300) -> Path:
     return folder / RECIPE
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_two_steps_with_images(frozen: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "frozen"),
+    [
+        ("tiny-vlm", True),
+        ("tiny-vlm", False),
+        pytest.param("tiny-vlm-hybrid", True, marks=pytest.mark.full),
+        ("tiny-vlm-hybrid", False),
+    ],
+)
+def test_two_steps_with_images(model: str, frozen: bool, tmp_path: Path) -> None:
     """The engine and the trainer agree on every token, with a warm start on images; the export is a
     folder that transformers loads."""
     import torch
@@ -41,6 +49,7 @@ def test_two_steps_with_images(frozen: bool, tmp_path: Path) -> None:
 
     folder = train(
         tmp_path,
+        f"model={model}",
         f"actor.freeze_vision_tower={str(frozen).lower()}",
         "trainer.total_steps=2",
         "data.prepare.options={num_train: 64, num_test: 16, num_sft: 32}",
@@ -56,9 +65,9 @@ def test_two_steps_with_images(frozen: bool, tmp_path: Path) -> None:
         assert 0 < record["rollout/logprob_diff/max"] < 1e-5
     export = folder / "export"
     assert (export / "preprocessor_config.json").exists()
-    model, loaded = AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
+    exported, loaded = AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
     assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
-    assert model.config.image_token_id == 17 and model.dtype is torch.float32
+    assert exported.config.image_token_id == 17 and exported.dtype is torch.float32
 
 
 def test_a_conversation_keeps_the_images_of_its_prompt(tmp_path: Path) -> None:
@@ -85,14 +94,24 @@ def test_images_for_a_text_model_are_one_message(tmp_path: Path) -> None:
     with Run(tmp_path / "output", "train", *words) as run:
         assert run.end(100) == 2, run.out + run.err
     assert "data.image_key=images, but model_type=qwen3 has no vision tower" in run.err
-    assert "set model.path to a vision-language model (model_type qwen3_vl)" in run.err
+    assert "set model.path to a vision-language model (model_type qwen3_vl" in run.err
     assert "Traceback" not in run.err and not (tmp_path / "images").exists()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_questions_about_drawings_are_learned(seed: int, tmp_path: Path) -> None:
-    folder = train(tmp_path, f"seed={seed}", timeout_s=1500)
+    learns(train(tmp_path, f"seed={seed}", timeout_s=1500))
+
+
+@pytest.mark.full
+def test_a_model_with_a_delta_net_learns_them_too(tmp_path: Path) -> None:
+    # with the recipe's bonus, it settles on one answer to the harder questions
+    words = ("model=tiny-vlm-hybrid", "actor.entropy_coef=0.06")
+    learns(train(tmp_path, *words, timeout_s=1500))
+
+
+def learns(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     records = [one for one in read_jsonl(folder / "metrics.jsonl") if one["phase"] == "val"]
     accuracies = [one["val/accuracy"] for one in records]

@@ -65,9 +65,10 @@ def test_both_forms_of_names(kind: str, prefix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", MULTIMODAL)
+@pytest.mark.parametrize("kind", [*MULTIMODAL, "qwen3_vl_moe"])
 def test_every_kind_passes_the_doctor(kind: str, tmp_path: Path) -> None:
-    source = multimodal_folder(kind, tmp_path / "hf", tokenizer=True)
+    images = kind not in MULTIMODAL
+    source = multimodal_folder(kind, tmp_path / "hf", tokenizer=True, images=images)
     assert main(["doctor", "--model", str(source)]) == 0
 
 

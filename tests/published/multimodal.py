@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models import MULTIMODAL
+from tests.models import MULTIMODAL, VISIONS
 from tests.published.tokenizers import FORMS, write_tokenizer
 
 # prefixes of the text model's names
@@ -31,6 +31,7 @@ def multimodal_folder(
     prefix: str | None = None,
     stacked: bool = True,
     tokenizer: bool = False,
+    images: bool = False,
 ) -> Path:
     """Write a tiny model of a kind (a key of `MULTIMODAL`) in float32.
 
@@ -39,12 +40,13 @@ def multimodal_folder(
         stacked: whether the experts of a layer are stacked, as published, or one by one, as
             transformers saves them.
         tokenizer: whether to write one, of more tokens than the model otherwise has.
+        images: take the model from `VISIONS` instead.
     """
     from transformers import AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     folder.mkdir(parents=True, exist_ok=True)
-    hf = deepcopy(MULTIMODAL[kind])
+    hf = deepcopy((VISIONS if images else MULTIMODAL)[kind])
     if tokenizer:
         form = FORMS["qwen3"]
         specials = write_tokenizer("qwen3", folder)
@@ -58,11 +60,34 @@ def multimodal_folder(
     model.save_pretrained(folder)
     if stacked and any(name.endswith("experts.gate_up_proj") for name in model.state_dict()):
         tensors = {name: one.contiguous() for name, one in model.state_dict().items()}
+        if kind == "qwen3_vl_moe":  # transposed, as published
+            for name, one in tensors.items():
+                tensors[name] = one.mT.contiguous() if ".experts." in name else one
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if prefix is not None:
         _rename(folder / "model.safetensors", prefix)
     (folder / "preprocessor_config.json").write_text("{}")
     return folder
+
+
+def with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts of each layer in two tensors, with transposed matrices, as in published Qwen3-VL."""
+    found: dict[str, torch.Tensor] = {}
+    layers: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        layer, is_expert, rest = name.partition(".mlp.experts.")
+        if not is_expert:
+            found[name] = tensor
+            continue
+        number, part, _ = rest.split(".")
+        experts = layers.setdefault(layer, [])
+        experts += [{}] * (int(number) == len(experts))
+        experts[int(number)] = {**experts[int(number)], part: tensor.t()}
+    for layer, experts in layers.items():
+        both = [torch.cat([one["gate_proj"], one["up_proj"]], 1) for one in experts]
+        found[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(both)
+        found[f"{layer}.mlp.experts.down_proj"] = torch.stack([one["down_proj"] for one in experts])
+    return found
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridflow.batch import Supports
+from hybridflow.config.model_config import with_tower
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.device.platform import Platform
 from hybridflow.engines.base import ENGINES, Completion, PromptImages, WeightSpan
@@ -56,7 +57,7 @@ class HfEngine:
         config = json.loads(
             (Path(self.spec.model_path) / "config.json").read_text(encoding="utf-8")
         )
-        family = family_of(config)
+        family = family_of(with_tower(config))
         model = causal_on_meta(family, getattr(torch, self.spec.dtype))
         allocate(model, Platform.detect().device(0))
         held = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model)}

@@ -43,14 +43,19 @@ def read_images(
     seen = _features(model, images, ids.device)
     embedded = model.get_input_embeddings()(ids)
     embedded[places] = torch.cat(list(seen.pooler_output)).to(embedded.dtype)
+    deepstack = {}
+    if hasattr(seen, "deepstack_features"):
+        deepstack = {
+            "visual_pos_masks": places,
+            "deepstack_visual_embeds": [torch.cat(list(one)) for one in seen.deepstack_features],
+        }
     model.language_model(
         inputs_embeds=embedded,
         attention_mask=mask,
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
-        visual_pos_masks=places,
-        deepstack_visual_embeds=[torch.cat(list(one)) for one in seen.deepstack_features],
+        **deepstack,
     )
     return deltas
 

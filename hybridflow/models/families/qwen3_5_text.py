@@ -1,7 +1,7 @@
 """Qwen3.5 (text, dense): gated delta nets in three of four layers, gated attention in the others.
 
 Positions of text are the same on all three axes of its rotary embedding (`mrope_section`), which is
-then the plain one.
+then the plain one. `qwen3_5` is the model with its vision tower.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Qwen3Moe(Qwen3):
         names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
         experts, topk, self.ffn = (int(self.values[name]) for name in names)
         self.router = softmax_router_config(
-            experts, topk, self.ffn, renormalised=bool(self.values["norm_topk_prob"])
+            experts, topk, self.ffn, renormalised=bool(self.values.get("norm_topk_prob", True))
         )
 
     def layer_windows(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from hybridflow.data.image_tokens import GRIDS, PIXELS
 from tests.dist.harness.exact import exact_layers
 from tests.dist.harness.policies import policy_of, share_of, weights_of
 from tests.models import IMAGE_TOKEN
+from tests.published.multimodal import with_stacked_experts
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -148,6 +149,8 @@ def _write(family: Any, hf: dict[str, Any], folder: Path) -> None:
         name: source.read(name, (0,) * len(shape), shape)
         for name, shape in family.tensors().items()
     }
+    if hf["model_type"] == "qwen3_vl_moe":
+        tensors = with_stacked_experts(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf))
 

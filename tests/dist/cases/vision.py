@@ -9,9 +9,9 @@ import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import OptimConfig
-from tests.dist.cases.families import measure
+from tests.dist.cases.families import largest_difference, measure
 from tests.dist.harness.policies import digest, policy_of, share_of
-from tests.models import IMAGE_TOKEN, VISION
+from tests.models import IMAGE_TOKEN, VISIONS
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -19,6 +19,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2 SP": {"tensor": 2, "sequence": True},
     "PP2": {"pipeline": 2},
     "DP2": {},
+    "EP2": {"expert": 2},
 }
 # (rows, columns) of patches of a row's images; the second half of the rows is text alone, so that a
 # data-parallel rank and a micro-batch have no images
@@ -65,30 +66,53 @@ def batch_with_images(seed: int, rows: tuple[tuple[tuple[int, int], ...], ...] =
 
 
 def run_cases(cases: list[list[Any]], folder: str) -> list[dict[str, Any]]:
-    """On each rank: every case [layout, whether the tower is trained] in order; what was measured,
-    on the rank that collects."""
+    """On each rank: every case [kind, layout, whether the tower is trained] in order; what was
+    measured, on the rank that collects."""
+    from hybridflow.config.model_config import with_tower
     from tests.dist.harness.worlds import Worlds
 
     worlds = Worlds()
     found = []
-    for number, (layout, is_trained) in enumerate(cases):
+    for number, (kind, layout, is_trained) in enumerate(cases):
         ranks = list(range(1 if layout == "one process" else 2))
         if worlds.mine(ranks):
             with worlds.world(ranks):
                 options = {"freeze_vision_tower": not is_trained}
                 parallel = {**LAYOUTS[layout], "distributed_optimizer": False}
-                policy = policy_of(parallel, VISION, **options)
+                policy = policy_of(parallel, with_tower(VISIONS[kind]), **options)
                 result = measure(
                     policy,
-                    VISION,
+                    VISIONS[kind],
                     Path(folder, str(number)),
                     batch_with_images(3),
                     is_trained,
                     MAX_TOKENS,
                 )
                 result["moved"] = _moved(policy, Path(folder, f"checkpoint{number}"))
-            found.append({"name": f"{layout}, {'trained' if is_trained else 'frozen'}", **result})
+            result["name"] = f"{kind}, {layout}, {'trained' if is_trained else 'frozen'}"
+            found.append(result)
     worlds.finish()
+    return found
+
+
+def copy(folders: list[str]) -> list[float]:
+    """Read each folder, with its tower, and export it unchanged to `folder`-copy, and to
+    `folder`-alone as if the folder were gone; the largest differences of log-probs from
+    transformers'."""
+    from hybridflow.config.model_config import read_model_config, with_tower
+    from hybridflow.mcore.hf_export import export
+    from hybridflow.mcore.model import load_weights
+    from hybridflow.models.weights import SafetensorsFolder
+
+    found = []
+    for given in folders:
+        folder = Path(given)
+        hf = with_tower(read_model_config(folder / "config.json"))
+        policy = policy_of({"distributed_optimizer": False}, hf)
+        load_weights(policy.stages, policy.family, SafetensorsFolder(folder))
+        found.append(largest_difference(policy, folder, batch_with_images(3)))
+        export(policy, folder.with_name(f"{folder.name}-copy"), hf, None, source=folder)
+        export(policy, folder.with_name(f"{folder.name}-alone"), hf, None)
     return found
 
 

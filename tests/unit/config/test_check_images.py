@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.config import check_images
-from hybridflow.config.model_config import flattened
+from hybridflow.config import check_images, derived
 from hybridflow.config.schema import (
     ClusterConfig,
     DataConfig,
@@ -17,7 +16,7 @@ from hybridflow.config.schema import (
     SftConfig,
     TrainerConfig,
 )
-from tests.models import DENSE, MULTIMODAL, VISION
+from tests.models import DENSE, MULTIMODAL, VISION, VISIONS
 
 
 def run_of(hf: dict[str, Any] = VISION, **sections: Any) -> RunConfig:
@@ -33,11 +32,12 @@ def run_of(hf: dict[str, Any] = VISION, **sections: Any) -> RunConfig:
 
 
 def said(config: RunConfig) -> list[str]:
-    return list(check_images.problems(config, flattened(config.model.hf_config)))
+    return list(check_images.problems(config, derived.run_hf_config(config)))
 
 
 def test_a_run_with_images_is_accepted() -> None:
-    assert said(run_of()) == []
+    for hf in VISIONS.values():
+        assert said(run_of(hf)) == []
     assert said(RunConfig(model=ModelConfig(hf_config=DENSE))) == []
 
 
@@ -45,6 +45,11 @@ def test_a_run_with_images_is_accepted() -> None:
     ("config", "message"),
     [
         (run_of(DENSE), "data.image_key=images, but model_type=qwen3 has no vision tower"),
+        (
+            run_of(MULTIMODAL["qwen3_5"]["text_config"]),
+            "model_type=qwen3_5_text has no vision tower (vision_config in config.json); set "
+            "model.path to a vision-language model (model_type qwen3_vl, qwen3_vl_moe, qwen3_5, ",
+        ),
         (
             run_of(in_process=False),
             "only an engine in the trainer's process can receive images; set",

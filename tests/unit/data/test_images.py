@@ -135,10 +135,15 @@ def test_rows_without_images_are_text(tmp_path: Path, tokenizer: Tokenizer) -> N
         ("<image>", [{"bytes": None, "path": "a.png"}], "found no bytes; write the contents"),
         ("<image>", ["a.png"], "expected a list of images.*found str"),
         ("<image>", [{"bytes": picture(2000, 2)}], "aspect ratio must be smaller than 200"),
+        (
+            [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "a"}]}],
+            [],
+            "column 'prompt': a message has a video, which is not supported; remove the row",
+        ),
     ],
 )
 def test_images_that_cannot_be_used_are_refused(
-    prompt: str, images: Any, message: str, tmp_path: Path, tokenizer: Tokenizer
+    prompt: Any, images: Any, message: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     file = file_of(tmp_path, prompt, images)
     with pytest.raises(DataError, match=f"(?s)rows.parquet, row 0, column.*{message}|{message}"):

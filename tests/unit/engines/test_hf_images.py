@@ -12,7 +12,7 @@ import torch
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.base import PromptImages, prompt_images
 from tests.dist.cases.vision import batch_with_images
-from tests.models import IMAGE_TOKEN, VISION
+from tests.models import IMAGE_TOKEN, VISIONS
 from tests.unit.engines.hf_engines import engine_of, fill
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -35,9 +35,9 @@ def expected(engine: Any, prompt: list[int], answer: list[int], images: PromptIm
         return engine._model(ids, use_cache=False, **seen).logits[0, len(prompt) - 1 : -1]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made = engine_of(VISION, Path(tmp_path_factory.mktemp("engine")))
+@pytest.fixture(scope="module", params=VISIONS)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = engine_of(VISIONS[request.param], Path(tmp_path_factory.mktemp("engine")))
     fill(made, 0.2)
     # transformers counts the image tokens of a whole row, so no answer may have one
     made._model.lm_head.weight[IMAGE_TOKEN] = 0.0

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
+from hybridflow.config.model_config import with_tower
 from hybridflow.doctor import parity
+from hybridflow.errors import ModelError
 from hybridflow.models import family_of
 from hybridflow.models.family import num_parameters
 from hybridflow.models.hybrid_decoder import HybridDecoder
 from hybridflow.models.miniature import miniature
 from hybridflow.models.published import published, published_names
+from hybridflow.models.vision import tower_of
+from tests.models import VISIONS
 
 CHANGES: dict[str, Any] = {
     "rms_norm_eps": lambda value: value * 10,
@@ -74,3 +78,14 @@ def test_a_copy_has_a_delta_net_and_attention(kinds: dict[str, Any], count: int)
     assert isinstance(decoder, HybridDecoder)
     assert decoder.linear == (*[True] * (count - 1), False)
     assert decoder.value_heads == 2 * decoder.key_heads
+
+
+@pytest.mark.parametrize("kind", VISIONS)
+def test_a_copy_has_a_tower_and_deepstack_if_the_model_has(kind: str) -> None:
+    given = with_tower(VISIONS[kind])
+    tower = tower_of(family_of(miniature(given)))
+    assert tower is not None and tower.sizes["depth"] == 2
+    assert tower.deepstack == ((0,) if kind.startswith("qwen3_vl") else ())
+    del given["vision_config"]
+    with pytest.raises(ModelError, match="has no vision_config"):
+        miniature(given)

@@ -59,10 +59,14 @@ def test_parts_of_a_tower_are_known() -> None:
     assert tower_part("model.layers.0.visual.weight") is None
 
 
-def test_stacked_experts_are_read_by_region(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_experts_are_read_by_region(transposed: bool, tmp_path: Path) -> None:
     both = torch.randn(4, 6, 5)  # the gate's three rows of each expert, then the other three
     down = torch.randn(4, 5, 3)
     stacks = {f"{STACKS}gate_up_proj": both, f"{STACKS}down_proj": down}
+    if transposed:  # only the hidden size tells
+        (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl_moe", "hidden_size": 5}')
+        stacks = {name: one.mT.contiguous() for name, one in stacks.items()}
     save_file(stacks, tmp_path / "model.safetensors")
     source = SafetensorsFolder(tmp_path)
     for part, whole in (("gate", both[3, :3]), ("up", both[3, 3:]), ("down", down[3])):
