@@ -130,7 +130,10 @@ def test_a_critic_beside_the_policy_learns_to_foresee_returns(base: tuple[Path, 
     ]
     more += [f"teacher.path={out / 'reward' / 'model' / 'reward-start'}", "teacher.top_k=14"]
     more += [f"{role}.offload={OFFLOAD}" for role in ("critic", "reward_model", "teacher")]
-    place = [word for word in words if word not in SMALL] + ["cluster=in-process"]
+    place = [word for word in words if word not in SMALL] + [
+        "cluster=in-process",
+        "teacher.placement=colocated",
+    ]
     finished(out, "train", *place, *more, run_of=ForkedRun)
     steps = records(out / "beside", "train")
     explained = [record["critic/vf_explained_var"] for record in steps]
