@@ -27,18 +27,35 @@ os.environ.setdefault("HYBRIDFLOW_JOB_SECRET", secrets.token_hex(32))
 # What a shell starts in the background ignores SIGINT, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What takes a minute or more comes first: a file that a process begins last runs beside nothing.
+LONG = (
+    *("tests/slurm", "tests/walks/test_cluster_user.py", "tests/dist/test_weight_sync.py"),
+    *("tests/dist/test_weight_layouts.py", "tests/e2e/test_resume.py"),
+    *("tests/walks/test_login_node.py", "tests/walks/test_readme.py"),
+    *("tests/unit/kernels/test_launches.py", "tests/unit/kernels/test_kernels.py"),
+    *("tests/unit/trainer/test_killed_anywhere.py", "tests/unit/test_gpu_checks.py"),
+)
+SHARE_NOTHING = (
+    "tests/e2e/test_recipes_learn.py",
+    "tests/unit/kernels/test_launches.py",
+    "tests/gpu",
+)
 LOST: list[object] = []  # processes of pytest-xdist that ended by themselves
+
+
+def file_and_folder(nodeid: str) -> tuple[str, str]:
+    file = nodeid.partition("::")[0]
+    return file, file.rpartition("/")[0]
 
 
 class Scheduling(LoadFileScheduling):
     """A file's tests run in one process, which shares its fixtures. The files of tests/slurm share
-    one Slurm, those of tests/arch the syntax trees of the project; the recipes that learn and the
-    checks of a GPU share nothing."""
+    one Slurm, those of tests/arch the syntax trees of the project; the recipes that learn, the
+    kernels that are compiled and the checks of a GPU share nothing."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        folder = file.rpartition("/")[0]
-        if file == "tests/e2e/test_recipes_learn.py" or folder == "tests/gpu":
+        file, folder = file_and_folder(nodeid)
+        if file in SHARE_NOTHING or folder in SHARE_NOTHING:
             return nodeid
         return folder if folder in ("tests/arch", "tests/slurm") else super()._split_scope(nodeid)
 
@@ -108,6 +125,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # commit gives the same verdict.
     settings.register_profile("hybridflow", deadline=None, derandomize=True, database=None)
     settings.load_profile("hybridflow")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {path: place for place, path in enumerate(LONG)}
+
+    def place(item: pytest.Item) -> int:
+        return min(places.get(path, len(LONG)) for path in file_and_folder(item.nodeid))
+
+    items.sort(key=place)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

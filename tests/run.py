@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("tests/arch", "tests/unit")
 WHOLE_RUNS = ("tests/e2e", "tests/dist", "tests/faults", "tests/security", "tests/walks")
 AT_A_TIME = 2  # files of whole runs: each waits for half of its time, and takes up to 8 GiB
-BY_FILE = ("--dist", "loadfile", "--max-worker-restart", "2")
+# in the order of the collection (tests/conftest.py)
+BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "2")
 SLURM = "tests/slurm"
 SLURMCTLD = "slurmctld"
 CHECKS = (
@@ -115,14 +116,13 @@ def main(words: Sequence[str]) -> int:
     if any((ROOT / word.split("::")[0]).exists() for word in rest if not word.startswith("-")):
         parts = [part(rest)]
     else:
-        # in this order, the longest first: tests/slurm is one piece of work (tests/conftest.py)
         whole_runs = [SLURM, *WHOLE_RUNS] if has_slurm() else WHOLE_RUNS
         left_out = (
             "" if has_slurm() else f"; {SLURM} left out, Slurm is not installed (make setup-slurm)"
         )
         parts = [
             part([*PARALLEL, "-n", "auto", *BY_FILE, *rest]),
-            part([*whole_runs, "-n", str(AT_A_TIME), *BY_FILE, "--no-loadscope-reorder", *rest]),
+            part([*whole_runs, "-n", str(AT_A_TIME), *BY_FILE, *rest]),
         ]
     outcomes += parts
     statuses = [status for status, _, _ in outcomes]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from hybridflow.config.load import files_of, load_config
+import yaml
+
+from hybridflow.config.load import load_config
 from hybridflow.config.locate import list_recipes, shipped_config_dir
 from hybridflow.config.schema import RunConfig
 from hybridflow.planning.devices import read_cluster
@@ -63,10 +65,10 @@ def recipe_plan(name: str) -> tuple[RunConfig, Plan]:
 
 
 def _published(name: str) -> str:
-    """Return the file in the config group `published` that a recipe follows."""
-    folder = shipped_config_dir()
-    files = files_of(name, [], [folder])
-    return next((file.stem for file, _ in files if file.parent == folder / "published"), "")
+    """Return the choice of the config group `published` in a recipe's own defaults list."""
+    recipe = yaml.safe_load((shipped_config_dir() / f"{name}.yaml").read_text(encoding="utf-8"))
+    chosen = (entry for entry in recipe["defaults"] if isinstance(entry, dict))
+    return next((str(entry["published"]) for entry in chosen if "published" in entry), "")
 
 
 def document() -> str:

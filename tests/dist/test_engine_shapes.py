@@ -117,7 +117,13 @@ def post(server: SglangEngine, path: str, body: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
-        pytest.param(ENGINE_DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2"),
+        # one in `make test`: the engines of `test_weight_layouts`
+        pytest.param(
+            ENGINE_DEEPSEEK,
+            {"tensor": 2, "expert": 2},
+            id="deepseek-tp2-ep2",
+            marks=pytest.mark.full,
+        ),
         pytest.param(ENGINE_DEEPSEEK, {"tensor": 2}, id="deepseek-tp2", marks=pytest.mark.full),
         pytest.param(
             ENGINE_MOE, {"tensor": 2, "expert": 2}, id="qwen3-moe-tp2-ep2", marks=pytest.mark.full

@@ -291,6 +291,7 @@ def test_the_key_is_in_no_command_line_and_the_log_is_private(pair: Pair) -> Non
         assert server.admin_key not in server.log_tail(10_000)
 
 
+@pytest.mark.full
 def test_a_broken_model_is_an_error_with_the_log_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": ')
     server = SglangEngine(

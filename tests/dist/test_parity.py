@@ -49,6 +49,9 @@ def failures(results: list[dict[str, Any]], megatron: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "megatron", ["installed", pytest.param("0.19", marks=pytest.mark.full)], indirect=True
+)
 def test_a_covering_subset_trains_as_one_process(tmp_path: Path, megatron: str) -> None:
     results = run(
         [name for name, case in CASES.items() if case.quick and case.world <= 4], tmp_path

@@ -71,7 +71,13 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    "words", [[], [str(int(signal.SIGTERM))]], ids=["the driver is killed", "the engine is stopped"]
+    "words",
+    [
+        pytest.param([], id="the driver is killed"),
+        pytest.param(
+            [str(int(signal.SIGTERM))], id="the engine is stopped", marks=pytest.mark.full
+        ),
+    ],
 )
 def test_nothing_is_left_of_forks(tmp_path: Path, words: list[str]) -> None:
     folder = tmp_path / "engine"

@@ -35,6 +35,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str, tuple[str, ...]]] = {
 }
 
 
+IN_FULL = ("tp2-pp2-ep2",)
+of_every_role = pytest.mark.parametrize(
+    ("layout", "role"),
+    [
+        pytest.param(layout, role, marks=[pytest.mark.full] if layout in IN_FULL else [])
+        for layout, (*_, roles) in LAYOUTS.items()
+        for role in roles
+    ],
+)
+
+
 @functools.cache
 def of_layout(layout: str) -> list[dict[str, Any]]:
     """What each rank found, by role."""
@@ -50,10 +61,7 @@ def of_layout(layout: str) -> list[dict[str, Any]]:
     )
 
 
-@pytest.mark.parametrize(
-    ("layout", "role"),
-    [(layout, role) for layout, (*_, roles) in LAYOUTS.items() for role in roles],
-)
+@of_every_role
 def test_everything_sleeps_and_comes_back_exactly(layout: str, role: str) -> None:
     for rank in (roles[role] for roles in of_layout(layout)):
         held = sum(rank["held"].values())
@@ -125,10 +133,7 @@ def test_a_role_that_does_not_train_holds_its_weights_alone(tmp_path: Any) -> No
     assert found["refused"] == "set_optimizer called on a policy that was built with trains=False"
 
 
-@pytest.mark.parametrize(
-    ("layout", "role"),
-    [(layout, role) for layout, (*_, roles) in LAYOUTS.items() for role in roles],
-)
+@of_every_role
 def test_a_plan_knows_what_every_role_holds(layout: str, role: str) -> None:
     """Within 20% of the bytes of the rank with most, each part of weights, gradients and optimizer
     state."""

@@ -17,7 +17,7 @@ import pytest
 from tests.dist.harness.rounding import FACTOR, larger_epsilon, larger_scale
 from tests.dist.harness.sync_world import SyncWorld
 from tests.engine_weights import load_weights_from_disk, weights_checksum
-from tests.models import LONG_TESTS_FULL, SYNCED
+from tests.models import SYNCED
 
 pytestmark = pytest.mark.slow
 LAYOUTS = {
@@ -95,8 +95,6 @@ OF_FAMILY |= {
 }
 WITHOUT_EXPERT_SIZE = ("gpt_oss",)  # SGLang's loader of unquantised experts puts all on each rank
 IN_MAKE_TEST = ("deepseek_v3",)  # `test_weight_sync` has a Qwen3-MoE, the main job another
-# of the others' parts each has one in these
-TRAINED_IN_MAKE_TEST = ("deepseek_v3", "glm4_moe", "qwen3")
 
 
 def marked(names: Iterable[str], standard: Sequence[str]) -> list[Any]:
@@ -113,7 +111,7 @@ def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SyncWorld]:
     model = published(request.param)
-    engines: list[Any] = [1, 2] if request.param in LONG_TESTS_FULL else [1, 1, 2]
+    engines: list[Any] = [1, 2]
     if is_sparse(model) and request.param not in WITHOUT_EXPERT_SIZE:
         engines.append({"tensor": 2, "expert": 2})
     built = SyncWorld(model, LAYOUTS["TP2.PP2"], engines, tmp_path_factory.mktemp("layouts"))
@@ -157,7 +155,7 @@ def test_every_layout_reaches_every_engine(world: SyncWorld) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", marked(sorted(SYNCED.keys() - {"qwen3_moe", "moonlight"}), TRAINED_IN_MAKE_TEST)
+    "family", marked(sorted(SYNCED.keys() - {"qwen3_moe", "moonlight"}), IN_MAKE_TEST)
 )
 def test_megatron_ranks_of_a_family_reach_an_engine(tmp_path: Path, family: str) -> None:
     """Two tensor-parallel ranks that have trained a step; `test_weight_sync` has a Qwen3-MoE. The

@@ -171,7 +171,7 @@ def test_every_way_brings_the_same(world: SyncWorld, settings: dict[str, Any]) -
 @pytest.mark.parametrize(
     "lora",
     [
-        None,
+        pytest.param(None, marks=pytest.mark.full),
         pytest.param({"rank": 4, "alpha": 6.0}, marks=pytest.mark.full),
         pytest.param(
             {"rank": 4, "alpha": 6.0, "targets": ["experts.linear_fc1", "experts.linear_fc2"]},
@@ -318,6 +318,7 @@ def test_a_stalled_sender_stops_one_engine_at_its_deadline(world: SyncWorld, com
     heal(world, 26)
 
 
+@pytest.mark.full
 def test_a_sender_process_that_stops_is_an_error_and_the_next_sync_works(world: SyncWorld) -> None:
     """Both engines need this rank: none can take the weights, and the error names each engine's
     reason."""
@@ -367,6 +368,7 @@ def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_go
     assert world.states()[1].restarts == 1
 
 
+@pytest.mark.full
 def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_later(
     world: SyncWorld,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from hybridflow.batch import DataProto
 from hybridflow.config.load import load_config
 from hybridflow.data.prepare import prepare
+from tests.e2e.forked import ForkedRun
 from tests.e2e.runs import REWARD, Run
 
 RECIPE = """
@@ -28,15 +28,13 @@ actor: {{optim: {{lr: 1.0e-3}}}}
 reward: {{path: {folder}/reward.py}}
 output_dir: {folder}/runs
 """
-MAIN = "import sys; from hybridflow.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def train(folder: Path, name: str, *words: str) -> str:
     """One run in one process; what it printed."""
     recipe = ("--config-dir", str(folder), "--config-name", "published", f"name={name}")
-    with Run(
-        folder / "output", *recipe, *words, command=(sys.executable, "-c", MAIN, "train")
-    ) as run:
+    run_of = Run if "cluster=one-process" in words else ForkedRun
+    with run_of(folder / "output", "train", *recipe, *words) as run:
         assert run.end(300) == 0, run.out + run.err
         return run.out
 

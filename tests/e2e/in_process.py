@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridflow.observe.jsonl import read_jsonl
+from tests.e2e.forked import ForkedRun
 from tests.e2e.runs import Run
 
-# `hybridflow ...` that fails when a library of other processes was imported
-MAIN = """
-import sys
-from hybridflow.cli.main import main
-code = main(sys.argv[1:])
-assert not sys.modules.keys() & {"ray", "sglang"}
-sys.exit(code)
-"""
 # of the time and the machine, not of what is computed
 _CLOCKS = ("timing_", "perf/", "sync/seconds", "controller/", "engine/", "wall_time")
 
 
-def train(output: Path, words: Sequence[str], name: str) -> tuple[str, Path]:
-    """One run with its output and its folder."""
-    command = (sys.executable, "-c", MAIN, "train")
-    with Run(
-        output / f"output-{name}", *words, f"name={name}", f"output_dir={output}", command=command
-    ) as run:
+def train(
+    output: Path, words: Sequence[str], name: str, run_of: type[Run] = ForkedRun
+) -> tuple[str, Path]:
+    """One run with its output and its folder. `run_of=Run` starts an interpreter for it."""
+    given = ("train", *words, f"name={name}", f"output_dir={output}")
+    with run_of(output / f"output-{name}", *given) as run:
         exit_code = run.end(120)
         assert exit_code == 0, run.out + run.err
         # it is one process, but for git, which is asked for the commit; a helper that it starts has

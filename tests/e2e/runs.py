@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import BinaryIO, Protocol
 
 import psutil
 
@@ -33,6 +34,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 Process = tuple[int, float]  # pid and start time: a pid may be used again
+
+
+class Started(Protocol):
+    """What a run needs of a `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
 
 
 # What a shell starts in the background ignores SIGINT, and so do its children: the tests themselves
@@ -72,15 +83,7 @@ class Run:
         }
         env = {name: value for name, value in {**base, **site}.items() if value is not None}
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [*HEAR_INTERRUPTS, *map(str, command), *words],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=env,
-                cwd=cwd,
-                start_new_session=True,
-            )
+            self.process = self._start([*map(str, command), *words], env, cwd, out, err)
         self.seen: dict[Process, str] = {}
         self.listening: set[tuple[str, str]] = set()
         self._strangers: set[Process] = set()
@@ -88,6 +91,24 @@ class Run:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+
+    def _start(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path | None,
+        out: BinaryIO,
+        err: BinaryIO,
+    ) -> Started:
+        return subprocess.Popen(
+            [*HEAR_INTERRUPTS, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
+        )
 
     # ---- what a test does
     # ----------------------------------------------------------------------------------------------

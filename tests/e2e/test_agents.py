@@ -9,6 +9,7 @@ import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
+from tests.e2e.forked import ForkedRun
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,7 @@ def test_two_steps_with_a_loop_of_ones_own(tmp_path: Path) -> None:
     ]
     words += ["trainer.total_steps=2", "sft.steps=60", "sft.batch_size=64"]  # enough to end answers
     words += ["data.train_batch_size=16", "data.val_max_prompts=16"]
-    with Run(tmp_path / "output", "train", *words) as run:
+    with ForkedRun(tmp_path / "output", "train", *words) as run:
         assert run.end(300) == 0, run.out + run.err
     folder = tmp_path / "tiny-calculator-grpo"
     for record in records(folder, "train"):

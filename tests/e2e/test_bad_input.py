@@ -15,6 +15,7 @@ import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.saving.manifest import Manifest, write_sealed
+from tests.e2e.forked import ForkedRun
 from tests.e2e.runs import HYBRIDFLOW, Run
 
 pytestmark = pytest.mark.slow
@@ -159,8 +160,13 @@ def test_an_engine_that_does_not_start(tmp_path: Path, settings: list[str]) -> N
 
 
 def test_engines_that_disagree_with_the_trainer(tmp_path: Path, settings: list[str]) -> None:
-    words = [*settings, *ONE_PROCESS, "rollout.logprob_diff_bound=1e-12", f"output_dir={tmp_path}"]
-    with Run(tmp_path / "output", "train", *words) as run:
+    words = [
+        *settings,
+        "cluster=in-process",
+        "rollout.logprob_diff_bound=1e-12",
+        f"output_dir={tmp_path}",
+    ]
+    with ForkedRun(tmp_path / "output", "train", *words) as run:
         message = message_of(run, 1)
     assert re.search(
         r"step 1: engines and trainer differ by \S+ in mean log-probability .*bound\s+1\.00e-12",
@@ -172,6 +178,15 @@ def test_engines_that_disagree_with_the_trainer(tmp_path: Path, settings: list[s
     }
 
 
+PLACES = {
+    "in-process": ("cluster=in-process",),
+    "two-ranks": (
+        "actor=tiny",
+        "cluster.procs_per_node=2",
+        "actor.parallel.expert=2",
+        "rollout=tiny",
+    ),
+}
 FULL_DISK = """
 set -u
 mount -t tmpfs -o size=64m tmpfs "$CHECKPOINTS" || exit 9
@@ -186,9 +201,16 @@ echo "$first $full $again" > "$REPORT/codes"
 """
 
 
-@pytest.mark.parametrize("room", [50, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("place", "room"),
+    [
+        ("in-process", 50),
+        pytest.param("two-ranks", 50, marks=pytest.mark.full),
+        pytest.param("two-ranks", 0, marks=pytest.mark.full),
+    ],
+)
 def test_a_full_disk_leaves_the_last_checkpoint_loadable(
-    tmp_path: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch, room: int
+    tmp_path: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch, place: str, room: int
 ) -> None:
     """Three times `hybridflow sft` with checkpoints on a small file system of their own: room for
     one, too little for two, room again."""
@@ -210,10 +232,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_loadable(
     ]
     words = [
         *settings,
-        "actor=tiny",
-        "cluster.procs_per_node=2",
-        "actor.parallel.expert=2",
-        "rollout=tiny",
+        *PLACES[place],
         f"output_dir={tmp_path}",
     ]
     job = [

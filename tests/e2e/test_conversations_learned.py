@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import pytest
 import torch
 
 from hybridflow.observe.jsonl import read_jsonl
-from tests.e2e.runs import Run
+from tests.e2e.forked import ForkedRun
 from tests.published.folders import published_folder
 
 pytestmark = pytest.mark.slow
-MAIN = "import sys; from hybridflow.cli.main import main; sys.exit(main(sys.argv[1:]))"
 RECIPE = """
 defaults: [data: files, model: folder, actor: tiny, rollout: tiny, algorithm: grpo, cluster: in-process,
            trainer: smoke, reward: builtin, sft: smoke, _self_]
@@ -85,7 +83,7 @@ def test_the_loss_is_that_of_the_assistants_turns(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats())))
     (tmp_path / "chats.yaml").write_text(RECIPE.format(folder=tmp_path))
     recipe = ("--config-dir", str(tmp_path), "--config-name", "chats")
-    with Run(tmp_path / "output", *recipe, command=(sys.executable, "-c", MAIN, "sft")) as run:
+    with ForkedRun(tmp_path / "output", "sft", *recipe) as run:
         assert run.end(120) == 0, run.out + run.err
     losses = [
         one["sft/loss"]

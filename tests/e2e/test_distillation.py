@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
-from tests.e2e.runs import Run
+from tests.e2e.forked import ForkedRun
 from tests.e2e.teachers import TEACHER, random_teacher
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def finish(folder: Path, command: str, recipe: str, *words: str) -> Path:
         f"output_dir={folder}",
         f"data.prepare.out={folder / 'data' / recipe}",
     ]
-    with Run(folder / "output", command, *given, *words) as run:
+    with ForkedRun(folder / "output", command, *given, *words) as run:
         assert run.end(1200) == 0, run.out + run.err
     return folder / recipe
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.observe.rollouts import read_rollouts
+from tests.e2e.forked import ForkedRun
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,8 @@ PROBLEMS = [
 ]
 
 
-def test_the_recipe_trains_on_files_as_published(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["in-process", pytest.param("shipped", marks=pytest.mark.full)])
+def test_the_recipe_trains_on_files_as_published(tmp_path: Path, place: str) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for split in ("train", "test"):
@@ -40,8 +42,10 @@ def test_the_recipe_trains_on_files_as_published(tmp_path: Path) -> None:
         "data.max_response_length=32",
         "data.val_max_prompts=4",
         f"output_dir={tmp_path}",
+        *(["cluster=in-process"] if place == "in-process" else []),
     ]
-    with Run(tmp_path / "output", "train", *words) as run:
+    run_of = ForkedRun if place == "in-process" else Run
+    with run_of(tmp_path / "output", "train", *words) as run:
         assert run.end(400) == 0, run.out + run.err
         assert run.left_behind() == []
     folder = tmp_path / "gsm8k-smoke"

@@ -16,7 +16,8 @@ import pytest
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
 from tests.e2e.evaluated import evaluates_as_it_validated, is_served
-from tests.e2e.in_process import MAIN, numbers, train
+from tests.e2e.forked import ForkedRun
+from tests.e2e.in_process import numbers, train
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[
         f"data.val_sets.short.files=[{data}/test.parquet]",
         "data.val_sets.short.sampling.max_new_tokens=3",
     ]
-    out, folder = train(tmp_path, words, "whole")
+    out, folder = train(tmp_path, words, "whole", Run)  # as a user starts it
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == STEPS and summary["restarts"] == 0
     # the engine samples with the weights that are trained
@@ -86,7 +87,7 @@ def goes_on_with_other_rows(folder: Path, words: Sequence[str]) -> None:
     other = [*words, f"data.train_files=[{rows}]", "trainer.total_steps=4", "actor.optim.lr=2e-3",
              f"name={folder.name}", f"output_dir={folder.parent}"]  # fmt: skip
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
-    with Run(folder.parent / "refused", "train", *other) as run:
+    with ForkedRun(folder.parent / "refused", "train", *other) as run:
         assert run.end(120) == 2
     assert (
         "data.train_files has changed" in run.err
@@ -110,12 +111,10 @@ def goes_on_with_other_rows(folder: Path, words: Sequence[str]) -> None:
 def replays_step_three(folder: Path) -> None:
     """From the dump of step 3 and the checkpoint of step 2 come the same metrics and weights, bit
     for bit."""
-    command = (sys.executable, "-c", MAIN, "replay")
-    with Run(folder.parent / "refused-replay", str(folder), "3", command=command) as run:
+    with ForkedRun(folder.parent / "refused-replay", "replay", str(folder), "3") as run:
         assert run.end(120) == 2 and "reward.path=" in run.err and "pass --run-code" in run.err
-    with Run(
-        folder.parent / "output-replay", str(folder), "3", "--run-code", command=command
-    ) as run:
+    words = ("replay", str(folder), "3", "--run-code")
+    with ForkedRun(folder.parent / "output-replay", *words) as run:
         assert run.end(120) == 0, run.out + run.err
     of_replay = folder / "replay" / "step_000003"
     table = run.out.partition("step 3 of")[2]

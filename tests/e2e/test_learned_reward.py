@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.forked import ForkedRun
 from tests.e2e.in_process import numbers, train
-from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> tuple[
     """The folder of a run of four steps, and its words. Policy and reward model begin as one."""
     out = tmp_path_factory.mktemp("learned_reward")
     place = [f"output_dir={out}", "cluster=in-process"]
-    with Run(out / "output-sft", "sft", *settings, *place, "name=start", "sft.steps=2") as sft:
+    with ForkedRun(
+        out / "output-sft", "sft", *settings, *place, "name=start", "sft.steps=2"
+    ) as sft:
         assert sft.end(120) == 0, sft.out + sft.err
     start = out / "start" / "export"
     words = [

@@ -13,6 +13,7 @@ import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.timeline import read_timeline
+from tests.e2e.forked import ForkedRun
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -42,8 +43,8 @@ def records(folder: Path, phase: str) -> list[dict[str, Any]]:
     return [record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == phase]
 
 
-def finished(out: Path, command: str, *words: str) -> Run:
-    with Run(out / "output", command, *words, f"output_dir={out}") as run:
+def finished(out: Path, command: str, *words: str, run_of: type[Run] = Run) -> Run:
+    with run_of(out / "output", command, *words, f"output_dir={out}") as run:
         assert run.end(400) == 0, run.out + run.err
         assert run.left_behind() == []
         return run
@@ -129,7 +130,11 @@ def test_a_critic_beside_the_policy_learns_to_foresee_returns(base: tuple[Path, 
     ]
     more += [f"teacher.path={out / 'reward' / 'model' / 'reward-start'}", "teacher.top_k=14"]
     more += [f"{role}.offload={OFFLOAD}" for role in ("critic", "reward_model", "teacher")]
-    finished(out, "train", *words, *more)
+    place = [word for word in words if word not in SMALL] + [
+        "cluster=in-process",
+        "teacher.placement=colocated",
+    ]
+    finished(out, "train", *place, *more, run_of=ForkedRun)
     steps = records(out / "beside", "train")
     explained = [record["critic/vf_explained_var"] for record in steps]
     assert np.mean(explained[-3:]) > max(0.4, np.mean(explained[:3]) + 0.3), explained

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
-from tests.e2e.runs import Run
+from tests.e2e.forked import ForkedRun
 
 pytestmark = pytest.mark.slow
 RECIPE = "tiny-dpo"
@@ -18,7 +18,7 @@ RECIPE = "tiny-dpo"
 def run(folder: Path, *words: str) -> list[dict[str, Any]]:
     """The records of a run of the recipe."""
     given = ["--config-name", RECIPE, f"output_dir={folder}", f"data.prepare.out={folder / 'data'}"]
-    with Run(folder / "output", "train", *given, *words) as started:
+    with ForkedRun(folder / "output", "train", *given, *words) as started:
         assert started.end(1200) == 0, started.out + started.err
     return list(read_jsonl(folder / RECIPE / "metrics.jsonl"))
 

@@ -42,6 +42,7 @@ def in_force(folder: Path) -> str:
     return str(json.loads(pointer.read_text())["folder"]) if pointer.exists() else ""
 
 
+@pytest.mark.full
 def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(
     tmp_path: Path, settings: list[str]
 ) -> None:

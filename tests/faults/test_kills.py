@@ -55,7 +55,11 @@ def test_a_run_that_loses_each_process_once_trains_every_prompt_once(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_sandbox")
-@pytest.mark.parametrize("programs", [LYING_SERVER, LARGE_ENVIRONMENT], ids=lambda one: one.title)
+@pytest.mark.parametrize(
+    "programs",
+    [pytest.param(LYING_SERVER, marks=pytest.mark.full), LARGE_ENVIRONMENT],
+    ids=lambda one: one.title,
+)
 def test_programs_that_lie_cost_no_prompt_and_little_memory(
     programs: Programs, tmp_path: Path
 ) -> None:

@@ -42,7 +42,10 @@ NODES = ("cluster=one-process", "rollout=tiny", "rollout.tensor=2", "rollout.nod
 FEWEST = 60  # attempts
 
 
-@pytest.mark.parametrize("is_open", [True, False], ids=["open", "closed"])
+@pytest.mark.parametrize(
+    "is_open",
+    [pytest.param(True, id="open", marks=pytest.mark.full), pytest.param(False, id="closed")],
+)
 def test_each_attempt_succeeds_where_a_door_is_open(shared: Path, is_open: bool) -> None:
     """The doors alone, as they were and as they are: Ray's folder, a store, SGLang's ZeroMQ socket,
     an open file."""

@@ -33,6 +33,7 @@ def test_a_run_is_closed_to_others_and_described() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_cluster_made_by_hand_is_closed_to_others() -> None:
     with launchers.shared_folder() as shared, launchers.by_hand(shared) as (_, _, processes):
         deadline = time.monotonic() + 60

@@ -73,6 +73,7 @@ def takes_two_steps(jobs: Jobs, job: str, name: str) -> None:
     assert left_behind(job) == []
 
 
+@pytest.mark.full
 def test_a_dense_recipe_colocated(jobs: Jobs) -> None:
     name = "grpo-qwen3-8b-1x8"
     takes_two_steps(jobs, submitted(jobs, name, DENSE, *ALONE), name)

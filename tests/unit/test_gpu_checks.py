@@ -172,6 +172,7 @@ def rehearse(out: Path, *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_cpu_rehearses_what_measures(tmp_path: Path) -> None:
     records = rehearse(tmp_path, "--only", "environment", "kernels", "speed", "update")
     assert {one["status"] for one in records.values()} == {"passed"} and len(records) == 4
