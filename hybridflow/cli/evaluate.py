@@ -84,13 +84,14 @@ def run_eval(args: argparse.Namespace) -> int:
         from hybridflow.observe.progress import Progress
 
         check_ks(config, args.k)
+        is_first = not out.parent.exists()
         out = new_folder(out.parent, out.name)
         wanted = Wanted(out.resolve(), sorted(set(args.k)), args.dump, since)
         with Progress(0, "", enabled=not args.json) as progress:
             try:
                 results = evaluate(source, config, wanted, preload, progress)
             except (ConfigError, DataError):
-                shutil.rmtree(out)  # nothing was evaluated
+                shutil.rmtree(out.parent if is_first else out)  # nothing was evaluated
                 raise
     if args.json:
         say((out / RESULTS).read_text(encoding="utf-8").rstrip())
