@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,10 @@ def run_eval(args: argparse.Namespace) -> int:
             try:
                 results = evaluate(source, config, wanted, preload, progress)
             except (ConfigError, DataError):
-                shutil.rmtree(out.parent if is_first else out)  # nothing was evaluated
+                shutil.rmtree(out)  # nothing was evaluated
+                if is_first:
+                    with suppress(OSError):  # another evaluation has written to it meanwhile
+                        out.parent.rmdir()
                 raise
     if args.json:
         say((out / RESULTS).read_text(encoding="utf-8").rstrip())
