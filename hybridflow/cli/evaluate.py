@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,7 @@ def run_eval(args: argparse.Namespace) -> int:
         from hybridflow.observe.progress import Progress
 
         check_ks(config, args.k)
+        is_first = not out.parent.exists()
         out = new_folder(out.parent, out.name)
         wanted = Wanted(out.resolve(), sorted(set(args.k)), args.dump, since)
         with Progress(0, "", enabled=not args.json) as progress:
@@ -91,6 +93,9 @@ def run_eval(args: argparse.Namespace) -> int:
                 results = evaluate(source, config, wanted, preload, progress)
             except (ConfigError, DataError):
                 shutil.rmtree(out)  # nothing was evaluated
+                if is_first:
+                    with suppress(OSError):  # another evaluation has written to it meanwhile
+                        out.parent.rmdir()
                 raise
     if args.json:
         say((out / RESULTS).read_text(encoding="utf-8").rstrip())

@@ -263,6 +263,9 @@ ABSENT = {
     "model.use_remove_padding": _ALWAYS_PACKED,
     "ROLE.model.use_remove_padding": _ALWAYS_PACKED,
     "ROLE.megatron.use_remove_padding": _ALWAYS_PACKED,
+    "reward_model.reward_kwargs.overlong_buffer_cfg.log": (
+        "the share of penalized responses is always logged (reward/overlong); remove the key"
+    ),
     "trainer.balance_batch": (
         "rows are always balanced over the ranks by token count; remove the key"
     ),

@@ -10,6 +10,7 @@ import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
 from tests.e2e.runs import Run
+from tests.unit.observe.tracker_folders import with_libraries
 from tests.walks.published_cache import MAIN, laid
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -95,9 +96,8 @@ def test_a_script_of_verl_starts_here(name: str, tmp_path: Path) -> None:
     (work / "moved.yaml").write_text(done.stdout)
     command = (sys.executable, "-c", MAIN, "train")
     given = ("--config-dir", ".", "--config-name", "moved", "+scale=laptop")
-    with Run(
-        tmp_path / "output", *given, command=command, site={"HF_HOME": str(cache)}, cwd=work
-    ) as run:
+    site = {**with_libraries(), "HF_HOME": str(cache)}  # the scripts log to wandb
+    with Run(tmp_path / "output", *given, command=command, site=site, cwd=work) as run:
         assert run.end(500) == 0, run.out + run.err
     steps = read_jsonl(work / "runs" / "moved" / "metrics.jsonl")
     assert [one["step"] for one in steps if one["phase"] == "train"] == [1, 2]
