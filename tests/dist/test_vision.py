@@ -41,6 +41,7 @@ def test_rows_with_images_are_computed_as_by_transformers(tmp_path: Path) -> Non
         ["qwen3_vl", "TP2 SP", True],
         ["qwen3_vl", "PP2", False],
         ["qwen3_5", "TP2 SP", True],
+        ["qwen3_vl_moe", "EP2", True],
     ]
     check(cases, tmp_path)
 
