@@ -100,6 +100,20 @@ class Manifest:
         """The model's family (`model_type`)."""
         return str(self.hf_config.get("model_type"))
 
+    def mismatches(self, hf_config: Mapping[str, Any], backend: str) -> list[str]:
+        """Return the reasons why a policy with this config and training backend cannot load the
+        checkpoint; an empty list if there are none."""
+        if self.backend != backend:
+            return [
+                f"it was written by another training backend ({self.backend}); set "
+                f"actor.backend={self.backend}, or export it with `hybridflow checkpoint export` "
+                "and set model.path to the export"
+            ]
+        family = hf_config.get("model_type")
+        if self.family != family:
+            return [f"it is a checkpoint of family {self.family}, but the model is {family}"]
+        return differences(self.hf_config, hf_config)
+
     @property
     def size(self) -> int:
         """Total size of all files in bytes."""

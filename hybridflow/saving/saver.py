@@ -33,7 +33,6 @@ from hybridflow.saving.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
-    differences,
     digest_of,
     problems_of,
     say_saved,
@@ -408,18 +407,7 @@ def restore(folder: Path, tensors: Sequence[Any], exchange: Exchange) -> None:
 
 
 def _mismatches(holder: Holder, manifest: Manifest, backend: str) -> list[str]:
-    if manifest.backend != backend:
-        return [
-            (
-                f"it was written by another training backend ({manifest.backend}); set "
-                f"actor.backend={manifest.backend}, or export it with `hybridflow checkpoint "
-                "export` and set model.path to the export"
-            )
-        ]
-    family = holder.family.hf.get("model_type")
-    if manifest.family != family:
-        return [f"it is a checkpoint of family {manifest.family}, but the model is {family}"]
-    found = differences(manifest.hf_config, holder.family.hf)
+    found = manifest.mismatches(holder.family.hf, backend)
     dtype = str(holder.dtype).removeprefix("torch.")
     if manifest.dtype != dtype:
         found.append(f"dtype is {manifest.dtype} in the checkpoint, {dtype} here")

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,6 +96,21 @@ class Checkpoint:
         """Raise CheckpointError if the parts do not match `driver.json` (`problems_of_parts`)."""
         if found := problems_of_parts(self.folder):
             raise CheckpointError(f"could not resume from {self.folder}: {'; '.join(found)}")
+
+    def check_model(self, hf_config: Mapping[str, Any], backend: str) -> None:
+        """Raise CheckpointError if the weights belong to another model or training backend. Only
+        the fields that both configs have are compared, because a scalar head adds some. The ranks
+        compare them all, but only after everything has started.
+        """
+        manifest = Manifest.read(self.policy)
+        common = hf_config.keys() & manifest.hf_config.keys()
+        theirs = {key: manifest.hf_config[key] for key in common}
+        ours = {key: hf_config[key] for key in common}
+        if found := replace(manifest, hf_config=theirs).mismatches(ours, backend):
+            raise CheckpointError(
+                f"could not resume from {self.folder}: {'; '.join(found[:6])}; restore the "
+                "settings, or start a new run with another name=..."
+            )
 
     @contextmanager
     def restoring(self) -> Iterator[None]:

@@ -85,10 +85,12 @@ class Job:
         if message:
             progress.message(message)
         self.tokenizer: Tokenizer = assets.open_tokenizer(config)
+        self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
         if not goes_on:
             changes = session.know(
                 Fingerprint.of(config, self.tokenizer.digests(), package_versions()),
                 self.checkpoint,
+                self.hf_config,
             )
             for line in (
                 *changes,
@@ -99,7 +101,6 @@ class Job:
         (session.go_back if goes_on else session.resume)(self.checkpoint)
         if self.checkpoint is not None:
             progress.message(f"resuming from {self.checkpoint.folder}")
-        self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
         self.config = StartAllowance.of(config, self.hf_config).applied(config)
 
     def of_policy(self, name: str) -> Job:

@@ -124,18 +124,24 @@ class Session:
 
     # ---- checkpoints
 
-    def know(self, fingerprint: Fingerprint, checkpoint: Checkpoint | None) -> list[str]:
+    def know(
+        self,
+        fingerprint: Fingerprint,
+        checkpoint: Checkpoint | None,
+        hf_config: Mapping[str, Any],
+    ) -> list[str]:
         """Save the configuration, the environment and the run's fingerprint. If an earlier start
         used another configuration, its file is kept. Returns one line for each difference from the
         checkpoint that the run resumes from.
 
         Raises:
             ConfigError: the checkpoint was trained on different data; nothing is changed.
-            CheckpointError: a part of the checkpoint is missing or belongs to another checkpoint;
-                nothing is changed.
+            CheckpointError: a part of the checkpoint is missing or belongs to another checkpoint,
+                or its weights are those of another model than `hf_config`; nothing is changed.
         """
         if checkpoint is not None:
             checkpoint.check_parts()
+            checkpoint.check_model(hf_config, self.config.actor.backend)
         self.store.fingerprint = fingerprint
         changes = fingerprint.changes(checkpoint.fingerprint) if checkpoint is not None else []
         if (

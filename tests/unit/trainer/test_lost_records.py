@@ -24,6 +24,7 @@ from hybridflow.trainer.session import Session
 from tests.unit.trainer.worlds import World, config_of, trainer_of
 
 DATA = Fingerprint(files={"data.train_files": [["train.parquet", "1"]]}, settings={"seed": 1})
+MODEL = {"model_type": "qwen3", "hidden_size": 32}
 OTHER = replace(DATA, files={"data.train_files": [["train.parquet", "2"]]})
 
 
@@ -38,7 +39,7 @@ class Messages:
 def ended(folder: Path, **trainer: Any) -> RLTrainer:
     """A run of three steps whose last two have checkpoints."""
     made = trainer_of(config_of(folder, save_every_steps=1, **trainer), World())
-    made.session.know(DATA, None)
+    made.session.know(DATA, None, MODEL)
     block_on(made.fit())
     block_on(made.session.store.wait())
     made.session.close()
@@ -109,9 +110,10 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) ->
     told = Messages()
     (folder / "summary.json").write_text("{}")
     (folder / "environment.json").write_text('{"python": "of then"}')
-    model = {"model_type": "qwen3"}
     created = "2026-01-01T00:00:00Z"
-    manifest = Manifest("rl", 3, ("model",), {"world": 1}, "float32", model, {}, created)
+    manifest = Manifest(
+        "rl", 3, ("model",), {"world": 1}, "float32", MODEL, {}, created, backend="megatron"
+    )
     manifest.write(folder / "checkpoints" / "global_step_3" / "policy")
     before = contents(folder)
     longer = replace(made.config, trainer=replace(made.config.trainer, total_steps=9))
@@ -119,10 +121,14 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) ->
     session, latest = again(longer)
     latest = replace(latest, fingerprint=DATA)
     with pytest.raises(ConfigError, match="was trained on different rows"):
-        session.know(OTHER, latest)
+        session.know(OTHER, latest, MODEL)
+    with pytest.raises(CheckpointError, match="hidden_size is 32 in the checkpoint, 64 here"):
+        session.know(DATA, latest, MODEL | {"hidden_size": 64})
+    with pytest.raises(CheckpointError, match="of family qwen3, but the model is llama"):
+        session.know(DATA, latest, {"model_type": "llama"})
     session.close()
     assert contents(folder) == before and told.lines == []
-    session.know(DATA, latest)
+    session.know(DATA, latest, MODEL)
     assert (
         not (folder / "summary.json").exists()
         and "of then" not in (folder / "environment.json").read_text()
@@ -141,7 +147,7 @@ def test_a_run_whose_folder_goes_away_stops_and_does_not_make_it_again(
 
     made = trainer_of(config_of(tmp_path / "out"), Elsewhere())
     folder = made.session.folder
-    made.session.know(DATA, None)
+    made.session.know(DATA, None, MODEL)
     with pytest.raises(
         HybridFlowError, match=rf"{folder} no longer exists: it was renamed, moved or emptied"
     ):
