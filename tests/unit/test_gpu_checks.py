@@ -127,6 +127,7 @@ def wheel(folder: Path, name: str, tag: str) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_wheel_of_another_python_is_a_line_of_its_own_and_the_rest_is_installed(
     tmp_path: Path,
 ) -> None:

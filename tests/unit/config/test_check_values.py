@@ -26,11 +26,15 @@ def test_no_whole_number_and_no_deadline_is_larger_than_what_carries_it() -> Non
     ):
         [line] = found(f"{key}={value}")
         assert line.startswith(f"{key}={value} must be at least") and " and at most " in line
-    for key, kind in all_keys(RunConfig):
-        if kind.type is int and not kind.is_list:
-            assert any(line.startswith(f"{key}=") for line in found(f"{key}={2**63}")), key
-        if kind.type is float and key.endswith("_s"):
-            assert any(line.startswith(f"{key}=") for line in found(f"{key}=1e12")), key
+    large = {
+        key: str(2**63) if kind.type is int else "1e12"
+        for key, kind in all_keys(RunConfig)
+        if (kind.type is int and not kind.is_list) or (kind.type is float and key.endswith("_s"))
+    }
+    lines = found(*(f"{key}={value}" for key, value in large.items()))
+    for key in large:
+        said = f"{key}="
+        assert any(line.startswith(said) and " at most " in line for line in lines), key
     assert "at least 7.86432e+07" in found("cluster.object_store_bytes=1000")[0]  # Ray's own
 
 

@@ -116,6 +116,7 @@ def processor_s() -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in GOOD]
 )

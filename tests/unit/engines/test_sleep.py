@@ -37,6 +37,7 @@ def test_graphs_go_with_the_weights_and_come_back_with_the_cache(
     ]
 
 
+@pytest.mark.slow
 def test_a_server_does_not_import_megatron() -> None:
     """On an H100 the scheduler's dumper imported it, and Megatron's inference code took from
     torch_memory_saver the mode that can release CUDA graphs."""

@@ -17,6 +17,7 @@ from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.observe.tracker import Tracker
 from tests.unit.observe.tracker_folders import read, with_libraries
 
+pytestmark = pytest.mark.slow  # three libraries load in four processes
 CONFIG = """
 name: sums
 seed: 3

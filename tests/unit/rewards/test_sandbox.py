@@ -134,6 +134,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_hostile_programs_end_as_failures_and_harm_nothing(tmp_path, monkeypatch, goes_on):
     monkeypatch.setenv("SECRET", SECRET)

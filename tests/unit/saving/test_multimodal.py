@@ -89,6 +89,7 @@ def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
     assert "which is the text model alone (model_type gemma3_text)" in carried.lines[0]
 
 
+@pytest.mark.slow
 def test_the_doctor_counts_text_and_tower_apart(tmp_path: Path) -> None:
     folder = multimodal_folder("mistral3", tmp_path / "hf", tokenizer=True)
     tower = sum(one.numel() for name, one in tensors_in(folder).items() if tower_part(name))

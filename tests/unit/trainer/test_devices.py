@@ -238,6 +238,7 @@ async def test_phases_of_tasks_nest_by_task(tmp_path: Path) -> None:
 Script = Coroutine[Any, Any, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["failures", "interrupts"])
 def test_nothing_is_reported_by_python_of_calls_that_fail_or_are_interrupted(
     name: str, tmp_path: Path
