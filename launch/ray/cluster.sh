@@ -63,7 +63,10 @@ case $action in
       done
     done
     if ! pgrep -u "$(id -u)" -f -- "$mine" > /dev/null; then
-      find /tmp "${TMPDIR:-/tmp}" -maxdepth 1 -user "$(id -u)" -name "hf-cluster-$FIRST_PORT-*" -exec rm -rf -- {} +
+      # not `find`, which fails if another process removes its own folder meanwhile
+      for folder in /tmp/hf-cluster-"$FIRST_PORT"-* "${TMPDIR:-/tmp}"/hf-cluster-"$FIRST_PORT"-*; do
+        if [[ -O $folder && ! -L $folder ]]; then rm -rf -- "$folder"; fi
+      done
       exit 0
     fi
     echo "cluster.sh: processes of the cluster at port $FIRST_PORT did not exit: $(pgrep -u "$(id -u)" -f -- "$mine" | xargs)" >&2

@@ -175,6 +175,40 @@ def test_the_hand_made_cluster_alone_is_stopped(tmp_path: Path) -> None:
             process.communicate()
 
 
+def test_a_stopped_cluster_leaves_no_folder_however_busy_the_temporary_one_is(
+    tmp_path: Path,
+) -> None:
+    """`find` fails where a folder is removed while it reads."""
+    port = f"78{os.getpid()}"
+    stop = ["bash", str(LAUNCH / "ray" / "cluster.sh"), "stop"]
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+        "FIRST_PORT": port,
+    }
+    other = tmp_path / f"hf-cluster-{port}1-x"
+    other.mkdir()
+    busy = [
+        sys.executable,
+        "-c",
+        "import os\nprint(flush=True)\nnames = [f'tmp{i}' for i in range(1500)]\n"
+        "while True:\n    [*map(os.mkdir, names)]\n    [*map(os.rmdir, names)]\n",
+    ]
+    with subprocess.Popen(busy, stdout=subprocess.PIPE, cwd=tmp_path) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            for _ in range(10):
+                folder = tmp_path / f"hf-cluster-{port}-a b"
+                (folder / "session").mkdir(parents=True)
+                assert (
+                    subprocess.run(stop, env=environment, check=False, timeout=60).returncode == 0
+                )
+                assert not folder.exists() and other.exists()
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize(
     ("program", "drained"), [("exit 0", ""), ("echo the disk is full; exit 1", "the disk is full")]
 )
