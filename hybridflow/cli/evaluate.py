@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.cli.command import add_command, new_folder, say, starting_engines
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.process.importing import without_collection
 
 if TYPE_CHECKING:
     from hybridflow.inference.source import Source
@@ -80,9 +81,10 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.out is not None and args.out.exists():
         raise ConfigError(f"--out {args.out} already exists; choose another folder, or remove it")
     with starting_engines(expected_engines(source, args.overrides)) as preload:
-        config = settings(source, args.overrides, Job("eval", args.run_code), args.data, out)
-        from hybridflow.inference.evaluation import RESULTS, Wanted, check_ks, evaluate, table
-        from hybridflow.observe.progress import Progress
+        with without_collection():
+            config = settings(source, args.overrides, Job("eval", args.run_code), args.data, out)
+            from hybridflow.inference.evaluation import RESULTS, Wanted, check_ks, evaluate, table
+            from hybridflow.observe.progress import Progress
 
         check_ks(config, args.k)
         is_first = not out.parent.exists()

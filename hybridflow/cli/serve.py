@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from hybridflow.cli.command import add_command, port_number, say, starting_engines
+from hybridflow.process.importing import without_collection
 
 SERVE = """\
 MODEL is a run (its latest checkpoint), a checkpoint, an export, any Hugging Face folder, or a hub
@@ -58,9 +59,10 @@ def run_serve(args: argparse.Namespace) -> int:
     source = find(args.model)
     try:
         with starting_engines(expected_engines(source, args.overrides)) as preload:
-            config = settings(source, args.overrides, Job("serve", args.run_code))
-            from hybridflow.inference.serving import Address, serve
-            from hybridflow.observe.progress import Progress
+            with without_collection():
+                config = settings(source, args.overrides, Job("serve", args.run_code))
+                from hybridflow.inference.serving import Address, serve
+                from hybridflow.observe.progress import Progress
 
             with Progress(0, "") as progress:
                 serve(source, config, Address(args.host, args.port), preload, progress)
