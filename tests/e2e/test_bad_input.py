@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hybridflow.config.load import load_config
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.saving.manifest import Manifest, write_sealed
 from tests.e2e.forked import ForkedRun
@@ -128,9 +129,11 @@ def refused(tmp_path: Path, words: list[str], expected: str) -> None:
     write_sealed(driver, {"phase": "rl", "step": 1, "state": {"totals": {}, "sampler": {}}})
     policy = driver.parent / "policy"
     policy.mkdir()
-    Manifest("rl", 1, ("model",), {"world": 1}, "float32", {}, {}, "2026-01-01T00:00:00Z").write(
-        policy
-    )
+    model = {"model_type": load_config("e2e").model.hf_config["model_type"]}
+    created = "2026-01-01T00:00:00Z"
+    Manifest(
+        "rl", 1, ("model",), {"world": 1}, "float32", model, {}, created, backend="megatron"
+    ).write(policy)
     before["checkpoints/global_step_1/driver.json"] = driver.read_text()
     with Run(tmp_path / "output", "train", *words, f"output_dir={tmp_path}") as run:
         message = message_of(run, 2)
