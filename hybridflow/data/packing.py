@@ -92,6 +92,8 @@ def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
     pieces plus the most expensive row. Within a piece, rows keep their original order.
     """
     weights = checked_costs(costs)
+    if num_ranks == 1:
+        return np.arange(len(weights))
     size = -(-len(weights) // num_ranks)
     if not size:
         return np.zeros(0, np.int64)

@@ -269,6 +269,8 @@ class Tokenizer:
         while end < len(kept) and kept[end] not in self.stop_ids:
             end += 1
         del kept[end:]
+        if self._known.issuperset(kept):
+            return self._decode_known(kept)
         pieces: list[str] = []
         run: list[int] = []
         for token in kept:
@@ -283,7 +285,7 @@ class Tokenizer:
         """Decode a response up to its first stop id. This is the text that a verifier should
         see."""
         end = next(
-            (position for position, token in enumerate(ids) if int(token) in self.stop_ids),
+            (position for position, token in enumerate(ids) if token in self.stop_ids),
             len(ids),
         )
         return self.decode(ids[:end])

@@ -20,6 +20,7 @@ scratch, and waits for all of them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -167,7 +168,7 @@ class Groups:
                 "rollout/groups_left": float(len(self._left)),
                 "rollout/steps_ahead": float(self._ahead),
             }
-        prompts = concat([group.prompts.rows(group.rows) for group in chosen])
+        prompts = _prompts_of(chosen)
         samples = [one for group in chosen for one in group.samples]
         # slow for conversations
         answered = await in_thread(partial(self.engines.batch, samples))
@@ -312,7 +313,7 @@ class Groups:
         new = [group for group in self._left if group.scoring is None and group.done()]
         if not new:
             return
-        prompts = concat([group.prompts.rows(group.rows) for group in new])
+        prompts = _prompts_of(new)
         answered = self.engines.shown([one for group in new for one in group.samples])
         parts = self.scorer.begin(prompts.union(answered), self.config.rollout.n)
         for group, part in zip(new, parts, strict=True):
@@ -393,3 +394,14 @@ class Groups:
         if self.config.trainer.steps_ahead is None:
             steps = math.ceil(np.mean([group.steps for group in trained]) - _LATE)
             self._ahead = max(self._first_ahead(), min(steps, self.config.trainer.max_staleness))
+
+
+def _prompts_of(groups: Sequence[_Group]) -> DataProto:
+    """Return the prompts of the groups' samples, in order. Consecutive groups that were submitted
+    together are selected at once."""
+    parts = []
+    for _, together in itertools.groupby(groups, key=lambda group: id(group.prompts)):
+        found = list(together)
+        rows = [np.arange(group.rows.start, group.rows.stop) for group in found]
+        parts.append(found[0].prompts.rows(np.concatenate(rows)))
+    return concat(parts)

@@ -291,10 +291,14 @@ class Requests(ABC):
         for place, one in enumerate(samples):
             assert one.answer is not None
             batch, row = one.answer
-            batches[id(batch)] = batch if names is None else batch.select(names)
+            batches[id(batch)] = batch
             rows.setdefault(id(batch), []).append(row)
             places.setdefault(id(batch), []).append(place)
-        found = concat([batch.rows(np.array(rows[key])) for key, batch in batches.items()])
+        parts = []
+        for key, batch in batches.items():
+            shown = batch if names is None else batch.select(names)
+            parts.append(shown.rows(np.array(rows[key])))
+        found = concat(parts)
         return found.reorder(np.argsort(np.concatenate([places[key] for key in batches])))
 
     # ---- aborts
