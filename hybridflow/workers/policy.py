@@ -40,8 +40,7 @@ from hybridflow.sync.session import Order, Outcome
 from hybridflow.sync.transports import chosen, part_bytes
 from hybridflow.workers.backend import Backend, open_backend
 from hybridflow.workers.losses import Noted, PolicyLoss, sft_loss
-from hybridflow.workers.memory import needs
-from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
+from hybridflow.workers.role import Report, RoleSpec, RoleWorker, needs, own_rows
 
 if TYPE_CHECKING:
     import torch
