@@ -17,7 +17,7 @@ from hybridflow.batch import ROUTES, SUPPORT, DataProto, Jagged
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig
 from hybridflow.data.image_tokens import IMAGES
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 from hybridflow.device.platform import Kind, Platform
 from hybridflow.device.profiler import RankProfiler
 from hybridflow.device.residency import PARTS
