@@ -73,6 +73,7 @@ class PolicyWorker(RoleWorker):
         )
         self.rank = context.rank
         self._profiler = RankProfiler(config.trainer.profile)
+        self._losses: dict[str | None, PolicyLoss] = {}  # by the column of old log-probs
         self._noted: DataProto | None = None
         self._store: MasterStore | None = None
         self._sender = WeightSender(context.rank, self.model.sent_tensors)
@@ -124,7 +125,7 @@ class PolicyWorker(RoleWorker):
         config = self.spec.config
         reports = list[Report]()
         old = derived.old_log_probs_column(config)
-        loss = PolicyLoss(self.config, None if notes and old == "old_log_probs" else old)
+        loss = self._loss_with(None if notes and old == "old_log_probs" else old)
         for mini_batch in batch.split(rows_per_update):
             noted = Noted(loss) if notes and not reports else None
             sums, info = self.model.train_mini_batch(
@@ -139,6 +140,13 @@ class PolicyWorker(RoleWorker):
                 self._noted = noted.take(mini_batch)
             reports.append({"sums": sums, "info": info})
         return reports
+
+    def _loss_with(self, old: str | None) -> PolicyLoss:
+        """Return the policy loss that reads this column as old log-probs, the same in every
+        step."""
+        if old not in self._losses:
+            self._losses[old] = PolicyLoss(self.config, old)
+        return self._losses[old]
 
     @register(Dispatch.DP, reads=("uid",), writes=("old_log_probs", "entropys"))
     def take_update_log_probs(self, batch: DataProto) -> DataProto | None:

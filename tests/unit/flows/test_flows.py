@@ -15,6 +15,7 @@ from hybridflow.batch import DataProto
 from hybridflow.config.entries import FLOWS
 from hybridflow.errors import ConfigError, FlowError, HybridFlowError, WorkerError
 from hybridflow.single_controller import block_on
+from hybridflow.trainer import flow_calls
 from tests.unit.flows.bodies import BEGIN, FIRST, GRPO, fitted, following, own
 from tests.unit.trainer.worlds import N, World, config_of, records, trainer_of
 
