@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow.engines.sglang.client import EngineClient
+from hybridflow.engines.sglang.engine import EngineClient
 
 
 def weights_checksum(client: EngineClient) -> str:

@@ -16,7 +16,7 @@ from hybridflow.data.conversations import (
 )
 from hybridflow.data.files import Row
 from hybridflow.data.images import ImageReader, images_of, with_parts
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 

@@ -17,7 +17,7 @@ import numpy as np
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.data.encoding import Encoder
 from hybridflow.data.files import Row
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 from hybridflow.errors import DataError
 from hybridflow.process.children import die_with_parent
 

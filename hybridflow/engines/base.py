@@ -1,22 +1,28 @@
-"""The Engine protocol: an inference server for one model, as used by the rollout worker.
+"""The Engine protocol: an inference server for one model, as used by the rollout worker, with its
+requests and responses.
 
 `rollout.engine` selects a kind of engine: a package next to this file, or a user file
 (`path/to/file.py:name`). Each kind registers a constructor in `ENGINES`, which receives a spec, a
 log file and a check. `check_alive` and `wait_ready` also call this check, which raises EngineError
-if a remote component that the engine depends on is lost.
+if a remote component that the engine depends on is lost. An engine that also implements `Streams`
+reports each response as soon as it is complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
 
 from hybridflow.batch import DataProto, Supports
 from hybridflow.config.keys import ENGINE
 from hybridflow.config.registry import Registry
+from hybridflow.config.schema import SamplingConfig
 from hybridflow.data.image_tokens import GRIDS, PIXELS
 
 if TYPE_CHECKING:
@@ -165,3 +171,90 @@ class LocalEngine(Engine, Protocol):
 ENGINES: Registry[Callable[[EngineSpec, Path, Callable[[], None]], Engine]] = Registry(
     ENGINE.kind, ENGINE.package, "rollout.engine", packages=True
 )
+
+
+Told = Callable[[int, Completion], None]
+
+
+@dataclass(frozen=True)
+class TokenRequests:
+    """A batch of prompts for one engine.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        max_new_tokens: maximum length of each response.
+        stop_token_ids: tokens that end a response; the response includes this token.
+        extras: optional outputs in addition to tokens and log-probs.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingConfig
+    max_new_tokens: Sequence[int]
+    stop_token_ids: Sequence[int]
+    extras: Extras = NO_EXTRAS
+
+
+class Asking(Protocol):
+    """Interface of a batch of requests in flight."""
+
+    # resolves after the last response was reported; fails if some requests were not answered
+    done: Future[None]
+
+    def so_far(self, number: int) -> Completion:
+        """Return the response so far, without routed experts. An unfinished response has the finish
+        reason `abort`. Thread-safe.
+        """
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """Ask the engine to abort these requests. Each is still reported: with the tokens so far
+        and the finish reason `abort`, or normally if it finishes first."""
+
+    def give_up(self) -> None:
+        """Abort all requests in flight. `done` then fails with an EngineError, unless all requests
+        have already finished.
+        """
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """Interface for engines that run many requests concurrently and report each response when it is
+    complete.
+    """
+
+    def ask(self, requests: TokenRequests, told: Told) -> Asking:
+        """Send the requests and return immediately. `told(prompt index, response)` is called from
+        another thread each time a response is complete.
+        """
+
+
+@dataclass(frozen=True)
+class Load:
+    """A server's metrics at one moment.
+
+    Attributes:
+        running, waiting: number of running requests and of queued requests.
+        kv_use: fraction of the KV cache in use.
+    """
+
+    running: int
+    waiting: int
+    kv_use: float
+
+
+@runtime_checkable
+class ReportsLoad(Protocol):
+    """An engine whose server reports its load."""
+
+    def load(self) -> Load:
+        """Return the server's current load. Raises EngineError if the server does not respond."""
+
+    def take_prefix_hits(self) -> float | None:
+        """Return the fraction of prompt tokens found in the server's prefix cache, over all
+        requests that have ended since the last call; None if there are none.
+        """
+
+    def take_drafts(self) -> dict[str, float]:
+        """Return the acceptance rate of drafted tokens, overall and per draft depth, and the mean
+        number of tokens per forward pass. Covers the same requests as `take_prefix_hits`; empty if
+        the engine does not draft.
+        """

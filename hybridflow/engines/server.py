@@ -23,7 +23,6 @@ from typing import Any, Self
 import requests
 
 from hybridflow.engines import guard
-from hybridflow.engines.http_client import direct_session
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from hybridflow.process.fork_client import ForkedProcess, fork
@@ -31,6 +30,16 @@ from hybridflow.process.listening import listeners_at
 from hybridflow.process.private_folder import compiled_code, parent_of_private
 from hybridflow.process.secret import VARIABLE, digest, job_secret, without_credentials
 from hybridflow.process.surroundings import SAFE_PATH, without_proxy
+
+
+def direct_session() -> requests.Session:
+    """Create a session that bypasses proxies. Proxies must neither see nor break calls to this
+    machine.
+    """
+    session = requests.Session()
+    session.trust_env = False
+    return session
+
 
 HOST = "127.0.0.1"
 POLL_S = 0.1

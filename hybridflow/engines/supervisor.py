@@ -1,15 +1,18 @@
 """Supervision of one engine. An engine that has exited or hangs is stopped and restarted in the
-background.
+background, and its load is sampled while it has requests.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridflow.engines.base import ENGINES, Engine
+import numpy as np
+
+from hybridflow.engines.base import ENGINES, Engine, Load
 from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.spec import EngineSpec, log_of_start
 from hybridflow.errors import EngineError, HybridFlowError
@@ -138,3 +141,45 @@ class EngineSupervisor:
             self._prepare(self.engine)
         except (HybridFlowError, OSError) as error:
             self._failure = self._failure or f"restart failed: {error}"
+
+
+_EVERY_S = 0.2
+
+
+class LoadWatch:
+    """Samples an engine's load several times a second while it has requests.
+
+    Args:
+        load: function that returns the current load. A sample is skipped if it raises an error.
+        is_busy: True while the engine has requests.
+    """
+
+    def __init__(self, load: Callable[[], Load | None], is_busy: Callable[[], bool]) -> None:
+        self._load = load
+        self._is_busy = is_busy
+        self._lock = threading.Lock()
+        self._seen: list[Load] = []
+        threading.Thread(target=self._watch, name="engine load", daemon=True).start()
+
+    def take(self) -> dict[str, float]:
+        """Return means and maxima of the samples since the last call; empty if there are none."""
+        with self._lock:
+            seen, self._seen = self._seen, []
+        if not seen:
+            return {}
+        waiting = [one.waiting for one in seen]
+        kv_use = [one.kv_use for one in seen]
+        return {
+            "running/mean": float(np.mean([one.running for one in seen])),
+            "queue/mean": float(np.mean(waiting)),
+            "queue/max": float(np.max(waiting)),
+            "kv_use/mean": float(np.mean(kv_use)),
+            "kv_use/max": float(np.max(kv_use)),
+        }
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_EVERY_S)
+            if self._is_busy() and (found := self._load()) is not None:
+                with self._lock:
+                    self._seen.append(found)

@@ -24,8 +24,7 @@ import numpy as np
 import orjson
 
 from hybridflow.batch import Supports
-from hybridflow.engines.asking import Told
-from hybridflow.engines.base import Completion, Extras, WeightSpan
+from hybridflow.engines.base import Completion, Extras, Told, WeightSpan
 from hybridflow.errors import EngineError, EngineSilent
 
 FINISH_REASONS = ("stop", "length", "abort")

@@ -14,7 +14,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.keys import NonNegative, Positive
 from hybridflow.errors import ConfigError
 from hybridflow.flows.base import Run, flow
-from hybridflow.rewards.scores import finite_number
+from hybridflow.rewards.verifiers.base import finite_number
 
 _LEAST = math.log(1e-8)  # of the multiplier's logarithm; from 0 it would not grow again
 _ROLES = ("policy", "critic", "cost_critic", "reference", "reward_model")

@@ -11,7 +11,7 @@ import torch
 
 from hybridflow.algorithms.vocab_parallel import Support
 from hybridflow.batch import DataProto
-from hybridflow.data.micro_batches import (
+from hybridflow.data.packing import (
     RESPONSE_MASK,
     counted_tokens,
     lengths_read,

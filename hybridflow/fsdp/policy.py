@@ -21,10 +21,14 @@ from hybridflow.algorithms.nonfinite import Watch, not_applied
 from hybridflow.algorithms.vocab_parallel import Scoring
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import OptimConfig
-from hybridflow.data.micro_batches import check_token_ids, lengths_read, sequence_lengths, unpack
-from hybridflow.data.packing import pack_alike
-from hybridflow.device.reference import HoldsReference
-from hybridflow.device.residency import Part
+from hybridflow.data.packing import (
+    check_token_ids,
+    lengths_read,
+    pack_alike,
+    sequence_lengths,
+    unpack,
+)
+from hybridflow.device.residency import HoldsReference, Part
 from hybridflow.errors import ModelError
 from hybridflow.fsdp import checkpoint
 from hybridflow.fsdp.lora import Adapters

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hybridflow.data.micro_batches import ranges
-from hybridflow.mcore.context_parallel import ZigZag
+from hybridflow.data.packing import ranges
+from hybridflow.mcore.parallel import ZigZag
 
 
 @dataclass(frozen=True)

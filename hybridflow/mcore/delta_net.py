@@ -28,8 +28,8 @@ from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.device.platform import Platform
-from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.delta_rule import convolved, delta_rule
+from hybridflow.mcore.parallel import ZigZag
 from hybridflow.mcore.torch_functions import rms_norm
 from hybridflow.models.delta_net import DeltaNet
 

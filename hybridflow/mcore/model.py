@@ -28,7 +28,7 @@ from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.device.platform import Platform
 from hybridflow.errors import ModelError
-from hybridflow.mcore import bootstrap, megatron_versions, rotary, routing, vision
+from hybridflow.mcore import bootstrap, megatron_versions, rotary, routers, vision
 from hybridflow.mcore.layers import block_spec, check_windows, scale_embeddings
 from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.scalar_output import replace_output_layer
@@ -145,7 +145,7 @@ def transformer_config(
     settings |= family.megatron_config()
     settings |= device_settings(family, is_cuda, bootstrap.HAVE_TRANSFORMER_ENGINE)
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
-    # Megatron 0.16 allows the first only with sigmoid scores, where `routing` computes it with
+    # Megatron 0.16 allows the first only with sigmoid scores, where `routers` computes it with
     # softmax scores too, and the second only without expert tensor parallelism, where
     # `fused_experts` has separate biases
     unchecked = {
@@ -222,7 +222,7 @@ def build_model(
     Takes the same arguments as `transformer_config`.
     """
     rotary.install()
-    routing.install()
+    routers.allow_biased_softmax()
     megatron_versions.install()
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
         from hybridflow.mcore import torch_modules
@@ -305,7 +305,7 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
 def adapt_modules(model: torch.nn.Module, family: Family, described: Sequence[LocalTensor]) -> None:
     """Adapt the modules of a model chunk, or of the prediction heads, to properties of the family
     that Megatron cannot configure. `described` lists the model's tensors in the family's map."""
-    routing.shape_biases(model, described)
+    routers.shape_biases(model, described)
     if family.latent_norm_eps is not None:
         _set_latent_norm_eps(model, family.latent_norm_eps)
 

@@ -16,7 +16,7 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.algorithms.vocab_parallel import Support
 from hybridflow.batch import DataProto
 from hybridflow.data.image_tokens import GRIDS, PIXELS, ImageTokens
-from hybridflow.data.micro_batches import (
+from hybridflow.data.packing import (
     RESPONSE_MASK,
     counted_tokens,
     lengths_read,
@@ -28,7 +28,7 @@ from hybridflow.data.micro_batches import (
 )
 from hybridflow.device.platform import Platform
 from hybridflow.mcore.ahead import Ahead, PackedRows
-from hybridflow.mcore.context_parallel import ZigZag
+from hybridflow.mcore.parallel import ZigZag
 from hybridflow.mcore.vision import Images
 
 
@@ -73,7 +73,7 @@ class MicroBatch:
         tokens, positions: [1, t'].
         packed: bounds of the whole segments (over all context ranks) for Megatron; the padding tail
             is a separate segment. `packed.bounds` is a copy on the CPU; `packed.real` [t'] is False
-            at padding tokens of this rank (`expert_load`). If some of the samples have images,
+            at padding tokens of this rank (`ExpertLoad`). If some of the samples have images,
             `packed.images` contains the `Images`, and `packed.axes` [3, t] the positions on three
             axes; otherwise both are None.
         predict_rows: [n'] this rank's rows whose outputs predict the response tokens.

@@ -26,7 +26,7 @@ from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.device.platform import Platform
-from hybridflow.mcore.context_parallel import ZigZag
+from hybridflow.mcore.parallel import ZigZag
 
 
 class SegmentClasses:

@@ -20,11 +20,15 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.derived import tokens_multiple, virtual_pipeline_size
 from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.data.image_tokens import ImageTokens, check_images
-from hybridflow.data.micro_batches import check_token_ids, lengths_read, sequence_lengths, unpack
-from hybridflow.data.packing import pack_alike
-from hybridflow.device.reference import HoldsReference
+from hybridflow.data.packing import (
+    check_token_ids,
+    lengths_read,
+    pack_alike,
+    sequence_lengths,
+    unpack,
+)
+from hybridflow.device.residency import HoldsReference
 from hybridflow.mcore import parallel, vision
-from hybridflow.mcore.expert_load import ExpertLoad
 from hybridflow.mcore.head_training import HeadSettings, HeadTraining, train_heads
 from hybridflow.mcore.lora import Adapters
 from hybridflow.mcore.model import (
@@ -36,16 +40,16 @@ from hybridflow.mcore.model import (
     local_parameters,
     wrap_for_training,
 )
-from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.optimizer import Optimizer, inner_optimizers
 from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches
 from hybridflow.mcore.prediction_heads import build_heads
-from hybridflow.mcore.router_losses import RouterLosses
 from hybridflow.mcore.router_replay import RouterReplay
+from hybridflow.mcore.routers import ExpertLoad, RouterLosses
 from hybridflow.mcore.shared_base import share_weights, without_linears
 from hybridflow.mcore.step import (
     LossFunction,
     Metrics,
+    Watch,
     all_ranks_max,
     backward,
     counted,

@@ -12,7 +12,7 @@ whose `get_replay_topk` returns the selection (moe/moe_utils.py:705). Megatron's
 one set of routes at a time, and its caller must switch to a second list for recomputations. Under
 1F1B, however, forward passes of later micro-batches alternate with recomputations of earlier ones.
 The class here instead finds the routes in the micro-batch's `PackedSeqParams`;
-`micro_batch_tracker` identifies the micro-batch that is being computed or recomputed.
+`routers` identifies the micro-batch that is being computed or recomputed.
 
 The replayed selection determines expert outputs, token dispatch, and the counts behind the expert
 bias (`local_tokens_per_expert`). The auxiliary balancing losses use the live selection
@@ -38,12 +38,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.batch import FREE, ROUTES, DataProto, Jagged, unknown_routes
-from hybridflow.data.micro_batches import lengths_read, sequence_lengths
+from hybridflow.data.packing import lengths_read, sequence_lengths
 from hybridflow.errors import ModelError, RouterReplayError
-from hybridflow.mcore.context_parallel import ZigZag
-from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue, routers_of
 from hybridflow.mcore.packed import MicroBatch
-from hybridflow.mcore.parallel import tensor_share
+from hybridflow.mcore.parallel import ZigZag, tensor_share
+from hybridflow.mcore.routers import MicroBatchTracker, RecomputationQueue, routers_of
 
 Action = Literal["replay", "record", "compare"]
 _COUNTS = ("sent", "used", "mismatched", "differing", "drifted")

@@ -1,10 +1,14 @@
 """Forward passes and training steps over packed micro-batches, under any of Megatron's pipeline
-schedules."""
+schedules.
+
+Each pass watches for non-finite values (`algorithms.nonfinite`): in the gradients that enter and
+leave each stage, and in the flat gradient buffers.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +20,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.algorithms import nonfinite
 from hybridflow.algorithms.losses import OF_TEACHER, TEACHER_IDS
 from hybridflow.algorithms.vocab_parallel import (
     Scoring,
@@ -23,11 +28,45 @@ from hybridflow.algorithms.vocab_parallel import (
     log_probs_of_tokens,
     top_log_probs,
 )
-from hybridflow.mcore.context_parallel import gather_tokens
 from hybridflow.mcore.model import output_weight
-from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.packed import MicroBatch
-from hybridflow.mcore.parallel import context_rank, device, is_last_stage
+from hybridflow.mcore.parallel import context_rank, device, gather_tokens, is_last_stage
+
+
+class Watch(nonfinite.Watch):
+    """Checks one mini-batch for non-finite values, at three points in each of this rank's
+    stages.
+    """
+
+    def __init__(self, num_micro_batches: int) -> None:
+        super().__init__(num_micro_batches, device())
+
+    @contextlib.contextmanager
+    def stage(self, model: Any, micro_batch: int) -> Iterator[None]:
+        """Context manager for a stage's forward pass. It watches the gradient that will leave the
+        stage, i.e. the gradient of the embedding's output or of the received activation.
+        """
+        if not model.pre_process:
+            self.gradient_of(model.decoder.input_tensor, micro_batch)
+            yield
+            return
+        handle = model.embedding.register_forward_hook(
+            lambda module, inputs, output: self.gradient_of(output, micro_batch)
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def report(self, chunks: Sequence[Any]) -> str:
+        """Return `report_of` for the reduced gradients in the buffers of `chunks`. Collective over
+        all ranks."""
+        return self.report_of(
+            buffer.grad_data
+            for chunk in chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        )
+
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 # (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)

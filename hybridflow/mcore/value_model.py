@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.data.micro_batches import unpack
+from hybridflow.data.packing import unpack
 from hybridflow.mcore import parallel
 from hybridflow.mcore.backend import MegatronPolicy
-from hybridflow.mcore.context_parallel import gather_tokens
 from hybridflow.mcore.packed import MicroBatch
+from hybridflow.mcore.parallel import gather_tokens
 from hybridflow.mcore.step import Metrics, backward_outputs, forward_outputs
 from hybridflow.models.scalar_head import ScalarHead
 

@@ -1,6 +1,6 @@
 """The timeline of all processes of a run, on the driver's clock. The driver's phases are read from
 `timeline.jsonl`, and the calls of ranks and engine workers are read from `logs/*.spans.jsonl`
-(`hybridflow.process.spans`).
+(`hybridflow.observe.spans`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 
 from hybridflow.errors import DataError
 from hybridflow.observe.jsonl import number_ranges, read_jsonl
+from hybridflow.observe.spans import SUFFIX
 from hybridflow.observe.timeline import WHOLE_STEP, read_timeline
-from hybridflow.process.spans import SUFFIX
 
 DRIVER = "driver"
 _MOST_BYTES = 64 << 20  # read from each file

@@ -22,7 +22,6 @@ from hybridflow.config.registry import attribute_of, describe_error, import_file
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError, did_you_mean
 from hybridflow.rewards.combination import Combination
-from hybridflow.rewards.scores import shown
 from hybridflow.rewards.verifiers.base import (
     FACTS,
     PROMPT,
@@ -32,6 +31,7 @@ from hybridflow.rewards.verifiers.base import (
     by_data_source,
     check_installed,
     result_of,
+    shown,
 )
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")

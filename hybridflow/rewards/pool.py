@@ -13,7 +13,7 @@ from pathlib import Path
 from hybridflow.config.registry import absolute_entry, is_offered
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError, HybridFlowError
-from hybridflow.process import spans
+from hybridflow.observe import spans
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rewards.functions import Outcome, Row
 from hybridflow.rewards.lines import Forked, fork_process, start_process

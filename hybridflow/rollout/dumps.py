@@ -11,7 +11,7 @@ import numpy as np
 
 from hybridflow.batch import ROUTES, SUPPORT, Column, DataProto, Jagged, objects, read_parquet
 from hybridflow.data.image_tokens import IMAGES
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError, SchemaError
 from hybridflow.observe.rollouts import (

@@ -24,8 +24,13 @@ from hybridflow.dispatch import DataflowStep
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.manager import RewardManager, Submitted
 from hybridflow.rewards.reading import opens_thinking
-from hybridflow.rewards.scores import finite_number
-from hybridflow.rewards.verifiers.base import PROMPT, THINKING_OPEN, ScoreResult, result_of
+from hybridflow.rewards.verifiers.base import (
+    PROMPT,
+    THINKING_OPEN,
+    ScoreResult,
+    finite_number,
+    result_of,
+)
 from hybridflow.rollout.answer_statistics import answer_statistics
 from hybridflow.rollout.conversations import TURN_REWARDS
 from hybridflow.rollout.dumps import dump_batch

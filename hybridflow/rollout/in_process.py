@@ -10,12 +10,12 @@ import numpy as np
 
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import RunConfig
-from hybridflow.engines.asking import generated
 from hybridflow.engines.base import LocalEngine, prompt_images
 from hybridflow.errors import EngineError
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.requests import Requests, extras_for, sampling_for
 from hybridflow.single_controller import computing
+from hybridflow.workers.requests import generated
 from hybridflow.workers.rollout import response_columns
 
 if TYPE_CHECKING:

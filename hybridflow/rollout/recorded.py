@@ -14,7 +14,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import open_sampler
 from hybridflow.data.dataset import PreferenceDataset
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 from hybridflow.dispatch import DataflowStep
 from hybridflow.errors import FlowError
 from hybridflow.rollout.answering import Prompt

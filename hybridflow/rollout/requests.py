@@ -21,12 +21,12 @@ from hybridflow.batch import DataProto, Jagged, objects
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig, SamplingConfig
 from hybridflow.config.val_sets import VAL_SET, sampling_of
+from hybridflow.data.balancing import shares
 from hybridflow.data.image_tokens import IMAGES
 from hybridflow.engines.base import Extras
 from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
-from hybridflow.process import spans
+from hybridflow.observe import spans
 from hybridflow.rollout.continuation import continued, joined
-from hybridflow.rollout.placing import shares
 from hybridflow.rollout.protocols import ROOM, SyncReport
 from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT

@@ -9,7 +9,7 @@ import numpy as np
 
 from hybridflow.batch import DataProto, Jagged, objects
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 
 
 def sampled_tokens(batch: DataProto) -> np.ndarray:

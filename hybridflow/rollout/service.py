@@ -8,10 +8,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import RunConfig
 from hybridflow.engines.base import Extras
-from hybridflow.engines.load import over_engines
 from hybridflow.engines.supervisor import UP, EngineState
 from hybridflow.errors import EnginesLostError, WorkerError
 from hybridflow.rollout.protocols import SyncReport, WeightSync
@@ -221,3 +222,14 @@ class EngineGroup(Requests):
 def collect_method(config: RunConfig) -> Callable[..., Any]:
     """Return the worker method that collects training answers with the required extras."""
     return _COLLECT[extras_for(config, training=True)]
+
+
+def over_engines(loads: list[dict[str, float]]) -> dict[str, float]:
+    """Merge the engines' loads into a step's `engine/...` metrics: the average of the means and the
+    maximum of the maxima.
+    """
+    found = {}
+    for name in dict.fromkeys(name for load in loads for name in load):
+        values = [load[name] for load in loads if name in load]
+        found[f"engine/{name}"] = float(max(values) if name.endswith("/max") else np.mean(values))
+    return found

@@ -4,22 +4,26 @@ next sync.
 The transfer to each engine is a separate transaction (`Engine.receive`), driven by the engine's
 worker while the policy's ranks send. An engine whose transaction fails stays paused and receives no
 requests; the others continue. An engine that has exited is restarted by its worker and receives
-weights in a later sync.
+weights in a later sync. If no engine is left, `RestartingSync` restarts the engines with their
+workers within the step. Because the policy has not changed since the last sync, the new engines get
+the same weight version.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.device.platform import Platform
-from hybridflow.errors import HybridFlowError, WeightSyncError
-from hybridflow.rollout.protocols import SyncReport
+from hybridflow.errors import HybridFlowError, WeightSyncError, WorkerError
+from hybridflow.process.restart_limit import RestartLimit
+from hybridflow.rollout.protocols import SyncReport, WeightSync
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.single_controller import WorkerGroup
 from hybridflow.sync.schedule import PlanFacts
@@ -238,3 +242,71 @@ def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
     return Outcome(
         outcome.engine, outcome.number, outcome.status, error, outcome.nbytes, outcome.seconds
     )
+
+
+log = logging.getLogger(__name__)
+
+
+class RestartingSync:
+    """A `WeightSync` that restarts the engines if all of them are lost, during a sync or (through
+    `recover`) during generation.
+
+    Args:
+        engines: the engines.
+        weights: the wrapped sync.
+        max_restarts: maximum number of restarts per hour; if 0, the first loss ends the job.
+        told: callback that receives a one-line message for each restart.
+    """
+
+    def __init__(
+        self,
+        engines: EngineGroup,
+        weights: WeightSync,
+        max_restarts: int,
+        told: Callable[[str], None],
+    ) -> None:
+        self.engines = engines
+        self.weights = weights
+        self._told = told
+        self._restarts = RestartLimit(max_restarts)
+        self._version = -1
+        engines.recover = self.recover
+        engines.weights = self
+
+    async def recover(self, error: HybridFlowError) -> None:
+        """Restart engines or workers that were lost while generating, and send them the weights of
+        the last sync.
+
+        Raises:
+            HybridFlowError: `error` itself if `max_restarts` is used up, or an error during a
+                restart. Engines must start within `rollout.start_timeout_s`.
+        """
+        if self._version < 0 or (isinstance(error, WorkerError) and self.engines.workers_alive()):
+            raise error
+        await self._restart(error)
+        await self.weights.sync(self._version)  # waits for engines that are starting
+
+    async def sync(self, version: int) -> SyncReport:
+        """Transfer the weights to the engines. Lost workers are restarted; `weights` handles the
+        loss of single engines."""
+        self._version = version
+        while True:
+            try:
+                return await self.weights.sync(version)
+            except WorkerError as error:
+                if self.engines.workers_alive():  # a rank of the policy was lost instead
+                    raise
+                await self._restart(error)
+
+    async def _restart(self, error: HybridFlowError) -> None:
+        """Restart lost workers. Raises `error` if no more restarts are allowed."""
+        if not self._restarts.take():
+            raise error
+        log.info(
+            "no engine is left; restarting all engines (%d more restarts allowed this hour): %s",
+            self._restarts.left,
+            error,
+        )
+        self._told(str(error).splitlines()[0])
+        if not self.engines.workers_alive():
+            await self.engines.restart_workers()

@@ -25,7 +25,7 @@ import hybridflow
 from hybridflow.device.platform import Platform
 from hybridflow.errors import CheckpointError
 from hybridflow.models import Family
-from hybridflow.process import spans
+from hybridflow.observe import spans
 from hybridflow.process.exchange import Exchange
 from hybridflow.saving.failures import cause_of, not_written
 from hybridflow.saving.manifest import (

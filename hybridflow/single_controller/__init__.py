@@ -3,7 +3,6 @@ package that imports ray.
 """
 
 from hybridflow.single_controller.cluster import Cluster
-from hybridflow.single_controller.colocate import colocated
 from hybridflow.single_controller.event_loop import (
     begin,
     block_on,
@@ -14,6 +13,7 @@ from hybridflow.single_controller.event_loop import (
     waited_seconds,
 )
 from hybridflow.single_controller.future import Future
+from hybridflow.single_controller.host import colocated
 from hybridflow.single_controller.in_process import InProcessGroup
 from hybridflow.single_controller.resource_pool import ResourcePool, reserve
 from hybridflow.single_controller.stored import keep_in_store

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import HybridFlowError, WorkerError, from_json
-from hybridflow.process import spans
+from hybridflow.observe import spans
 from hybridflow.process.children import ENDED, STOPPED, state_of
 from hybridflow.single_controller.event_loop import block_on
 from hybridflow.single_controller.host import Failure
-from hybridflow.single_controller.pieces import Header
 from hybridflow.single_controller.remote_node import RemoteNode
-from hybridflow.single_controller.stored import stored_results
+from hybridflow.single_controller.stored import Header, stored_results
 
 _GRACE_S = (
     2.0  # a dead rank makes its peers raise errors; time to look for it before a peer is blamed

@@ -1,4 +1,5 @@
-"""The actor that runs in each worker process.
+"""The actor that runs in each worker process, for one worker class or for several roles that share
+the process (`colocated`).
 
 It initialises the process as one rank, owns the worker and calls its methods.
 """
@@ -16,22 +17,97 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridflow.batch import DataProto
-from hybridflow.dispatch import WorkerContext
+from hybridflow.dispatch import MethodSpec, WorkerContext, method_spec
 from hybridflow.errors import HybridFlowError, StorageError, to_json
-from hybridflow.process import spans
+from hybridflow.observe import spans
 from hybridflow.process.children import (
     die_with_parent,
     print_whole_lines,
     use_threads_of_environment,
 )
-from hybridflow.single_controller.pieces import Header, Request
+from hybridflow.single_controller.stored import Header, Request
+
+
+class Colocated:
+    """A worker that contains one worker per role, in the order of `roles`. Use `colocated` to
+    create a subclass.
+    """
+
+    roles: ClassVar[Mapping[str, type]] = {}
+
+    def __init__(self, context: WorkerContext, *arguments: Sequence[Any]) -> None:
+        """Construct each role as `role(context, *arguments[i])`. Later roles find earlier ones in
+        `context.neighbours`."""
+        self._workers: dict[str, Any] = {}
+        inside = replace(context, neighbours=self._workers)
+        for (name, role), args in zip(self.roles.items(), arguments, strict=True):
+            self._workers[name] = role(inside, *args)
+
+    def __getattr__(self, address: str) -> Any:
+        """Look up `ROLE.METHOD`, the format returned by `address_of`."""
+        role, _, method = address.partition(".")
+        try:
+            return getattr(self.__dict__["_workers"][role], method)
+        except KeyError:
+            raise AttributeError(
+                f"the role of {address!r} must be one of {', '.join(self.roles)}"
+            ) from None
+
+
+def colocated(**roles: type) -> type:
+    """Create a worker class whose processes contain one worker of each role.
+
+    The group's `args` is a tuple of arguments per role.
+
+    Methods are called as usual: `group.run(Actor.update, ...)`. If several roles have the method,
+    select one with `role`: `group.run(Model.save, ..., role="critic")`. `mesh_position` is taken
+    from the first role that defines it.
+    """
+    made: dict[str, Any] = {"roles": roles}
+    placed = [name for name, role in roles.items() if hasattr(role, "mesh_position")]
+    if placed:  # the group checks the class for this method before calling the workers
+        made["mesh_position"] = lambda self: getattr(self, f"{placed[0]}.mesh_position")()
+    return type("And".join(role.__name__ for role in roles.values()), (Colocated,), made)
+
+
+def address_of(worker_class: type, method: Callable[..., Any], role: str | None) -> str:
+    """Return the name under which a process of `worker_class` calls `method`.
+
+    It includes the role if the class is colocated.
+
+    Raises:
+        TypeError: the class or role has no such method, or several roles have one and `role` is
+            None.
+    """
+    spec: MethodSpec = method_spec(method)
+    called = f"{getattr(method, '__qualname__', method)}"
+    if not issubclass(worker_class, Colocated):
+        if not _owns(worker_class, method, spec):
+            raise TypeError(f"{called} is not a method of {worker_class.__name__}")
+        return spec.name
+    owners = [
+        name
+        for name, found in worker_class.roles.items()
+        if role in (None, name) and _owns(found, method, spec)
+    ]
+    if len(owners) != 1:
+        problem = (
+            f"belongs to {' and '.join(owners)}: pass role=" if owners else "is not a method of"
+        )
+        raise TypeError(f"{called} {problem} {role or ', '.join(worker_class.roles)}")
+    return f"{owners[0]}.{spec.name}"
+
+
+def _owns(worker_class: type, method: Callable[..., Any], spec: MethodSpec) -> bool:
+    return any(vars(base).get(spec.name) is method for base in inspect.getmro(worker_class))
+
 
 _WORTH_A_SPAN_S = 0.001
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface

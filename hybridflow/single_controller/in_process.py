@@ -14,9 +14,8 @@ from hybridflow.placement.place import PORTS
 from hybridflow.process.rendezvous import leave_world
 from hybridflow.single_controller.actors import environment
 from hybridflow.single_controller.cluster import LOOPBACK
-from hybridflow.single_controller.colocate import address_of
 from hybridflow.single_controller.event_loop import computing
-from hybridflow.single_controller.host import free_port
+from hybridflow.single_controller.host import address_of, free_port
 
 
 class InProcessGroup:

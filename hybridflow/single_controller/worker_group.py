@@ -24,7 +24,7 @@ from hybridflow.dispatch import (
     plan_call,
 )
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
-from hybridflow.process import spans
+from hybridflow.observe import spans
 from hybridflow.process.children import end_processes, is_running
 from hybridflow.process.surroundings import import_path
 from hybridflow.single_controller.actors import (
@@ -34,13 +34,11 @@ from hybridflow.single_controller.actors import (
     start_actors,
 )
 from hybridflow.single_controller.cluster import Cluster
-from hybridflow.single_controller.colocate import address_of
 from hybridflow.single_controller.event_loop import block_on
 from hybridflow.single_controller.future import Future, Rank
-from hybridflow.single_controller.host import HostInfo
-from hybridflow.single_controller.pieces import At, Request
+from hybridflow.single_controller.host import HostInfo, address_of
 from hybridflow.single_controller.resource_pool import ResourcePool
-from hybridflow.single_controller.stored import INLINE_BYTES, Outgoing, is_small
+from hybridflow.single_controller.stored import INLINE_BYTES, At, Outgoing, Request, is_small
 
 _ALIVE_S = 5.0  # timeout for a rank on another node to reply; no reply means busy, not dead
 _CLOCK_PROBES = 5  # the measurement with the shortest round trip is used

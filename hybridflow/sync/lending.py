@@ -32,8 +32,7 @@ import torch
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.store import StoreError, StoreLate
 from hybridflow.sync.meeting import Meeting, Member, PeerWatch, meet
-from hybridflow.sync.payload import Payload
-from hybridflow.sync.transports.base import DONE, Endpoint, Work
+from hybridflow.sync.transports.base import DONE, Endpoint, Payload, Work
 
 _PAGE = 4096
 # int64 indices in the header, one cache line apart; each is written by one side only

@@ -19,7 +19,14 @@ from hybridflow.models.fp8 import FP8
 from hybridflow.reshard.fp8_blocks import SCALES
 from hybridflow.reshard.layout import DIMS, ITEM_BYTES, padded
 from hybridflow.sync.messages import Item, Message
-from hybridflow.sync.payload import DIGEST_BYTES, Digest, Payload, digest, message_key, seeds_of
+from hybridflow.sync.transports.base import (
+    DIGEST_BYTES,
+    Digest,
+    Payload,
+    digest,
+    message_key,
+    seeds_of,
+)
 from hybridflow_kernels.fp8_cast import write_scales, write_weights
 from hybridflow_kernels.slices import Slice, Slices
 

@@ -24,16 +24,20 @@ import torch
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.sync.messages import Message
-from hybridflow.sync.payload import Digest, Payload, digest, first_difference, joined
 from hybridflow.sync.staging import ReceiveStaging, SendStaging, seal_bytes
 from hybridflow.sync.transports.base import (
     LAST_TAG,
+    Digest,
     LendingReceiveChannel,
     LendingSendChannel,
     Loan,
+    Payload,
     ReceiveChannel,
     SendChannel,
     Work,
+    digest,
+    first_difference,
+    joined,
 )
 
 Buffers = Mapping[str, torch.Tensor]

@@ -19,10 +19,10 @@ from hybridflow.config import derived
 from hybridflow.config.entries import ESTIMATORS, FLOWS, estimator_options
 from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 from hybridflow.dispatch import DataflowStep
 from hybridflow.errors import DataError, FlowError
-from hybridflow.rewards.scores import PART_REWARDS, finite_number
+from hybridflow.rewards.verifiers.base import PART_REWARDS, finite_number
 from hybridflow.rollout.sampling_control import sampled_tokens
 from hybridflow.trainer.metrics import spread
 from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
@@ -277,36 +277,40 @@ def _values(batch: DataProto, name: str) -> torch.Tensor:
     return found[0] if isinstance(found, tuple) else found
 
 
-def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
-    """Return, for each row [B], why it counts as failed despite having a score; None if it does
-    not. A row fails if the reward did not return an extra number that the estimator requires, or
-    returned more turn or token rewards than the row has turns or tokens.
-    """
-    algorithm = config.algorithm
-    flow = derived.flow_name(config)
-    needed = dict.fromkeys(FLOWS.get(flow).rewards, f"algorithm.flow={flow}")
-    key = "algorithm.adv_estimator_options.rewards"
-    needed |= dict.fromkeys(getattr(estimator_options(algorithm), "rewards", ()), key)
-    texts: list[str | None] = [None] * len(batch)
-    failed = _failed(batch)
-    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [{}] * len(batch)
-    most = _part_counts(batch) if ESTIMATORS.get(algorithm.adv_estimator).takes_parts else {}
-    for row, extra in enumerate(extras):
-        missing = [name for name in needed if finite_number(extra.get(name)) is None]
-        if failed[row]:
-            continue
-        if missing:
-            texts[row] = (
-                f"the reward returned {missing[0]}={extra.get(missing[0])!r:.60}, but "
-                f"{needed[missing[0]]} requires a finite number of this name"
-            )
-        for name, counts in most.items():
-            if len(extra.get(name) or ()) > counts[row]:
+class RequiredParts:
+    """The numbers that the reward of a run must return in addition to the score."""
+
+    def __init__(self, config: RunConfig) -> None:
+        algorithm = config.algorithm
+        flow = derived.flow_name(config)
+        self._needed = dict.fromkeys(FLOWS.get(flow).rewards, f"algorithm.flow={flow}")
+        key = "algorithm.adv_estimator_options.rewards"
+        self._needed |= dict.fromkeys(getattr(estimator_options(algorithm), "rewards", ()), key)
+        self._takes_parts = ESTIMATORS.get(algorithm.adv_estimator).takes_parts
+
+    def lost(self, batch: DataProto) -> list[str | None]:
+        """Return, for each row [B], why it counts as failed despite having a score, else None: a
+        number is missing, or there are more turn or token rewards than turns or tokens."""
+        texts: list[str | None] = [None] * len(batch)
+        failed = _failed(batch)
+        extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [{}] * len(batch)
+        most = _part_counts(batch) if self._takes_parts else {}
+        for row, extra in enumerate(extras):
+            if failed[row]:
+                continue
+            missing = [name for name in self._needed if finite_number(extra.get(name)) is None]
+            if missing:
                 texts[row] = (
-                    f"the reward returned {len(extra[name])} {name}, but the policy sampled "
-                    f"{counts[row]} {name.partition('_')[0]}s in this answer"
+                    f"the reward returned {missing[0]}={extra.get(missing[0])!r:.60}, but "
+                    f"{self._needed[missing[0]]} requires a finite number of this name"
                 )
-    return texts
+            for name, counts in most.items():
+                if len(extra.get(name) or ()) > counts[row]:
+                    texts[row] = (
+                        f"the reward returned {len(extra[name])} {name}, but the policy sampled "
+                        f"{counts[row]} {name.partition('_')[0]}s in this answer"
+                    )
+        return texts
 
 
 def _failed(batch: DataProto) -> list[bool]:

@@ -19,9 +19,8 @@ from hybridflow.observe.progress import Progress
 from hybridflow.rollout.conversations import conversing
 from hybridflow.rollout.in_process import InProcessRollouts
 from hybridflow.rollout.protocols import Engines, Sample, SyncReport
-from hybridflow.rollout.recovery import RestartingSync
 from hybridflow.rollout.service import EngineGroup
-from hybridflow.rollout.weight_sync import SliceSync
+from hybridflow.rollout.weight_sync import RestartingSync, SliceSync
 from hybridflow.single_controller import InProcessGroup, WorkerGroup, block_on
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.rollout import engine_spec

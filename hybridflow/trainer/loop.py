@@ -36,11 +36,10 @@ from hybridflow.rollout.evaluation import Validator
 from hybridflow.rollout.protocols import Engines
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.advantages import Advantages
-from hybridflow.trainer.devices import Devices
+from hybridflow.trainer.devices import Devices, Phases
 from hybridflow.trainer.flow_errors import message_of
 from hybridflow.trainer.flow_state import kept_state
 from hybridflow.trainer.own_policies import Learner
-from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Records
 from hybridflow.trainer.run import FlowRun

@@ -9,7 +9,7 @@ import numpy as np
 
 from hybridflow.batch import DataProto
 from hybridflow.config.role_table import CRITICS, ROLES
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 from hybridflow.rollout.answer_statistics import best_of, numbers_up_to
 from hybridflow.trainer.mismatch import mismatch_metrics
 from hybridflow.trainer.model_scores import agreement

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from hybridflow.batch import DataProto
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 
 _QUARTERS = ("first", "second", "third", "last")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.data.micro_batches import lengths_read
+from hybridflow.data.packing import lengths_read
 from hybridflow.errors import RouterReplayError
 
 _GB = 1e9

@@ -19,7 +19,7 @@ from hybridflow.errors import FlowError
 from hybridflow.rollout.answering import Prompt, samples
 from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.trainer.advantages import Advantages
-from hybridflow.trainer.devices import Devices
+from hybridflow.trainer.devices import Devices, Phases
 from hybridflow.trainer.flow_calls import (
     Call,
     Noting,
@@ -31,7 +31,6 @@ from hybridflow.trainer.flow_calls import (
 )
 from hybridflow.trainer.flow_roles import TrainedPolicy
 from hybridflow.trainer.groups import role_pass
-from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy
 from hybridflow.trainer.records import Trained
 from hybridflow.workers.policy import PolicyWorker

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from hybridflow.trainer.protocols import Policy
 from hybridflow.trainer.session import Session
 
 
 class StepProfiles:
-    """Profiles selected steps on the policy's ranks.
+    """Profiles steps on the policy's ranks.
 
     Args:
         policy: the policy whose ranks (`trainer.profile.ranks`) are profiled.
-        steps: the profiled steps.
         session: traces are written to `profile/` in its run folder.
         say: called with a message for each profile that could not be written.
     """
 
-    def __init__(
-        self, policy: Policy, steps: Collection[int], session: Session, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, policy: Policy, session: Session, say: Callable[[str], None]) -> None:
         self._policy = policy
-        self._steps = steps
         self._session = session
         self._say = say
 
-    async def begin(self, step: int) -> None:
-        """Start profiling, if this step is to be profiled."""
-        if step in self._steps:
-            await self._policy.start_profile()
+    async def begin(self) -> None:
+        """Start profiling."""
+        await self._policy.start_profile()
 
     async def end(self, step: int) -> None:
-        """Write the profiles of this step, if it is profiled."""
-        if step in self._steps:
-            folder = self._session.folder / "profile" / f"step_{step:06d}"
-            with self._session.timeline.phase("profile"):
-                reasons = await self._policy.stop_profile(folder)
-            for reason in reasons:
-                self._say(f"step {step}: {reason}")
+        """Write the profiles of this step."""
+        folder = self._session.folder / "profile" / f"step_{step:06d}"
+        with self._session.timeline.phase("profile"):
+            reasons = await self._policy.stop_profile(folder)
+        for reason in reasons:
+            self._say(f"step {step}: {reason}")

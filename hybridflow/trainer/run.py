@@ -29,13 +29,18 @@ from hybridflow.observe.progress import Progress
 from hybridflow.rollout.answering import Prompt
 from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.trainer.advantages import Advantages
-from hybridflow.trainer.devices import Devices
+from hybridflow.trainer.devices import Devices, Phases
 from hybridflow.trainer.flow_api import FlowApi
-from hybridflow.trainer.flow_calls import Call, Pending, Updating, joined, refuse_nonfinite
+from hybridflow.trainer.flow_calls import (
+    Call,
+    FlowWatch,
+    Pending,
+    Updating,
+    joined,
+    refuse_nonfinite,
+)
 from hybridflow.trainer.flow_roles import CALLS, TrainedPolicy
-from hybridflow.trainer.flow_watch import FlowWatch
 from hybridflow.trainer.own_policies import Learner, OwnPolicy, PolicyPart
-from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.profiling import StepProfiles
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Records, Trained
@@ -104,8 +109,8 @@ class FlowRun:
         self._watch = FlowWatch()
         self.calling = self._watch.calling
         self._session = trainer.session
-        profiled = () if is_tracing else trainer.config.trainer.profile.steps
-        self._profiles = StepProfiles(trainer.policy, profiled, trainer.session, progress.message)
+        self._profiled = () if is_tracing else trainer.config.trainer.profile.steps
+        self._profiles = StepProfiles(trainer.policy, trainer.session, progress.message)
         self._spans = ExitStack()  # of the open step
         self._calls: list[Pending[Any]] = []  # of the open step
         self._batch: DataProto | None = None  # of the open step, with the columns computed so far
@@ -429,7 +434,8 @@ class FlowRun:
         self._spans.enter_context(self._session.timed("seconds_grpo"))
         self._spans.enter_context(self._session.timeline.phase("step", self.step))
         self._spans.enter_context(self._session.controlled())
-        await self._profiles.begin(self.step)
+        if self.step in self._profiled:
+            await self._profiles.begin()
         return self.step
 
     async def end_step(self) -> None:
@@ -446,7 +452,8 @@ class FlowRun:
         trained = self._trained
         batch = self._batch
         await self._end_training()
-        await self._profiles.end(self.step)
+        if self.step in self._profiled:
+            await self._profiles.end(self.step)
         if not self.config.trainer.rollout_only:
             await self._serve_engines()
         own = self._own_metrics(batch if trained is None else trained.batch)

@@ -20,7 +20,7 @@ from hybridflow.rollout.evaluation import Scorer, with_failures, without_failed
 from hybridflow.rollout.groups import Groups
 from hybridflow.rollout.protocols import Rollouts
 from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
-from hybridflow.trainer.advantages import lost_parts
+from hybridflow.trainer.advantages import RequiredParts
 
 
 class Samples(Protocol):
@@ -97,6 +97,7 @@ class Sampled:
         self.begun = self.groups.begun
         self.forget = self.groups.forget
         self.restore = self.groups.restore
+        self._required = RequiredParts(config)
         self._dynamic: Mapping[str, float] = {}
 
     @property
@@ -132,7 +133,7 @@ class Sampled:
 
     def _counted(self, batch: DataProto) -> DataProto:
         """Exclude rows from training: failed rows and, if configured, overlong rows."""
-        lost = lost_parts(self.config, batch)
+        lost = self._required.lost(batch)
         if any(lost):
             batch = with_failures(batch, lost)
             self.scorer.check_failures(batch)

@@ -16,6 +16,7 @@ from hybridflow.config import derived
 from hybridflow.config.load import dump_yaml
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError, HybridFlowError, RunStopped, naming
+from hybridflow.observe import spans
 from hybridflow.observe.environment import write_environment
 from hybridflow.observe.exporter import Exporter
 from hybridflow.observe.jsonl import JsonlWriter, finite, number_ranges, read_jsonl
@@ -25,7 +26,6 @@ from hybridflow.observe.run_folder import CHANGES
 from hybridflow.observe.timeline import WHOLE_STEP, Timeline, read_timeline
 from hybridflow.observe.tracker import Tracker
 from hybridflow.observe.trackers.base import Phase
-from hybridflow.process import spans
 from hybridflow.saving.fingerprint import TRAINED_ON, Fingerprint
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 from hybridflow.single_controller import waited_seconds

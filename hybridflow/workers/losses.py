@@ -32,7 +32,7 @@ from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.entries import POLICY_LOSSES, policy_loss_options
 from hybridflow.config.schema import ActorConfig, CriticConfig, DistillationConfig
-from hybridflow.data.micro_batches import RESPONSE_MASK, Packed, unpack
+from hybridflow.data.packing import RESPONSE_MASK, Packed, unpack
 
 
 def sft_loss(

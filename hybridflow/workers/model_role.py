@@ -18,8 +18,7 @@ from hybridflow.models import Family, family_of, use_family
 from hybridflow.models.scalar_head import SEQUENCE, TOKENS, WEIGHT, FreshHead, ScalarHead
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
 from hybridflow.workers.losses import PairLoss, ValueLoss
-from hybridflow.workers.memory import needs
-from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
+from hybridflow.workers.role import Report, RoleSpec, RoleWorker, needs, own_rows
 
 # a scalar head is applied to each token, or once per sequence
 _SCALAR_HEADS = {"value": TOKENS, "score": SEQUENCE}

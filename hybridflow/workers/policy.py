@@ -17,7 +17,7 @@ from hybridflow.batch import ROUTES, SUPPORT, DataProto, Jagged
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig
 from hybridflow.data.image_tokens import IMAGES
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 from hybridflow.device.platform import Kind, Platform
 from hybridflow.device.profiler import RankProfiler
 from hybridflow.device.residency import PARTS
@@ -40,8 +40,7 @@ from hybridflow.sync.session import Order, Outcome
 from hybridflow.sync.transports import chosen, part_bytes
 from hybridflow.workers.backend import Backend, open_backend
 from hybridflow.workers.losses import Noted, PolicyLoss, sft_loss
-from hybridflow.workers.memory import needs
-from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
+from hybridflow.workers.role import Report, RoleSpec, RoleWorker, needs, own_rows
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +73,7 @@ class PolicyWorker(RoleWorker):
         )
         self.rank = context.rank
         self._profiler = RankProfiler(config.trainer.profile)
+        self._losses: dict[str | None, PolicyLoss] = {}  # by the column of old log-probs
         self._noted: DataProto | None = None
         self._store: MasterStore | None = None
         self._sender = WeightSender(context.rank, self.model.sent_tensors)
@@ -125,7 +125,7 @@ class PolicyWorker(RoleWorker):
         config = self.spec.config
         reports = list[Report]()
         old = derived.old_log_probs_column(config)
-        loss = PolicyLoss(self.config, None if notes and old == "old_log_probs" else old)
+        loss = self._loss_with(None if notes and old == "old_log_probs" else old)
         for mini_batch in batch.split(rows_per_update):
             noted = Noted(loss) if notes and not reports else None
             sums, info = self.model.train_mini_batch(
@@ -140,6 +140,13 @@ class PolicyWorker(RoleWorker):
                 self._noted = noted.take(mini_batch)
             reports.append({"sums": sums, "info": info})
         return reports
+
+    def _loss_with(self, old: str | None) -> PolicyLoss:
+        """Return the policy loss that reads this column as old log-probs, the same in every
+        step."""
+        if old not in self._losses:
+            self._losses[old] = PolicyLoss(self.config, old)
+        return self._losses[old]
 
     @register(Dispatch.DP, reads=("uid",), writes=("old_log_probs", "entropys"))
     def take_update_log_probs(self, batch: DataProto) -> DataProto | None:

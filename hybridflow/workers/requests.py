@@ -1,14 +1,72 @@
-"""Bookkeeping for one engine: requests in flight, and results of finished requests."""
+"""Bookkeeping for one engine: requests in flight, in its streams or in a thread that calls
+`generate`, results of finished requests, and the engine's busy time.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
-from hybridflow.engines.asking import Asking, TokenRequests, ask
-from hybridflow.engines.base import Completion, Engine, Extras
-from hybridflow.engines.load import BusyClock
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines.base import (
+    Asking,
+    Completion,
+    Engine,
+    Extras,
+    PromptImages,
+    Streams,
+    TokenRequests,
+    Told,
+)
+from hybridflow.errors import EngineError
+
+
+class BusyClock:
+    """Accumulates the time during which an engine has requests, and the tokens that it generates.
+    Not thread-safe.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._from = now()
+        self._busy_since: float | None = None
+        self._busy = 0.0
+        self.tokens = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """True while the engine has requests."""
+        return self._busy_since is not None
+
+    def note(self, has_requests: bool) -> None:
+        """Record that the engine is now busy (`has_requests`) or idle."""
+        if has_requests and self._busy_since is None:
+            self._busy_since = self._now()
+        elif not has_requests and self._busy_since is not None:
+            self._busy += self._now() - self._busy_since
+            self._busy_since = None
+
+    def take(self) -> dict[str, float]:
+        """Return the tokens per second of busy time and the idle fraction since the last call, then
+        reset the counters.
+        """
+        now = self._now()
+        if self._busy_since is not None:
+            self._busy += now - self._busy_since
+            self._busy_since = now
+        found = {}
+        if self._busy > 0:
+            found["tokens_per_s"] = self.tokens / self._busy
+        if now > self._from:
+            found["idle_share"] = 1.0 - self._busy / (now - self._from)
+        self._from, self._busy, self.tokens = now, 0.0, 0
+        return found
+
 
 CUT_SHORT = "cut short"  # finish reason of a response left incomplete because its engine was lost
 
@@ -72,9 +130,11 @@ class EngineRequests:
             self._parts.append(part)
             self._note_busy()
         try:
-            part.asking = ask(
-                engine, requests, lambda number, completion: self._told(part, number, completion)
-            )
+            told = partial(self._told, part)
+            if isinstance(engine, Streams):
+                part.asking = engine.ask(requests, told)
+            else:
+                part.asking = _InThread(engine, requests, told)
         except BaseException:
             self._forget(part)
             raise
@@ -235,3 +295,102 @@ class EngineRequests:
 
 def _is_done(part: _Part) -> bool:
     return part.asking is not None and part.asking.done.done()
+
+
+_NOTHING = Completion([], [], "abort", ())
+
+
+def generated(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    most: int,
+    stop_token_ids: Sequence[int],
+    extras: Extras,
+    images: Sequence[PromptImages] = (),
+) -> list[Completion]:
+    """Call `Engine.generate`, omitting the keyword arguments for extras that were not requested and
+    for images if there are none.
+
+    Raises:
+        EngineError: supports were requested, but a response does not include them.
+    """
+    wanted: dict[str, Any] = {}
+    for name, value in extras._asdict().items():
+        if value:
+            wanted[f"with_{name}"] = True
+    if images:
+        wanted["images"] = images
+    found = engine.generate(prompts, sampling, most, stop_token_ids, **wanted)
+    if extras.support and any(one.support is None for one in found):
+        raise EngineError(
+            "a response does not include the requested sampling support", engine=engine.spec.name
+        )
+    return found
+
+
+class _InThread:
+    """Requests in flight, executed by calls to `generate` in a separate thread, one call per length
+    limit.
+    """
+
+    def __init__(self, engine: Engine, requests: TokenRequests, told: Told) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._told = told
+        self._begun: dict[int, Completion] = {}
+        self._aborted: set[int] = set()
+        self._lock = threading.Lock()
+        self.done: Future[None] = Future()
+        threading.Thread(target=self._run, name=f"generate-{engine.spec.name}", daemon=True).start()
+
+    def so_far(self, number: int) -> Completion:
+        return self._begun.get(number, _NOTHING)
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """Cancel these prompts if their call to `generate` has not started yet. A running
+        `generate` cannot be aborted.
+        """
+        self._aborted |= set(numbers)
+
+    def give_up(self) -> None:
+        self._end(EngineError("the requests were aborted", engine=self._engine.spec.name))
+
+    def _run(self) -> None:
+        try:
+            for limit in sorted(set(self._requests.max_new_tokens)):
+                self._generate(limit)
+        except Exception as error:  # any error must reach the waiting caller
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _generate(self, limit: int) -> None:
+        asked = self._requests
+        aborted = set(self._aborted)
+        numbers = [number for number, most in enumerate(asked.max_new_tokens) if most == limit]
+        for number in numbers:
+            if number in aborted:
+                self._told(number, _NOTHING)
+        numbers = [number for number in numbers if number not in aborted]
+        if not numbers:
+            return
+        rows = [asked.prompts[number] for number in numbers]
+        try:
+            found = generated(
+                self._engine, rows, asked.sampling, limit, asked.stop_token_ids, asked.extras
+            )
+        except EngineError as error:
+            self._begun = dict(zip(numbers, error.begun, strict=False))
+            raise
+        for number, completion in zip(numbers, found, strict=True):
+            self._told(number, completion)
+
+    def _end(self, error: Exception | None) -> None:
+        with self._lock:
+            if self.done.done():
+                return
+            if error is None:
+                self.done.set_result(None)
+            else:
+                self.done.set_exception(error)

@@ -24,12 +24,18 @@ from hybridflow.batch import (
 from hybridflow.config.schema import RolloutConfig, SamplingConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.engines.asking import TokenRequests
-from hybridflow.engines.base import NO_EXTRAS, Completion, Engine, Extras
-from hybridflow.engines.load import Load, LoadWatch, ReportsLoad
+from hybridflow.engines.base import (
+    NO_EXTRAS,
+    Completion,
+    Engine,
+    Extras,
+    Load,
+    ReportsLoad,
+    TokenRequests,
+)
 from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.spec import EngineSpec, has_weights, model_config
-from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor
+from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor, LoadWatch
 from hybridflow.errors import ConfigError, EngineError, EngineSilent, WeightSyncError
 from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import Order, Outcome, refuse

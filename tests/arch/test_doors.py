@@ -28,7 +28,7 @@ READS_THE_DATE = {
     "observe/timeline.py": "where a phase lies in the report",
     "observe/tracker.py": "`wall_time` of a record",
     "observe/trackers/tensorboard.py": "`wall_time` of an event",
-    "process/spans.py": "when a span began, on a timeline of several machines",
+    "observe/spans.py": "when a span began, on a timeline of several machines",
     "saving/store.py": "the name of a folder that is put aside",
     "single_controller/cluster.py": (
         "the age of a folder that a killed driver left; its lock decides"

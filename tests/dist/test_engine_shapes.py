@@ -23,8 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines import guard
 from hybridflow.engines.base import Completion
-from hybridflow.engines.sglang.client import EngineClient
-from hybridflow.engines.sglang.engine import SglangEngine
+from hybridflow.engines.sglang.engine import EngineClient, SglangEngine
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.harness.ranks import free_port

@@ -26,8 +26,7 @@ from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines import guard
 from hybridflow.engines.base import Completion, Extras
 from hybridflow.engines.control import Control
-from hybridflow.engines.sglang.client import EngineClient
-from hybridflow.engines.sglang.engine import SglangEngine
+from hybridflow.engines.sglang.engine import EngineClient, SglangEngine
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.harness.asking import generating

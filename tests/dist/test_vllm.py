@@ -19,8 +19,7 @@ import requests
 
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines import guard
-from hybridflow.engines.asking import Asking, TokenRequests
-from hybridflow.engines.base import Completion
+from hybridflow.engines.base import Asking, Completion, TokenRequests
 from hybridflow.errors import EngineError
 from tests.dist.harness.rounding import FACTOR
 from tests.dist.harness.sync_world import SyncWorld

@@ -35,7 +35,7 @@ import torch.distributed as dist
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from hybridflow.engines.sglang import closed_sockets
+from hybridflow.engines.sglang import server_changes
 from hybridflow.process.secret import VARIABLE
 from hybridflow.process.store import StoreClient, StoreError
 from tests.security import door
@@ -312,7 +312,7 @@ def _curve(host: str, port: int, secret: str) -> str:
     links = [context.socket(kind) for kind in (zmq.PUSH, zmq.DEALER, zmq.SUB)]
     for link in links:
         poller.register(link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED), zmq.POLLIN)
-        closed_sockets.connect(zmq.Socket.connect, link, f"tcp://{host}:{port}")
+        server_changes.connect(zmq.Socket.connect, link, f"tcp://{host}:{port}")
     try:
         return "handshake" if poller.poll(ZMQ_MS) else ""
     finally:

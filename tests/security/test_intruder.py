@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 import zmq
 
-from hybridflow.engines.sglang import closed_sockets
+from hybridflow.engines.sglang import server_changes
 from hybridflow.process.rendezvous import master_store
 from hybridflow.process.secret import job_secret
 from tests.security import launchers, page
@@ -86,7 +86,7 @@ def test_each_attempt_succeeds_where_a_door_is_open(shared: Path, is_open: bool)
             pull.bind("tcp://127.0.0.1:*")
         else:
             store = master_store("127.0.0.1", 0, 5.0)
-            closed_sockets.bind(zmq.Socket.bind, pull, "tcp://127.0.0.1:*")
+            server_changes.bind(zmq.Socket.bind, pull, "tcp://127.0.0.1:*")
         store.set("rank/0", "address")
         heard = int(pull.last_endpoint.decode().rsplit(":", 1)[1])
         facts |= {

@@ -110,9 +110,8 @@ def transport(file: str, folder: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     from hybridflow.process.rendezvous import master_store
-    from hybridflow.sync.payload import Payload
     from hybridflow.sync.transports import open_receiver, open_sender
-    from hybridflow.sync.transports.base import LAST_TAG, TRANSPORTS, Endpoint
+    from hybridflow.sync.transports.base import LAST_TAG, TRANSPORTS, Endpoint, Payload
 
     store = master_store("127.0.0.1", 0, 20)
     endpoint = Endpoint(

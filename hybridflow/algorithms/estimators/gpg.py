@@ -3,8 +3,7 @@ of nonzero scores."""
 
 from __future__ import annotations
 
-from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Groups, Samples, estimator
 
 
 @estimator("gpg", compares_samples=True)

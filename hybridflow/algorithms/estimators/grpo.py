@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Groups, Samples, estimator
 
 if TYPE_CHECKING:
     import torch

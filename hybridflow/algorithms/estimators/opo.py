@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Groups, Samples, estimator
 from hybridflow.algorithms.rewards import sums_of_rows
 
 

@@ -3,8 +3,7 @@ to their accumulated gradient."""
 
 from __future__ import annotations
 
-from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Groups, Samples, estimator
 from hybridflow.algorithms.rewards import rows_of_tokens
 
 

@@ -23,9 +23,8 @@ def transports(place: Place) -> Iterator[Timed]:
 
     from hybridflow.process.rendezvous import master_store
     from hybridflow.process.secret import VARIABLE, job_secret
-    from hybridflow.sync.payload import Payload
     from hybridflow.sync.transports import tcp
-    from hybridflow.sync.transports.base import LAST_TAG, Endpoint
+    from hybridflow.sync.transports.base import LAST_TAG, Endpoint, Payload
 
     os.environ.setdefault(VARIABLE, job_secret())
     store = master_store("127.0.0.1", 0, 30)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.engines.server import HOST, common_environment
-from hybridflow.engines.sglang.closed_sockets import SCHEME
-from hybridflow.engines.sglang.weight_control import LOADER
+from hybridflow.engines.sglang.server_changes import SCHEME
 from hybridflow.engines.spec import EngineSpec, has_weights
 from hybridflow.errors import EngineError
+
+LOADER = "hybridflow.engines.sglang.weight_receiver.load"
+
 
 KEYS = "keys.yaml"
 # file in srt/models that defines an architecture's class; for others SGLang searches all files

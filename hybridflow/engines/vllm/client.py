@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.engines.asking import TokenRequests
+from hybridflow.engines.base import TokenRequests
 from hybridflow.engines.control import Control, PauseMode
-from hybridflow.engines.http_client import ServerClient
+from hybridflow.engines.served_engine import ServerClient
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError
 

@@ -1,21 +1,102 @@
-"""The interface of a verifier, and the decorator that registers verifiers for data sources. Each
-built-in verifier is defined in a file of the same name in this package. To add your own, list them
-in `reward.verifiers`.
+"""The interface of a verifier, the decorator that registers verifiers for data sources, and the
+validation of what reward functions return: a score that is finite in float32, and plain extra
+values. All downstream code assumes that scores, `gdpo` parts and turn rewards are finite in
+float32.
+
+Each built-in verifier is defined in a file of the same name in this package. To add your own, list
+them in `reward.verifiers`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
 from hybridflow.config.keys import VERIFIER
 from hybridflow.config.registry import Registry
 from hybridflow.errors import ConfigError
-from hybridflow.rewards.scores import checked_score
+
+# of float32's 3.4e38; leaves room for differences, sums and products with the group size
+_MOST = 1e30
+# extra values that are lists of numbers, one per turn or per token
+PART_REWARDS = ("turn_rewards", "token_rewards")
+
+
+def finite_number(value: Any, factor: float = 1.0) -> float | None:
+    """Convert a number, boolean, scalar, 0-d array or 0-d tensor to float. Returns None for
+    anything else, or if the absolute value of the number or its product with `factor` exceeds
+    1e30."""
+    # numpy and torch: `item` detaches and moves to the host
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, (numbers.Real, Decimal)):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):
+        return None
+    return (
+        number
+        if math.isfinite(number) and max(abs(number), abs(number * factor)) <= _MOST
+        else None
+    )
+
+
+def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any]]:
+    """Split a returned value, a score or a mapping with the key "score", into the score and the
+    extra values.
+
+    Args:
+        weight: factor by which the score will be multiplied (`reward.weight`).
+
+    Raises:
+        ValueError: the score is missing, not finite or above 1e30 in magnitude, or the turn or
+            token rewards are not lists of valid numbers.
+    """
+    extra: dict[str, Any] = {}
+    score = found
+    if isinstance(found, Mapping):
+        extra = {str(key): value for key, value in found.items() if key != "score"}
+        score = found.get("score")
+    number = finite_number(score, weight)
+    if number is None:
+        raise ValueError(
+            f"{shown(found)}; expected a finite number (at most 1e30, also after multiplication by "
+            'reward.weight) or a dict with a "score"'
+        )
+    for name in PART_REWARDS:
+        if name in extra:
+            extra[name] = _part_rewards(name, extra[name], weight)
+    return number, extra
+
+
+def _part_rewards(name: str, values: Any, weight: float) -> list[float]:
+    given = values.tolist() if hasattr(values, "tolist") else values
+    found = (
+        [finite_number(value, weight) for value in given]
+        if isinstance(given, (list, tuple))
+        else [None]
+    )
+    if any(value is None for value in found):
+        raise ValueError(f"{name}={shown(values)}; expected a list of finite numbers")
+    return [value for value in found if value is not None]
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value's string form. Works even if the value's own methods
+    raise."""
+    try:
+        return repr(str(value)[:120])
+    except Exception as error:
+        return f"a {type(value).__name__} that cannot be printed ({type(error).__name__})"
+
 
 # verifier argument and entry of extra_info: the text of the row's prompt
 PROMPT = "prompt"

@@ -26,9 +26,8 @@ from hybridflow.device import peer_memory
 from hybridflow.errors import WeightSyncError
 from hybridflow.sync.lending import end_of, slot_bytes
 from hybridflow.sync.meeting import Meeting, Member, both_ends, meet
-from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports import p2p
-from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport, Work
+from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Payload, Transport, Work
 
 _NOTE_BYTES = 4096  # bytes per slot in the pair's file for the handle that opens its memory
 _LEAST = 1 << 16

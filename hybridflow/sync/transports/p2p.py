@@ -33,8 +33,7 @@ from hybridflow.process.rendezvous import client_store
 from hybridflow.process.store import Keys, StoreError, StoreLate
 from hybridflow.process.torch_store import TorchStore
 from hybridflow.sync.meeting import Member, Peers, both_ends, meet
-from hybridflow.sync.payload import Payload
-from hybridflow.sync.transports.base import TRANSPORTS, Transport, Work
+from hybridflow.sync.transports.base import TRANSPORTS, Payload, Transport, Work
 
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # Each engine's session is opened by a separate thread, but the constructor reads process-wide

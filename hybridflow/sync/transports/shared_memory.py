@@ -10,8 +10,7 @@ import torch
 
 from hybridflow.sync.lending import Receiver, Sender, end_of, slot_bytes
 from hybridflow.sync.meeting import Member, both_ends, refuse_device
-from hybridflow.sync.payload import Payload
-from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport
+from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Payload, Transport
 
 
 def _open(member: Member, device: torch.device) -> Sender | Receiver:

@@ -29,8 +29,15 @@ import torch
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.secret import Lobby, greet, greet_client
 from hybridflow.sync.meeting import Meeting, Member, Peers, meet, refuse_device
-from hybridflow.sync.payload import Payload
-from hybridflow.sync.transports.base import DONE, LAST_TAG, TRANSPORTS, Endpoint, Transport, Work
+from hybridflow.sync.transports.base import (
+    DONE,
+    LAST_TAG,
+    TRANSPORTS,
+    Endpoint,
+    Payload,
+    Transport,
+    Work,
+)
 
 _RANK = struct.Struct("<q")  # the trainer rank that opened the connection
 _HEADER = struct.Struct("<qq")  # tag, payload bytes

@@ -219,9 +219,8 @@ def reduced_gradient(
 ) -> dict[str, torch.Tensor]:
     """The reduced gradient of one mini-batch as HF tensors, on each stage's leader. `config` makes
     a policy loss, is a loss with its columns, or None: the supervised one."""
-    from hybridflow.mcore.nonfinite import Watch
     from hybridflow.mcore.parallel import all_coordinates
-    from hybridflow.mcore.step import backward
+    from hybridflow.mcore.step import Watch, backward
     from hybridflow.workers.losses import PolicyLoss, sft_loss
     from tests.dist.cases.gather import gather_stage, plan_stages
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import OptimConfig
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 from tests import models
 from tests.dist.cases.gradient import batch_with_columns, with_mask
 from tests.dist.harness.exact import exact_layers

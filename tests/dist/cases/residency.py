@@ -203,7 +203,7 @@ def no_room(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:
     from hybridflow.device.residency import Residency
     from hybridflow.errors import MemoryExhaustedError, ResourceError
     from hybridflow.mcore.model_parts import model_parts
-    from hybridflow.workers.memory import RoleMemory, needs
+    from hybridflow.workers.role import RoleMemory, needs
 
     policy = policy_of(parallel, hf)
     policy.set_optimizer(OPTIM)

@@ -28,11 +28,10 @@ from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slices import SlicePlan
 from hybridflow.sync.messages import Messages
-from hybridflow.sync.payload import Payload
 from hybridflow.sync.staging import ReceiveStaging, SendStaging, largest_message
 from hybridflow.sync.stream import receive_stream, send_stream
 from hybridflow.sync.transports import open_receiver, open_sender
-from hybridflow.sync.transports.base import Endpoint
+from hybridflow.sync.transports.base import Endpoint, Payload
 from tests.models import STREAM_MOE
 
 TRAINERS = 4

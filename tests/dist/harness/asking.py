@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.base import Completion
-from hybridflow.engines.sglang.client import EngineClient
+from hybridflow.engines.sglang.engine import EngineClient
 from hybridflow.engines.token_stream import Asked
 
 PATIENCE_S = 240.0

@@ -25,11 +25,10 @@ from hybridflow.models.layout import ParallelShape
 from hybridflow.models.weights import RandomWeights
 from hybridflow.process.rendezvous import client_store
 from hybridflow.reshard.layout import rank_tensors
-from hybridflow.sync.payload import Payload
 from hybridflow.sync.sender import WeightSender
 from hybridflow.sync.session import Order
 from hybridflow.sync.transports import open_sender
-from hybridflow.sync.transports.base import Endpoint, Work
+from hybridflow.sync.transports.base import Endpoint, Payload, Work
 from tests.dist.harness.policies import batch_of, policy_of, share_of
 
 STD = 0.2

@@ -31,8 +31,7 @@ from hybridflow.config.schema import (
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import WorkerContext
 from hybridflow.engines import guard
-from hybridflow.engines.sglang.client import EngineClient
-from hybridflow.engines.sglang.engine import SglangEngine
+from hybridflow.engines.sglang.engine import EngineClient, SglangEngine
 from hybridflow.engines.supervisor import EngineState
 from hybridflow.errors import WorkerError
 from hybridflow.models import family_of

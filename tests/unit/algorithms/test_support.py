@@ -11,7 +11,7 @@ import torch
 from hybridflow.algorithms import vocab_parallel
 from hybridflow.algorithms.vocab_parallel import Scoring, Support, log_probs_and_entropy
 from hybridflow.batch import DataProto, Jagged, Supports, support_columns
-from hybridflow.data.micro_batches import check_token_ids, supports_of
+from hybridflow.data.packing import check_token_ids, supports_of
 from tests.unit.algorithms.tensor_ranks import HIDDEN, PADDED, VOCAB, Ranks
 
 ROWS = 29

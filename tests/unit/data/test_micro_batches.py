@@ -12,7 +12,7 @@ import torch
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, CriticConfig
-from hybridflow.data.micro_batches import check_token_ids, lengths_read
+from hybridflow.data.packing import check_token_ids, lengths_read
 from hybridflow.workers.losses import Noted, PolicyLoss, ValueLoss, policy_loss_columns
 
 LENGTHS = (5, 3, 0, 4)

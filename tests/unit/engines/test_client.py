@@ -20,10 +20,9 @@ import pytest
 
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines import token_stream, weight_transaction
-from hybridflow.engines.asking import TokenRequests
-from hybridflow.engines.base import ENGINES, NO_EXTRAS, Engine, Extras, WeightSpan
+from hybridflow.engines.base import ENGINES, NO_EXTRAS, Engine, Extras, TokenRequests, WeightSpan
 from hybridflow.engines.control import Control
-from hybridflow.engines.sglang.client import EngineClient
+from hybridflow.engines.sglang.engine import EngineClient
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError, EngineSilent

@@ -14,7 +14,7 @@ from sglang.srt import runtime_context
 from sglang.srt.utils import auth, common
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 
-from hybridflow.engines.sglang.closed_paths import as_any_path, probed_by_key
+from hybridflow.engines.sglang.server_changes import as_any_path, probed_by_key
 
 KEYS: dict[str, Any] = {
     "api_key": "right",

@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from hybridflow.engines.sglang import closed_sockets
+from hybridflow.engines.sglang import server_changes
 from hybridflow.engines.sglang.server import environment
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.process.rendezvous import master_store
@@ -32,14 +32,14 @@ def context() -> Iterator[zmq.Context]:
 
 def listening(context: zmq.Context) -> tuple[zmq.Socket, str]:
     pull = context.socket(zmq.PULL)
-    closed_sockets.bind(PLAIN[0], pull, "tcp://127.0.0.1:*")
+    server_changes.bind(PLAIN[0], pull, "tcp://127.0.0.1:*")
     return pull, pull.last_endpoint.decode()
 
 
 def test_processes_of_the_job_exchange_messages(context: zmq.Context) -> None:
     pull, address = listening(context)
     push = context.socket(zmq.PUSH)
-    closed_sockets.connect(PLAIN[1], push, address)
+    server_changes.connect(PLAIN[1], push, address)
     push.send(b"hello")
     assert pull.poll(60_000) and pull.recv() == b"hello"
 
@@ -55,7 +55,7 @@ def test_a_stranger_is_not_heard(
     if has_curve:
         with monkeypatch.context() as patch:
             patch.setenv(VARIABLE, "guessed")
-            closed_sockets.connect(PLAIN[1], push, address)
+            server_changes.connect(PLAIN[1], push, address)
     else:
         push.connect(address)
     if push.poll(300, zmq.POLLOUT):
@@ -67,7 +67,7 @@ def test_sockets_in_a_folder_stay_as_they_are(context: zmq.Context, tmp_path: ob
     address = f"ipc://{tmp_path}/s"
     pull = context.socket(zmq.PULL)
     push = context.socket(zmq.PUSH)
-    closed_sockets.bind(PLAIN[0], pull, address)
+    server_changes.bind(PLAIN[0], pull, address)
     push.connect(address)
     push.send(b"hello")
     assert pull.poll(60_000)
@@ -84,7 +84,7 @@ def test_the_hooks_find_what_they_replace(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(zmq.Socket, "bind", zmq.Socket.bind)
     monkeypatch.setattr(zmq.Socket, "connect", zmq.Socket.connect)
     hooks.HookRegistry.reset()
-    closed_sockets.close_sockets()
+    server_changes.close_sockets()
     hooks.HookRegistry.apply_hooks()
     assert hooks.HookRegistry._patched == {"zmq.Socket.bind", "zmq.Socket.connect"}
     hooks.HookRegistry.reset()
@@ -108,7 +108,7 @@ def test_the_ranks_of_an_engine_over_nodes_meet_in_the_jobs_store() -> None:
     other = environment(replace(spec, host="10.0.0.2", node_rank=1), "/folder")
     assert other["SGLANG_HOST_IP"] == "10.0.0.2"  # where this node's ranks are found by the others
     master = master_store("127.0.0.1", 0, 60.0)
-    url = f"{closed_sockets.SCHEME}://127.0.0.1:{master.port}?rank=1&world_size=2"
-    store, rank, world = next(closed_sockets.meet(url, timedelta(seconds=60)))
+    url = f"{server_changes.SCHEME}://127.0.0.1:{master.port}?rank=1&world_size=2"
+    store, rank, world = next(server_changes.meet(url, timedelta(seconds=60)))
     store.set("here", "1")
     assert (rank, world, master.get("here")) == (1, 2, b"1")

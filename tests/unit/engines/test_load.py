@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from hybridflow.engines.load import BusyClock, Load, LoadWatch, over_engines
-from hybridflow.engines.sglang.client import EngineClient
+from hybridflow.engines.base import Load
+from hybridflow.engines.sglang.engine import EngineClient
+from hybridflow.engines.supervisor import LoadWatch
 from hybridflow.errors import EngineError
+from hybridflow.rollout.service import over_engines
+from hybridflow.workers.requests import BusyClock
 
 
 def test_the_clock_counts_the_time_with_requests() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridflow.engines.sglang.packed_answers import LOG_PROBS, SUPPORT_IDS, SUPPORT_SIZES, packed
+from hybridflow.engines.sglang.server_changes import LOG_PROBS, SUPPORT_IDS, SUPPORT_SIZES, packed
 
 
 def through(stream: bool, *metas: dict[str, Any]) -> list[dict[str, Any]]:

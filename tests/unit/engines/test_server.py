@@ -50,7 +50,7 @@ def test_importing_the_room_imports_neither_sglang_nor_torch() -> None:
     code = (
         "import sys, hybridflow.engines, hybridflow.engines.sglang.cpu_plugin, "
         "hybridflow.engines.sglang.cpu_plugin.hooks, hybridflow.engines.sglang.server, "
-        "hybridflow.engines.sglang.client; print(sorted({'torch', 'sglang', 'transformers'} & "
+        "hybridflow.engines.sglang.engine; print(sorted({'torch', 'sglang', 'transformers'} & "
         "set(sys.modules)))"
     )
     assert (

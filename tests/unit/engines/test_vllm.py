@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from hybridflow.config.schema import SamplingConfig
-from hybridflow.engines.asking import TokenRequests
-from hybridflow.engines.base import ENGINES, Completion
+from hybridflow.engines.base import ENGINES, Completion, TokenRequests
 from hybridflow.engines.control import DESCRIBE, Control
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.engines.vllm import door

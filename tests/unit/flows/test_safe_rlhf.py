@@ -34,7 +34,7 @@ from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.verifiers.exact import exact
 from hybridflow.rollout.evaluation import check_numbers
 from hybridflow.single_controller import block_on
-from hybridflow.trainer.advantages import Advantages, lost_parts
+from hybridflow.trainer.advantages import Advantages, RequiredParts
 from hybridflow.trainer.flow_check import check_flow
 from hybridflow.trainer.protocols import Update
 from tests.unit.flows.bodies import fitted, own
@@ -163,12 +163,12 @@ def test_costs_are_the_numbers_that_the_reward_returned() -> None:
     extras = [{"cost": 1}, {"cost": True}, {}, {"cost": np.float32(0.5)}, {"cost": "7"}]
     batch = DataProto.from_columns({"uid": np.arange(5), "reward_extra": objects(extras)})
     np.testing.assert_array_equal(costs_of(batch), np.array([1, 1, np.nan, 0.5, np.nan]))
-    texts = lost_parts(constrained_run(Path("x")), with_mask(batch))
+    texts = RequiredParts(constrained_run(Path("x"))).lost(with_mask(batch))
     assert [text is not None for text in texts] == [False, False, True, False, True]
     assert "returned cost='7', but algorithm.flow=safe_rlhf requires a finite number" in str(
         texts[4]
     )
-    assert lost_parts(constrained_run(Path("x"), "ppo"), with_mask(batch)) == [None] * 5
+    assert RequiredParts(constrained_run(Path("x"), "ppo")).lost(with_mask(batch)) == [None] * 5
 
 
 def with_mask(batch: DataProto) -> DataProto:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from hybridflow.reshard.fp8_blocks import SCALES, WEIGHTS, Blocks
 from hybridflow.sync.messages import Item, Message
-from hybridflow.sync.payload import Payload
 from hybridflow.sync.staging import Copies
+from hybridflow.sync.transports.base import Payload
 from hybridflow_kernels import INTERPRETED, fp8_cast
 from hybridflow_kernels.digest import digest
 from hybridflow_kernels.slices import ROWS, SPAN, WORDS, Slice, Slices

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK
 
 DEPTHS = 3
 

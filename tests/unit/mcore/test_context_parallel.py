@@ -10,8 +10,8 @@ import torch
 from hybridflow.algorithms.nonfinite import describe
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.mcore import bootstrap  # noqa: F401  (before megatron)
-from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.packed import Cut, build_micro_batches
+from hybridflow.mcore.parallel import ZigZag
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

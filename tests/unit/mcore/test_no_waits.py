@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hybridflow.mcore.expert_load import _Corrected
 from hybridflow.mcore.router_replay import marked
+from hybridflow.mcore.routers import _Corrected
 
 
 def routing_map(tokens: int, experts: int, topk: int) -> torch.Tensor:

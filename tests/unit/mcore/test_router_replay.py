@@ -14,7 +14,7 @@ from hybridflow.config import derived
 from hybridflow.config.derived import num_experts
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.base import Extras
-from hybridflow.engines.sglang.client import EngineClient
+from hybridflow.engines.sglang.engine import EngineClient
 from hybridflow.engines.sglang.server import server_arguments
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError, RouterReplayError

@@ -18,7 +18,7 @@ from hybridflow.mcore import (
     megatron_versions,
     model,
     parallel,
-    routing,
+    routers,
     torch_modules,
 )
 from hybridflow.models.decoder import Decoder
@@ -43,7 +43,7 @@ def shapes_of(decoder: Decoder) -> dict[str, list[int]]:
     )
     kwargs = decoder.gpt_model_kwargs()
     built = GPTModel(config, spec, vocab_size=decoder.vocab_size, mtp_block_spec=mtp, **kwargs)
-    routing.shape_biases(built, decoder.local_tensors(Coordinates()))
+    routers.shape_biases(built, decoder.local_tensors(Coordinates()))
     named = dict(built.named_parameters()) | {
         n: b for n, b in built.named_buffers() if n in built.state_dict()
     }

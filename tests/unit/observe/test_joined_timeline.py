@@ -15,6 +15,7 @@ import pytest
 
 from hybridflow.cli.main import main
 from hybridflow.errors import DataError
+from hybridflow.observe import spans
 from hybridflow.observe.joined_timeline import (
     JoinedTimeline,
     Process,
@@ -24,8 +25,7 @@ from hybridflow.observe.joined_timeline import (
     lanes,
 )
 from hybridflow.observe.perfetto_trace import write_trace
-from hybridflow.process import spans
-from hybridflow.process.spans import SpanFile, ahead
+from hybridflow.observe.spans import SpanFile, ahead
 
 T = 1_764_255_600.0
 

@@ -18,7 +18,7 @@ from hybridflow.reshard.layout import Catalog, Layout, megatron_layout, rank_ten
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slices import SlicePlan
 from hybridflow.sync.messages import Item, Messages
-from hybridflow.sync.payload import Payload
+from hybridflow.sync.transports.base import Payload
 from tests.models import FAMILIES
 
 LAYOUTS: dict[str, tuple[ParallelShape, tuple[EngineShape, ...]]] = {

@@ -20,9 +20,9 @@ from hybridflow.errors import (
     WorkerError,
 )
 from hybridflow.rollout.protocols import SyncReport
-from hybridflow.rollout.recovery import RestartingSync
 from hybridflow.rollout.requests import Requests
 from hybridflow.rollout.service import EngineGroup
+from hybridflow.rollout.weight_sync import RestartingSync
 from hybridflow.single_controller import block_on
 from hybridflow.workers.rollout import response_columns
 

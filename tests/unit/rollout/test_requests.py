@@ -14,9 +14,9 @@ import pytest
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig
 from hybridflow.config.val_sets import VAL_SET
+from hybridflow.data.balancing import shares
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.errors import EnginesLostError
-from hybridflow.rollout.placing import shares
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.requests import Request, Requests, sampling_for
 from hybridflow.single_controller import block_on

@@ -28,11 +28,18 @@ from hybridflow.errors import ClusterLostError, ResourceError, WorkerError
 from hybridflow.process.children import state_of
 from hybridflow.single_controller import colocated, future
 from hybridflow.single_controller.cluster import _ip_key, wait_for_nodes
-from hybridflow.single_controller.colocate import address_of
-from hybridflow.single_controller.host import Failure, Host
+from hybridflow.single_controller.host import Failure, Host, address_of
 from hybridflow.single_controller.joining import find_token, require_listener
-from hybridflow.single_controller.pieces import At, ColumnRecipe, Header, Recipe, Request, gather
-from hybridflow.single_controller.stored import INLINE_BYTES, is_small
+from hybridflow.single_controller.stored import (
+    INLINE_BYTES,
+    At,
+    ColumnRecipe,
+    Header,
+    Recipe,
+    Request,
+    gather,
+    is_small,
+)
 from tests.unit.single_controller.replies import Reply, call_of
 
 CONTEXT = WorkerContext(0, 1, 0, "127.0.0.1", 1, "here", Path("log"))

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.sync import payload as checksum
-from hybridflow.sync.payload import (
+from hybridflow.sync.transports import base as checksum
+from hybridflow.sync.transports.base import (
     DIGEST_BYTES,
     Digest,
     Payload,

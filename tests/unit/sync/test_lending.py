@@ -19,9 +19,8 @@ from hybridflow.process.rendezvous import master_store
 from hybridflow.sync import meeting
 from hybridflow.sync.lending import Receiver, Sender
 from hybridflow.sync.meeting import Member
-from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports import cuda_ipc
-from hybridflow.sync.transports.base import Endpoint
+from hybridflow.sync.transports.base import Endpoint, Payload
 from hybridflow.sync.transports.cuda_ipc import DeviceMemory
 
 CPU = torch.device("cpu")

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import master_store
 from hybridflow.sync.meeting import Meeting
-from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports import p2p
-from hybridflow.sync.transports.base import Endpoint
+from hybridflow.sync.transports.base import Endpoint, Payload
 
 ENDPOINT = Endpoint(
     "p2p", "s", "127.0.0.1", 5, senders=(0,), receivers=(0,), message_bytes=8, timeout_s=60.0

@@ -14,9 +14,8 @@ from hybridflow.config.load import load_config
 from hybridflow.device.platform import Platform
 from hybridflow.errors import ConfigError, WeightSyncError
 from hybridflow.process.rendezvous import master_store
-from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports import open_receiver, open_sender, part_bytes, tcp
-from hybridflow.sync.transports.base import TRANSPORTS, Endpoint
+from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Payload
 from hybridflow.trainer.check_devices import check_devices
 
 HOST = "127.0.0.1"

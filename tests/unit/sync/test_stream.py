@@ -17,11 +17,10 @@ from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.sync.messages import Item, Message, Messages
-from hybridflow.sync.payload import Payload
 from hybridflow.sync.staging import Copies, ReceiveStaging, SendStaging
 from hybridflow.sync.stream import receive_stream, send_stream
 from hybridflow.sync.transports import chosen, open_sender, part_bytes
-from hybridflow.sync.transports.base import LAST_TAG, Endpoint
+from hybridflow.sync.transports.base import LAST_TAG, Endpoint, Payload
 from tests.unit.reshard import reshard_cases as cases
 
 

@@ -19,9 +19,8 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import client_store, master_store
 from hybridflow.process.secret import CHALLENGE_BYTES, PROOF_BYTES
 from hybridflow.sync.meeting import Member
-from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports import open_receiver, open_sender, tcp
-from hybridflow.sync.transports.base import Endpoint
+from hybridflow.sync.transports.base import Endpoint, Payload
 from hybridflow.sync.transports.tcp import Connections
 
 HOST = "127.0.0.1"

@@ -19,9 +19,9 @@ from hybridflow.config.schema import (
 )
 from hybridflow.observe.progress import Progress
 from hybridflow.single_controller import block_on
+from hybridflow.trainer.devices import Phases
 from hybridflow.trainer.generation import EngineProcesses
 from hybridflow.trainer.groups import tell_backend
-from hybridflow.trainer.phases import Phases
 
 
 class Noted:

@@ -18,7 +18,7 @@ from hybridflow.config.entries import ESTIMATORS
 from hybridflow.config.schema import AlgorithmConfig, RewardConfig, RunConfig
 from hybridflow.rewards.functions import checked
 from hybridflow.rollout.evaluation import with_failures, without_failed
-from hybridflow.trainer.advantages import Advantages, lost_parts
+from hybridflow.trainer.advantages import Advantages, RequiredParts
 
 
 class Lies:
@@ -190,7 +190,7 @@ def batch_of(extras: list[dict[str, Any]], failures: list[str | None] | None = N
 def gdpo(batch: DataProto, on_failure: str = "zero") -> tuple[DataProto, list[float]]:
     algorithm = AlgorithmConfig(adv_estimator="gdpo", adv_estimator_options={"rewards": ["a"]})
     config = RunConfig(algorithm=algorithm, reward=RewardConfig(on_failure=on_failure))  # type: ignore[arg-type]
-    batch = without_failed(with_failures(batch, lost_parts(config, batch)), on_failure)
+    batch = without_failed(with_failures(batch, RequiredParts(config).lost(batch)), on_failure)
     return batch, Advantages(config).add(batch).jagged("advantages").values.tolist()
 
 
@@ -219,7 +219,7 @@ def test_more_rewards_of_turns_than_turns_cost_their_row_alone() -> None:
     batch = batch_of(
         [{"turn_rewards": [1.0, 0.0]}, {"turn_rewards": [1.0, 0.0, 1.0]}, {"turn_rewards": []}, {}]
     )
-    texts = lost_parts(config, batch)
+    texts = RequiredParts(config).lost(batch)
     assert [text is None for text in texts] == [
         True,
         False,

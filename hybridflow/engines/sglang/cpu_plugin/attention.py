@@ -48,6 +48,8 @@ class BatchedAttention(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """Compute attention for new tokens. `sinks` contains one logit per head."""
         self._sinks = sinks
+        if not batch[4].forward_mode.is_target_verify():
+            return super().forward_extend(*batch, **options)
         with verifying(batch[4]):
             return super().forward_extend(*batch, **options)
 

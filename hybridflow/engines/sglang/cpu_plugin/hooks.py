@@ -9,10 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridflow.engines.sglang import cpu_plugin
-from hybridflow.engines.sglang.closed_paths import close_paths
-from hybridflow.engines.sglang.closed_sockets import close_sockets
 from hybridflow.engines.sglang.cpu_plugin import models
-from hybridflow.engines.sglang.packed_answers import pack_answers
+from hybridflow.engines.sglang.server_changes import close_paths, close_sockets, pack_answers
 
 
 def register() -> None:

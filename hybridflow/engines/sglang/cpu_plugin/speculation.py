@@ -58,12 +58,9 @@ class DraftSteps:
 
 @contextmanager
 def verifying(forward_batch: Any) -> Iterator[None]:
-    """Context manager: inside the block, `forward_batch` describes the drafts to verify as new
-    tokens of their requests.
+    """Context manager for a pass that verifies drafts: inside the block, `forward_batch` describes
+    the drafts as new tokens of their requests.
     """
-    if not forward_batch.forward_mode.is_target_verify():
-        yield
-        return
     lengths = forward_batch.seq_lens
     count = forward_batch.spec_info.draft_token_num
     forward_batch.extend_prefix_lens = lengths
