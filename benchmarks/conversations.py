@@ -15,7 +15,7 @@ import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, single
+from hybridflow.bench.result import Metric, measured
 from hybridflow.bench.rounds import Timed, loops
 from hybridflow.config.schema import AgentConfig, DataConfig, RolloutConfig, RunConfig
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
@@ -116,7 +116,7 @@ def conversations(place: Place, count: int = 10_000) -> Iterator[Timed | Metric]
     )
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     limit = ("aim", MOST_GIB)
-    yield single("conversations/resident memory", "GiB", memory, "lower", limit=limit)
+    yield measured("conversations/resident memory", "GiB", memory, "lower", limit=limit)
 
 
 async def _answers(

@@ -18,7 +18,7 @@ from pathlib import Path
 from hybridflow.bench.files import load
 from hybridflow.bench.gate import compare, outliers
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, Result, single
+from hybridflow.bench.result import Metric, Result, measured
 from hybridflow.bench.run import Job, run
 
 SLOWDOWN = 1.2
@@ -38,10 +38,10 @@ def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
         changes = compare(before, after).changes
         judged = [change for change in changes if change.verdict != "not judged"]
         target = draw.choice(judged).name
-        named = _slower(before, _slowed(after, target, ""))
+        named = compare(before, _slowed(after, target, "")).slower
         found["judged"] += len(judged)
         found["unclear"] += sum(change.verdict == "unclear" for change in judged)
-        found["equal runs that compare clean"] += _slower(before, after) == []
+        found["equal runs that compare clean"] += not compare(before, after).slower
         found["metrics slowed by a fifth that alone are named"] += named == [target]
         nodes = _run_nodes(place.local / f"nodes-{number}")
         node = NODES[number % len(NODES)]
@@ -51,9 +51,9 @@ def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
         print(f"try {number}: {target}: {named}, {node}: {sorted(outside)}", flush=True)
         before = after
     share = found.pop("unclear") / max(found.pop("judged"), 1)
-    yield single("metrics that are unclear", "share", share, "lower")
+    yield measured("metrics that are unclear", "share", share, "lower")
     for name, count in found.items():
-        yield single(name, f"of {tries}", count, "higher")
+        yield measured(name, f"of {tries}", count, "higher")
 
 
 def _quiet(_: str) -> None:
@@ -89,11 +89,3 @@ def _slowed(result: Result, name: str, node: str) -> Result:
         return replace(metric, rounds=tuple(value * factor for value in metric.rounds))
 
     return replace(result, metrics=tuple(map(slower, result.metrics)))
-
-
-def _slower(before: Result, after: Result) -> list[str]:
-    """Return the metrics that the gate judges to be slower."""
-    changes = compare(before, after).changes
-    return [
-        change.name for change in changes if change.verdict in ("slower", "only in A")
-    ]

@@ -18,7 +18,7 @@ import yaml
 from benchmarks.support.published import sync_seconds
 
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, single
+from hybridflow.bench.result import Metric, measured
 from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard import report
 from hybridflow.reshard.engine_layouts import EngineShape
@@ -76,10 +76,10 @@ def _measure(case: Case) -> dict[str, Any]:
 def _metrics(case: Case, figures: dict[str, Any]) -> Iterator[Metric]:
     wire = ("the busiest link", figures["wire_bound_s"])
     even = ("an even share", figures["hottest_link_bound_bytes"])
-    measured = None
+    published = None
     if case.published:
         seconds = sync_seconds(case.published, case.model)
-        measured = (f"{case.published}, measured", seconds)
+        published = (f"{case.published}, measured", seconds)
     for quantity, unit, key, references in (
         ("planning", "s", "plan_s", {}),
         ("planning, proof and simulation, CPU", "s", "cpu_s", {}),
@@ -87,8 +87,8 @@ def _metrics(case: Case, figures: dict[str, Any]) -> Iterator[Metric]:
         ("slices", "count", "slices", {}),
         ("hottest link, bytes", "count", "hottest_link_bytes", {"limit": even}),
         ("sender's staging, bytes", "count", "sender_staging_bytes", {}),
-        ("predicted", "s", "seconds", {"limit": wire, "peer": measured}),
+        ("predicted", "s", "seconds", {"limit": wire, "peer": published}),
     ):
-        yield single(
+        yield measured(
             f"{case.name}: {quantity}", unit, figures[key], "lower", **references
         )

@@ -19,8 +19,8 @@ from benchmarks.support.pool import Pool, free_port
 from benchmarks.support.reshard_ranks import Ranks
 
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, Reference, single
-from hybridflow.bench.rounds import Call, Side, Timed, rotated
+from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.rounds import Call, Side, Timed, interleaved
 from hybridflow.errors import ConfigError
 from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard.engine_layouts import EngineShape
@@ -64,7 +64,7 @@ def _between_hosts(name: str, hf: dict[str, Any]) -> Iterator[Timed | Metric]:
     pool = Pool(6, make)
     try:
         total = _checked(pool, tuple(WIRES), 4)
-        yield single(f"{name}: bytes", "count", total, "lower")
+        yield measured(f"{name}: bytes", "count", total, "lower")
         for transport, wire in WIRES.items():
             label = f"{name} over {wire}"
             bare = partial(pool.run, "bare", transport)
@@ -79,7 +79,7 @@ def _between_hosts(name: str, hf: dict[str, Any]) -> Iterator[Timed | Metric]:
                 commits.append(
                     max(seconds for _, seconds in pool.run("sync", transport, True))
                 )
-            yield Metric("", f"{label}: commit of staged", "s", "none", tuple(commits))
+            yield measured(f"{label}: commit of staged", "s", commits)
     finally:
         pool.stop()
 
@@ -99,7 +99,7 @@ def _on_one_host(place: Place) -> Iterator[Timed | Metric]:
     pool = Pool(2, make)
     try:
         total = _checked(pool, ("shared_memory",), 1)
-        yield single("one host: bytes", "count", total, "lower")
+        yield measured("one host: bytes", "count", total, "lower")
         label = "one host"
         calls = _calls(pool, label, "shared_memory")
         copy = partial(pool.run, "copy")
@@ -136,19 +136,17 @@ def _checked(pool: Pool, transports: tuple[str, ...], trainers: int) -> int:
 
 def _processor_time(pool: Pool, name: str, call: Call, limit: Call) -> Metric:
     """Measure the CPU seconds used by all ranks, the quantity least affected by other load."""
-    sides = {"call": call, "limit": limit}
-    used: dict[str, list[float]] = {side: [] for side in sides}
-    for side in rotated(list(sides), ROUNDS):
-        before = sum(pool.run("cpu"))
-        sides[side]()
-        used[side].append(sum(pool.run("cpu")) - before)
-    reference = Reference("the limit's", tuple(used["limit"]))
-    return Metric(
-        "",
+    used = interleaved(
+        {"call": call, "limit": limit},
+        ROUNDS,
+        warm_up=0,
+        clock=lambda: sum(pool.run("cpu")),
+    )
+    return measured(
         f"{name}, processor time",
         "s",
+        used["call"],
         "lower",
-        tuple(used["call"]),
-        reference,
+        limit=("the limit's", used["limit"]),
         bound=0.1,
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, single
+from hybridflow.bench.result import Metric, measured
 from hybridflow.bench.rounds import Timed, loops
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.observe.watch.index import SampleIndex
@@ -58,8 +58,8 @@ def watch(
         began = time.perf_counter()
         one(query)
         slowest = max(slowest, time.perf_counter() - began)
-    yield single("watch/slowest search", "s", slowest, "lower", limit=("aim", MOST_S))
-    yield single("watch/read all dumps", "s", took, "lower")
+    yield measured("watch/slowest search", "s", slowest, "lower", limit=("aim", MOST_S))
+    yield measured("watch/read all dumps", "s", took, "lower")
 
 
 def _write(run: object, step: int, rows: int, characters: int) -> None:

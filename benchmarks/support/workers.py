@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 from hybridflow.batch import DataProto
-from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
+from hybridflow.bench.measurements import store
+from hybridflow.dispatch import Dispatch, register
 
 COLUMNS = (
     "input_ids",
@@ -31,15 +32,8 @@ class Plain:
         """Do nothing."""
 
 
-class Echo:
+class Echo(store.Echo):
     """A worker of this project. Every rank is a data-parallel rank."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self.context = context
-
-    def mesh_position(self) -> MeshPosition:
-        """Return the mesh position, in which the data-parallel rank equals the rank."""
-        return MeshPosition(self.context.rank, self.context.world_size, True)
 
     @register(Dispatch.DP, writes=COLUMNS)
     def echo(self, batch: DataProto) -> DataProto:

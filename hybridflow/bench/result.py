@@ -12,7 +12,7 @@ import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,14 +95,15 @@ class Metric:
     @property
     def share(self) -> float | None:
         """Fraction of the limit that was achieved; 1 means that the limit was reached."""
-        return self._against(self.limit)
+        return self.against(self.limit)
 
     @property
     def ratio(self) -> float | None:
         """Ratio to the peer; above 1 means better than the peer."""
-        return self._against(self.peer)
+        return self.against(self.peer)
 
-    def _against(self, other: Reference | None) -> float | None:
+    def against(self, other: Reference | Metric | None) -> float | None:
+        """Return how many times as good as the other this metric is; None if either is zero."""
         if other is None or not other.value or not self.value:
             return None
         if self.better == "lower":
@@ -110,30 +111,33 @@ class Metric:
         return self.value / other.value
 
 
-def single(
+Rounds = float | Sequence[float]  # a number stands for the value of every round
+
+
+def measured(
     name: str,
     unit: str,
-    value: float,
+    values: Rounds,
     better: Better = "none",
-    limit: tuple[str, float] | None = None,
-    peer: tuple[str, float] | None = None,
+    limit: tuple[str, Rounds] | None = None,
+    peer: tuple[str, Rounds] | None = None,
+    yardstick: tuple[str, Rounds] | None = None,
     bound: float = 0.05,
 ) -> Metric:
-    """Return a metric with a single value. `limit` and `peer` are (name, value)."""
+    """Return a metric whose rounds an entry has measured itself. References are (name, rounds)."""
+    rounds = _rounds(values, 1)
 
-    def reference(given: tuple[str, float] | None) -> Reference | None:
-        return Reference(given[0], (float(given[1]),)) if given else None
+    def reference(given: tuple[str, Rounds] | None) -> Reference | None:
+        return Reference(given[0], _rounds(given[1], len(rounds))) if given else None
 
-    return Metric(
-        "",
-        name,
-        unit,
-        better,
-        (float(value),),
-        limit=reference(limit),
-        peer=reference(peer),
-        bound=bound,
-    )
+    references = map(reference, (limit, peer, yardstick))
+    return Metric("", name, unit, better, rounds, *references, bound=bound)
+
+
+def _rounds(values: Rounds, count: int) -> tuple[float, ...]:
+    if isinstance(values, Sequence):
+        return tuple(values)
+    return (float(values),) * count
 
 
 @dataclass(frozen=True)
@@ -160,9 +164,9 @@ class Result:
     """
 
     suite: str
-    started: str
-    seconds: float
-    fingerprint: dict[str, Any]
+    started: str = ""
+    seconds: float = 0.0
+    fingerprint: dict[str, Any] = field(default_factory=lambda: fingerprint_of({}))
     metrics: tuple[Metric, ...] = ()
     not_run: tuple[NotRun, ...] = ()
     findings: tuple[dict[str, str], ...] = ()
@@ -350,20 +354,18 @@ def merge(parts: Iterable[Result]) -> Result:
     Raises:
         DataError: the parts are from different suites.
     """
-    first, *others = parts
-    suites = sorted({part.suite for part in (first, *others)})
+    every = list(parts)
+    suites = sorted({part.suite for part in every})
     if len(suites) > 1:
         raise DataError(
             f"cannot merge results of different suites: {', '.join(suites)}"
         )
-    nodes = {
-        node
-        for part in (first, *others)
-        for node in part.fingerprint["placement"]["nodes"]
-    }
-    placement = {**first.fingerprint["placement"], "nodes": sorted(nodes)}
-    return first.joined(
-        others,
-        seconds=max(part.seconds for part in (first, *others)),
-        fingerprint={**first.fingerprint, "placement": placement},
+    fingerprint = dict(every[0].fingerprint)
+    placements = [part.fingerprint["placement"] for part in every]
+    nodes = {node for placement in placements for node in placement["nodes"]}
+    fingerprint["placement"] = {**placements[0], "nodes": sorted(nodes)}
+    return every[0].joined(
+        every[1:],
+        seconds=max(part.seconds for part in every),
+        fingerprint=fingerprint,
     )

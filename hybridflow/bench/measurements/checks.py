@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, single
+from hybridflow.bench.result import Metric, measured
 from hybridflow.doctor import machine
 from hybridflow.launch import preflight
 
@@ -30,6 +30,6 @@ def checks(place: Place) -> Iterator[Metric | dict[str, str]]:
     for other, complaint in record.complaints.items():
         yield {"name": f"connection to {other}", "level": "error", "what": complaint}
     if record.clocks:
-        yield single(
+        yield measured(
             "clock/largest difference", "s", max(record.clocks.values(), key=abs)
         )

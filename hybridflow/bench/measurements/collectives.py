@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from hybridflow.bench.measurements.base import ROUNDS, Place, measurement
-from hybridflow.bench.rounds import Call, Side, Timed, interleaved
+from hybridflow.bench.rounds import Call, Side, Timed, interleaved, repeated
 from hybridflow.errors import ResourceError
 
 SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24}
@@ -49,7 +49,6 @@ def _cases(rank: int, store: str) -> Iterator[Timed]:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD
@@ -63,10 +62,10 @@ def _cases(rank: int, store: str) -> Iterator[Timed]:
             "broadcast": partial(dist.broadcast, values, 0),
         }
         repeats = max(1, AT_LEAST // nbytes)
-        bare = partial(_repeated, partial(_there_and_back, values), repeats)
+        bare = _between_barriers(partial(_there_and_back, values), repeats)
         for kind, call in calls.items():
             yield Timed(
-                {f"{kind}/{size}, bus": partial(_repeated, call, repeats)},
+                {f"{kind}/{size}, bus": _between_barriers(call, repeats)},
                 # a round trip moves twice the buffer
                 yardstick=Side(
                     "a plain gloo send and reply", bare, scale=BUS[kind] / 2
@@ -78,18 +77,23 @@ def _cases(rank: int, store: str) -> Iterator[Timed]:
     dist.destroy_process_group()
 
 
-def _repeated(call: Call, repeats: int) -> None:
+def _between_barriers(call: Call, repeats: int) -> Call:
     import torch.distributed as dist
 
-    dist.barrier()
-    for _ in range(repeats):
-        call()
-    dist.barrier()
+    def run() -> None:
+        dist.barrier()
+        repeated(call, repeats)()
+        dist.barrier()
+
+    return run
 
 
 def _there_and_back(values: Any) -> None:
     import torch.distributed as dist
 
-    order = (dist.send, dist.recv) if dist.get_rank() == 0 else (dist.recv, dist.send)
-    for move in order:
-        move(values, 1 - dist.get_rank())
+    if dist.get_rank() == 0:
+        dist.send(values, 1)
+        dist.recv(values, 1)
+    else:
+        dist.recv(values, 0)
+        dist.send(values, 0)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, NotRun
+from hybridflow.bench.result import Metric, NotRun, measured
 from hybridflow.bench.rounds import rotated
 from hybridflow.device.platform import Platform
 from hybridflow.launch import records
@@ -134,14 +134,8 @@ def _best_pair(place: Place, backend: str, name: str, platform: Platform) -> Met
         seconds[other].append(time.perf_counter() - start)
     seconds.pop(str(rank), None)  # this node paused
     rounds = [min(of_round) for of_round in zip(*seconds.values(), strict=True)]
-    return Metric(
-        measurement="",
-        name=name,
-        unit="GB/s",
-        better="higher",
-        rounds=tuple(ours.nbytes / 1e9 / one for one in rounds[_WARM_UP:]),
-        bound=0.2,
-    )
+    rates = [ours.nbytes / 1e9 / one for one in rounds[_WARM_UP:]]
+    return measured(name, "GB/s", rates, "higher", bound=0.2)
 
 
 def _exchange(ours: Any, theirs: Any, partner: int, rank: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, Reference
+from hybridflow.bench.result import Metric, measured
 from hybridflow.bench.rounds import Call, interleaved
 from hybridflow.config.schema import RunConfig
 
@@ -37,11 +37,15 @@ def flows(place: Place) -> Iterator[Metric]:
         sides = _sides(_Workers(_config(estimator)), str(place.local / f"{name}.jsonl"))
         seconds = interleaved(sides, rounds=ROUNDS, warm_up=2, clock=time.process_time)
         pairs = zip(seconds["flow"], seconds["hand"], strict=True)
-        added = tuple((flow - hand) / STEPS * 1e3 for flow, hand in pairs)
-        limit = Reference("aim", (MOST_MS,) * len(added))
+        added = [(flow - hand) / STEPS * 1e3 for flow, hand in pairs]
         # the difference of two times is noisy: only a change as large as the aim counts
-        yield Metric(
-            "", f"flows/{name} adds to a step", "ms", "lower", added, limit, bound=1.0
+        yield measured(
+            f"flows/{name} adds to a step",
+            "ms",
+            added,
+            "lower",
+            limit=("aim", MOST_MS),
+            bound=1.0,
         )
 
 

@@ -33,7 +33,6 @@ def log_probs(place: Place) -> Iterator[Timed]:
 
     from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy
 
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.bench.measurements.base import PROCESSES, Place, measurement
-from hybridflow.bench.result import Metric, single
+from hybridflow.bench.result import Metric, measured
 from hybridflow.bench.rounds import Timed, loops
 
 
@@ -27,8 +27,8 @@ def planner(place: Place) -> Iterator[Timed | Metric]:
 
     yield Timed({"planner/plan and proof": plan}, yardstick=loops(20), bound=0.1)
     figures = plan().figures()
-    yield single("planner/slices", "count", figures["slices"], "lower")
-    yield single(
+    yield measured("planner/slices", "count", figures["slices"], "lower")
+    yield measured(
         "planner/hottest link over its bound",
         "count",
         figures["hottest_link_ratio"],

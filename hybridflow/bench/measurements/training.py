@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, single
-from hybridflow.bench.rounds import Side, Timed
+from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.rounds import Side, Timed, repeated
 
 # Layers with the proportions of Qwen3-30B-A3B, scaled down so that a step takes a tenth of a second
 # on two cores.
@@ -60,53 +59,33 @@ def training(place: Place) -> Iterator[Timed | Metric]:
         )
         platform.synchronize()
 
+    products = repeated(lambda: left @ right, PRODUCTS)
+
     def product() -> None:
-        for _ in range(PRODUCTS):
-            left @ right
+        products()
         platform.synchronize()
 
-    flops = _flops() / 1e9
-    scale = flops / (
-        PRODUCTS * 2 * PRODUCT**3 / 1e9
-    )  # seconds of a step's matrix products
-    yield Timed(
-        {"train/matrix products": step},
-        Side("bare products", product, scale),
-        amount=flops,
-        unit="GFLOP/s",
-        bound=0.1,
-    )
+    flops = _flops()
+    # seconds of a step's matrix products
+    limit = Side("bare products", product, scale=flops / (PRODUCTS * 2 * PRODUCT**3))
+    calls = {"train/matrix products": step}
+    yield Timed(calls, limit, amount=flops / 1e9, unit="GFLOP/s", bound=0.1)
     tokens = SEQUENCES * TOKENS
     yield Timed({"train/tokens": step}, amount=tokens, unit="tokens/s", better="none")
     if platform.kind == "cuda":
-        yield single("train/peak memory", "GB", platform.peak_memory_bytes() / 1e9)
+        yield measured("train/peak memory", "GB", platform.peak_memory_bytes() / 1e9)
 
 
 def _policy(platform: Any) -> Any:
     """Return a randomly initialized policy and its optimizer on one rank."""
-    from hybridflow.config.schema import OptimConfig, ParallelConfig
-    from hybridflow.mcore import parallel
-    from hybridflow.mcore.policy import Policy
-    from hybridflow.models import family_of
-    from hybridflow.models.weights import RandomWeights
-    from hybridflow.process.secret import VARIABLE, job_secret
+    from hybridflow.config.schema import ModelConfig, OptimConfig, RunConfig
+    from hybridflow.process.rendezvous import world_of_one
+    from hybridflow.workers.backend import open_backend
 
-    os.environ.setdefault(VARIABLE, job_secret())
-    os.environ |= {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    # port 0, because no other rank needs to find the store
-    os.environ |= {"MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    world_of_one()
     platform.set_device(0)
-    config = ParallelConfig()
-    parallel.initialize(
-        config, seed=1, backend=platform.collective_backend, timeout_s=60
-    )
-    family = family_of(MODEL)
-    policy = Policy(family, config, "float32", RandomWeights(family.tensors(), 1, 0.02))
+    config = RunConfig(model=ModelConfig(dtype="float32"))
+    policy = open_backend(config, MODEL, platform, 0)
     policy.set_optimizer(OptimConfig())
     return policy
 
