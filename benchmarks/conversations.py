@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.measurements.base import Place, Yielded, measurement
+from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import Timed, loops
 from hybridflow.config.schema import AgentConfig, DataConfig, RolloutConfig, RunConfig
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
@@ -87,7 +87,7 @@ class Engines(Requests):
 
 
 @measurement("conversations", timeout_s=900, rounds=5, warm_up=0)
-def conversations(place: Place, count: int = 10_000) -> Iterator[Timed | Metric]:
+def conversations(place: Place, count: int = 10_000) -> Iterator[Yielded]:
     """the driver's requests per second and memory for 10,000 conversations, using engines that
     respond immediately"""
     write_character_tokenizer(place.local, "0123456789")

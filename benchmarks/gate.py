@@ -35,18 +35,18 @@ def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
     before = _run_parts(place.local / "0", parts)
     for number in range(1, tries + 1):
         after = _run_parts(place.local / str(number), parts)
-        changes = compare(before, after).changes
-        judged = [change for change in changes if change.verdict != "not judged"]
+        equal = compare(before, after)
+        judged = [one for one in equal.changes if one.verdict != "not judged"]
         target = draw.choice(judged).name
         named = compare(before, _slowed(after, target, "")).slower
         found["judged"] += len(judged)
-        found["unclear"] += sum(change.verdict == "unclear" for change in judged)
-        found["equal runs that compare clean"] += not compare(before, after).slower
+        found["unclear"] += sum(one.verdict == "unclear" for one in judged)
+        found["equal runs that compare clean"] += not equal.slower
         found["metrics slowed by a fifth that alone are named"] += named == [target]
         nodes = _run_nodes(place.local / f"nodes-{number}")
         node = NODES[number % len(NODES)]
-        outside = {outlier.node for outlier in outliers(_slowed(nodes, "", node))}
-        found["equal nodes of which none stands out"] += outliers(nodes) == ()
+        outside = {one.node for one in outliers(_slowed(nodes, "", node))}
+        found["equal nodes of which none stands out"] += not outliers(nodes)
         found["nodes slowed by a fifth that alone are named"] += outside == {node}
         print(f"try {number}: {target}: {named}, {node}: {sorted(outside)}", flush=True)
         before = after
@@ -56,36 +56,27 @@ def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
         yield measured(name, f"of {tries}", count, "higher")
 
 
-def _quiet(_: str) -> None:
-    """Suppress the output line of each entry."""
-
-
 def _run_parts(folder: Path, parts: str) -> Result:
     """Run all entries once."""
-    first, *others = [
-        run(Job(part, folder / part), _quiet) for part in parts.split(",")
-    ]
+    first, *others = [run(Job(part, folder / part)) for part in parts.split(",")]
     return first.joined(others)
 
 
 def _run_nodes(folder: Path) -> Result:
     """Run four concurrent processes that represent four nodes."""
-    with ThreadPoolExecutor(len(NODES)) as threads:
-        list(
-            threads.map(
-                lambda node: run(Job(ON_NODES, folder, node, NODES), _quiet), NODES
-            )
-        )
+    jobs = [Job(ON_NODES, folder, node, NODES) for node in NODES]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        list(threads.map(run, jobs))
     return load(folder)
 
 
 def _slowed(result: Result, name: str, node: str) -> Result:
     """Return the result after making all rounds of a metric, or of a node, 20% slower."""
-
-    def slower(metric: Metric) -> Metric:
-        if name not in ("", metric.name) or node not in ("", metric.node):
-            return metric
-        factor = SLOWDOWN if metric.better == "lower" else 1 / SLOWDOWN
-        return replace(metric, rounds=tuple(value * factor for value in metric.rounds))
-
-    return replace(result, metrics=tuple(map(slower, result.metrics)))
+    metrics = []
+    for metric in result.metrics:
+        rounds = metric.rounds
+        if name in ("", metric.name) and node in ("", metric.node):
+            factor = SLOWDOWN if metric.better == "lower" else 1 / SLOWDOWN
+            rounds = tuple(value * factor for value in rounds)
+        metrics.append(replace(metric, rounds=rounds))
+    return replace(result, metrics=tuple(metrics))

@@ -153,10 +153,10 @@ def _prepare(folder: Path, case: Case) -> list[str]:
 
 def _environment() -> dict[str, str]:
     """Return the environment of a side, which chooses its own number of threads."""
-    environment = {**os.environ, "RAY_worker_niceness": "0"}
-    for name in CONDITIONS.keys() - {"RAY_worker_niceness"}:
+    environment = dict(os.environ)
+    for name in CONDITIONS:
         environment.pop(name, None)
-    return environment
+    return environment | {"RAY_worker_niceness": "0"}
 
 
 def _ours(

@@ -9,6 +9,7 @@ from hybridflow.batch import DataProto
 from hybridflow.bench.measurements import store
 from hybridflow.dispatch import Dispatch, register
 
+SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 COLUMNS = (
     "input_ids",
     "attention_mask",
@@ -60,7 +61,7 @@ def peer_group(ranks: int) -> Any:
     class PeerEcho(Worker):
         @peer_register(dispatch_mode=PeerDispatch.ONE_TO_ALL)
         def serialize_with(self, method: str) -> None:
-            os.environ["VERL_DATAPROTO_SERIALIZATION_METHOD"] = method
+            os.environ[SERIALIZATION] = method
 
         @peer_register(dispatch_mode=PeerDispatch.DP_COMPUTE_PROTO)
         def echo(self, batch):  # type: ignore[no-untyped-def]

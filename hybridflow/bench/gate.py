@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 import zlib
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -181,14 +182,14 @@ def _verdict(low: float, middle: float, high: float, edge: float) -> Verdict:
     return "same"
 
 
-def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
+def outliers(result: Result) -> tuple[Outlier, ...]:
     """Return the nodes on which a metric is worse than the median of the other nodes, worst first.
     With two nodes, only the worse one can be an outlier.
     """
-    by_name: dict[str, list[Metric]] = {}
+    by_name: dict[str, list[Metric]] = defaultdict(list)
     for metric in result.metrics:
         if metric.node and metric.better != "none" and metric.value > 0:
-            by_name.setdefault(metric.name, []).append(metric)
+            by_name[metric.name].append(metric)
     groups = [group for group in by_name.values() if len(group) > 1]
     tests = sum(map(len, groups))
     found = []
@@ -198,7 +199,7 @@ def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
         for index, metric in enumerate(group):
             # the nodes ran each round at the same time, so the load of a shared machine cancels out
             excess = costs[index] - np.median(np.delete(costs, index, axis=0), axis=0)
-            limit = max(bound, metric.bound, min(_spread(excess), WIDEST))
+            limit = max(NODE_BOUND, metric.bound, min(_spread(excess), WIDEST))
             if metric.unit == "count" or shortest < MIN_ROUNDS:
                 middle = float(np.median(excess))
                 low = middle

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -180,13 +181,11 @@ class Result:
         """Return this result with the entries of other results appended. `changes` are new values
         for other attributes."""
         every = [self, *parts]
-        return replace(
-            self,
-            metrics=tuple(metric for part in every for metric in part.metrics),
-            not_run=tuple(entry for part in every for entry in part.not_run),
-            findings=tuple(entry for part in every for entry in part.findings),
-            **changes,
-        )
+        entries = {}
+        for name in ("metrics", "not_run", "findings"):
+            each = [getattr(part, name) for part in every]
+            entries[name] = tuple(chain.from_iterable(each))
+        return replace(self, **entries, **changes)
 
 
 def write(path: Path, result: Result) -> None:
@@ -355,11 +354,7 @@ def merge(parts: Iterable[Result]) -> Result:
         DataError: the parts are from different suites.
     """
     every = list(parts)
-    suites = sorted({part.suite for part in every})
-    if len(suites) > 1:
-        raise DataError(
-            f"cannot merge results of different suites: {', '.join(suites)}"
-        )
+    require_one_suite(every)
     fingerprint = dict(every[0].fingerprint)
     placements = [part.fingerprint["placement"] for part in every]
     nodes = {node for placement in placements for node in placement["nodes"]}
@@ -369,3 +364,13 @@ def merge(parts: Iterable[Result]) -> Result:
         seconds=max(part.seconds for part in every),
         fingerprint=fingerprint,
     )
+
+
+def require_one_suite(found: Sequence[Result]) -> None:
+    """Raise DataError if the results are from different suites."""
+    suites = sorted({one.suite for one in found})
+    if len(suites) > 1:
+        raise DataError(
+            f"the results are from different suites ({', '.join(suites)}); pass results of a "
+            "single suite"
+        )

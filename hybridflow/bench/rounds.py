@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hybridflow.bench.result import Better, Metric, Reference
 
 Call = Callable[[], object]
 Clock = Callable[[], float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def interleaved(
     return {name: found[warm_up:] for name, found in seconds.items()}
 
 
-def rotated(names: Sequence[str], rounds: int) -> Iterator[str]:
+def rotated(names: Sequence[T], rounds: int) -> Iterator[T]:
     """Yield every name once per round, in a rotating order."""
     for turn in range(rounds):
         first = turn % len(names)

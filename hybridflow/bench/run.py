@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -76,7 +77,7 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
         entry.settings(job.settings)
     begun = time.time()
     environment = describe_environment()
-    nodes = [node for node in job.nodes if node]
+    nodes = list(filter(None, job.nodes))
     found = Result(
         suite=label_of(job.what),
         started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
@@ -191,9 +192,8 @@ def finish(
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    return found[1] if found else platform.processor()
+        if found := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
+            return found[1]
+    return platform.processor()

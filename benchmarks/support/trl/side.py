@@ -25,6 +25,7 @@ UPDATES = 2  # of a step
 def main(settings: dict) -> None:
     """Train the model in the working directory for `settings["steps"]` steps."""
     import torch
+    import yaml
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -46,26 +47,16 @@ def main(settings: dict) -> None:
     batch = update
     while batch > 64 and batch * (8 + settings["most"]) > 40_000:
         batch //= 2
+    fixed = yaml.safe_load(Path(__file__).with_name("trl.yaml").read_text())
     config = GRPOConfig(
-        output_dir="theirs",
+        **fixed,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=update // batch,
         steps_per_generation=samples // batch,
         num_generations=SAMPLES,
         max_completion_length=settings["most"],
         beta=settings["beta"],
-        learning_rate=1e-6,
-        warmup_steps=0,
-        loss_type="dapo",  # mean over an update's tokens
         max_steps=UPDATES * settings["steps"],
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        save_strategy="no",
-        report_to=[],
-        logging_steps=10_000,
-        disable_tqdm=True,
-        seed=1,
     )
     tokenizer = AutoTokenizer.from_pretrained("model", padding_side="left")
     model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)

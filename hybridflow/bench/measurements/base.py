@@ -55,6 +55,11 @@ class Place:
     local: Path
     timeout_s: float = 60.0
 
+    @property
+    def rank(self) -> int:
+        """This node's index in `nodes`."""
+        return self.nodes.index(self.node)
+
     def meet(self, name: str) -> None:
         """Barrier: wait until every node has arrived. All nodes return within a few hundredths of a
         second of each other.

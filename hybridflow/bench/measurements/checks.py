@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.measurements.base import Place, Yielded, measurement
+from hybridflow.bench.result import measured
 from hybridflow.doctor import machine
 from hybridflow.launch import preflight
 
 
 @measurement("checks", "preflight", per_node=True)
-def checks(place: Place) -> Iterator[Metric | dict[str, str]]:
+def checks(place: Place) -> Iterator[Yielded]:
     """the checks of `hybridflow doctor` (devices, packages, limits, disks), connections to other
     nodes, and clocks"""
     for finding in machine.examine():

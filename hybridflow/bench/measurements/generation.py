@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -48,9 +49,8 @@ def generation(place: Place) -> Iterator[Timed]:
         spec, place.local / "engine.log", lambda: None
     )
 
-    def prompt(tokens: int = PROMPT) -> list[int]:
-        ids: list[int] = random.integers(2, 1000, tokens).tolist()
-        return ids
+    def prompt(tokens: int = PROMPT) -> Any:
+        return random.integers(2, 1000, tokens).tolist()
 
     def generate(lengths: Sequence[int]) -> None:
         engine.generate([prompt() for _ in lengths], SamplingConfig(), max(lengths))
@@ -60,8 +60,8 @@ def generation(place: Place) -> Iterator[Timed]:
         with ThreadPoolExecutor(len(TAIL)) as pool:
             list(pool.map(lambda length: generate([length]), TAIL))
 
-    def first_token(same: Sequence[int] | None) -> None:
-        engine.generate([same or prompt(8 * PROMPT)] * 16, SamplingConfig(), 1)
+    def first_token(prefix: Sequence[int]) -> None:
+        engine.generate([prefix] * 16, SamplingConfig(), 1)
 
     engine.start()
     try:
@@ -70,9 +70,9 @@ def generation(place: Place) -> Iterator[Timed]:
             yield _rate(name, lengths, partial(generate, lengths))
         yield _rate("long tail", TAIL, tail)
         cached = prompt(8 * PROMPT)
-        firsts: dict[str, Call] = {
-            "rollout/16 x 1, cached prefix": partial(first_token, cached),
-            "rollout/16 x 1, new prefix": partial(first_token, None),
+        firsts = {
+            "rollout/16 x 1, cached prefix": lambda: first_token(cached),
+            "rollout/16 x 1, new prefix": lambda: first_token(prompt(8 * PROMPT)),
         }
         yield Timed(firsts, yardstick=loops(20), bound=0.25)
     finally:

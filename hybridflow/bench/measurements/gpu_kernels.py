@@ -3,7 +3,7 @@ limits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from hybridflow.bench.measurements.base import Place, measurement
@@ -35,10 +35,13 @@ def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
 
     for name, (call, nbytes) in _memory_bound(source, target).items():
         limit = Side("a copy of the minimum bytes", copy, scale=nbytes / (2 * BYTES))
-        yield Timed(
-            {f"gpu_kernels/{name}": call}, limit, peers=[Side("torch", _in_torch(call))]
-        )
+        yield _case(name, call, limit)
     yield from _log_probs(tokens, device)
+
+
+def _case(name: str, call: Call, limit: Side) -> Timed:
+    calls = {f"gpu_kernels/{name}": call}
+    return Timed(calls, limit, peers=[Side("torch", _in_torch(call))])
 
 
 def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
@@ -61,6 +64,7 @@ def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
     )
     values = Slice(half, scales.end, size, torch.float8_e4m3fn, BLOCK)
     quantized = Slices([scales, values], values.end)
+    narrow = target[: values.end]
     buffer = torch.empty_like(wide, dtype=torch.bfloat16)[:, :, :ROW]
     back = Slices([Slice(buffer, 0, size, torch.bfloat16)], BYTES)
     generator = torch.Generator().manual_seed(1)
@@ -71,10 +75,7 @@ def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
     return {
         "checksum": (lambda: digest(body, 7), BYTES),
         "pack fp32 as bf16": (lambda: cast.pack(target, 7), 3 * BYTES),
-        "pack bf16 as fp8": (
-            lambda: quantized.pack(target[: values.end], 7),
-            BYTES + values.end,
-        ),
+        "pack bf16 as fp8": (lambda: quantized.pack(narrow, 7), BYTES + values.end),
         "scatter bf16": (lambda: back.scatter(body, 7), 2 * BYTES),
         "GAE": (
             lambda: gae(rewards, state_values, lengths, gamma=1.0, lam=0.95),
@@ -101,7 +102,7 @@ def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
     grad_weight = torch.zeros(VOCAB, HIDDEN, device=device)
     highest = min(32, VOCAB)
     best_values = torch.empty(tokens, highest, device=device)
-    best = (best_values, torch.empty(tokens, highest, device=device, dtype=torch.int64))
+    best = (best_values, torch.empty_like(best_values, dtype=torch.int64))
     ones = torch.ones(tokens, device=device)
     options: dict[str, Any] = {"temperature": 1.0, "chunk": 1024}
 
@@ -127,33 +128,28 @@ def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
         torch.mm(logits, weight)
         torch.mm(logits.t(), hidden)
 
-    cases: dict[str, tuple[Call, Call]] = {
-        "log_probs": (forward, product),
-        "log_probs and top 32": (with_best, product),
-        "log_probs with gradients": (with_gradients, three_products),
-    }
-    for name, (call, limit) in cases.items():
-        yield Timed(
-            {f"gpu_kernels/{name}": call},
-            Side("the matrix products alone", limit),
-            peers=[Side("torch", _in_torch(call))],
-        )
+    one = Side("the matrix products alone", product)
+    three = Side("the matrix products alone", three_products)
+    yield _case("log_probs", forward, one)
+    yield _case("log_probs and top 32", with_best, one)
+    yield _case("log_probs with gradients", with_gradients, three)
 
 
-def _in_torch(call: Callable[[], object]) -> Call:
+def _in_torch(call: Call) -> Call:
     """Wrap a call so that every operation uses its torch implementation."""
     from hybridflow_kernels import digest, fp8_cast, linear_log_probs, scans, slices
 
-    modules: list[Any] = [digest, fp8_cast, linear_log_probs, scans, slices]
+    kept = {}
+    for module in (digest, fp8_cast, linear_log_probs, scans, slices):
+        kept[module] = module.uses_triton
 
     def run() -> None:
-        kept = [module.uses_triton for module in modules]
-        for module in modules:
+        for module in kept:
             module.uses_triton = lambda tensor: False
         try:
             call()
         finally:
-            for module, uses_triton in zip(modules, kept, strict=True):
+            for module, uses_triton in kept.items():
                 module.uses_triton = uses_triton
 
     return run

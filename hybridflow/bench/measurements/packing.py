@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import PROCESSES, Place, measurement
-from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.measurements.base import PROCESSES, Place, Yielded, measurement
+from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import Timed, loops, repeated
 from hybridflow.data.packing import balance, pack
 
@@ -17,7 +17,7 @@ RANKS = 64
 
 
 @measurement("packing", "micro", processes=PROCESSES, cpu_time=True)
-def packing(place: Place) -> Iterator[Timed | Metric]:
+def packing(place: Place) -> Iterator[Yielded]:
     """packing of 512 sequences into micro-batches and balancing of 8,192 sequences across 64 ranks:
     duration and evenness"""
     random = np.random.default_rng(13)

@@ -6,9 +6,9 @@ import os
 import statistics
 from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yielded, measurement
 from hybridflow.bench.measurements.steps import tokens_per_second, train_recipe
-from hybridflow.bench.result import Metric, NotRun, measured
+from hybridflow.bench.result import NotRun, measured
 from hybridflow.errors import ResourceError
 
 MOST_CONTROLLED = (
@@ -17,7 +17,7 @@ MOST_CONTROLLED = (
 
 
 @measurement("scaling", "scale", timeout_s=540)
-def scaling(place: Place) -> Iterator[Metric | NotRun]:
+def scaling(place: Place) -> Iterator[Yielded]:
     """steps of the tiny recipe with 1, 2, ... data-parallel ranks, up to the number of cores:
     tokens per second, efficiency, and the controller's share of the time"""
     alone = None

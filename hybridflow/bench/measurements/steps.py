@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yielded, measurement
 from hybridflow.bench.result import Metric, measured
 from hybridflow.bench.rounds import loop, repeated
 from hybridflow.errors import ResourceError
@@ -35,7 +35,7 @@ _SETTINGS = (
 
 
 @measurement("steps", "full", timeout_s=540)
-def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
+def steps(place: Place) -> Iterator[Yielded]:
     """GRPO steps of the tiny recipe: time per phase, and time until the first step has finished"""
     seconds: dict[str, list[float]] = defaultdict(list)
     loops = []

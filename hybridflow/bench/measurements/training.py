@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.measurements.base import Place, Yielded, measurement
+from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import Side, Timed, repeated
 
 # Layers with the proportions of Qwen3-30B-A3B, scaled down so that a step takes a tenth of a second
@@ -34,7 +34,7 @@ PRODUCTS = 10
 
 
 @measurement("training", "train", timeout_s=240, warm_up=3)
-def training(place: Place) -> Iterator[Timed | Metric]:
+def training(place: Place) -> Iterator[Yielded]:
     """supervised update of a small dense model: tokens per second, and fraction of this machine's
     peak matrix throughput"""
     import torch
@@ -95,11 +95,10 @@ def _batch() -> Any:
     from hybridflow.batch import DataProto, Jagged
 
     random = np.random.default_rng(0)
-    lengths = [TOKENS // 2] * SEQUENCES
     columns = {}
     for name in ("prompt_ids", "response_ids"):
-        ids = random.integers(2, MODEL["vocab_size"], SEQUENCES * TOKENS // 2)
-        columns[name] = Jagged.from_lengths(ids, lengths)
+        ids = random.integers(2, MODEL["vocab_size"], (SEQUENCES, TOKENS // 2))
+        columns[name] = Jagged.from_rows(list(ids), np.int64)
     return DataProto.from_columns(columns)
 
 
@@ -109,13 +108,11 @@ def _flops() -> float:
 
     Causal attention is counted as half. The output head is counted only for response tokens.
     """
-    hidden = MODEL["hidden_size"]
-    heads = MODEL["num_attention_heads"]
-    width = MODEL["head_dim"]
-    projections = hidden * width * (2 * heads + 2 * MODEL["num_key_value_heads"])
-    mlp = 3 * hidden * MODEL["intermediate_size"]
-    layer = projections + heads * width * TOKENS + mlp
-    head = hidden * MODEL["vocab_size"] / 2
-    return float(
-        3 * 2 * SEQUENCES * TOKENS * (MODEL["num_hidden_layers"] * layer + head)
-    )
+    from hybridflow.models import family_of
+    from hybridflow.planning.sizes import layer_shapes
+
+    each = float(MODEL["hidden_size"] * MODEL["vocab_size"])
+    for layer in layer_shapes(family_of(MODEL)):
+        each += layer.core * layer.pairs(TOKENS)
+        each += sum(one.flops for one in (*layer.attention, *layer.mlp))
+    return 3 * SEQUENCES * TOKENS * each
