@@ -10,7 +10,6 @@ starts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from benchmarks.support import peer
 from benchmarks.support.workers import COLUMNS, SERIALIZATION, Echo, Plain, peer_group
 
 from hybridflow.batch import DataProto
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.measurements.store import cluster_of, group_of
 from hybridflow.bench.rounds import Side, Timed, repeated
 from hybridflow.single_controller import Cluster, WorkerGroup
@@ -31,7 +30,7 @@ TOKENS = 3173  # per row: eight columns of eight bytes are 208 MB
 
 
 @measurement("dispatch", timeout_s=1200, rounds=11, warm_up=10)
-def dispatch(place: Place) -> Iterator[Timed]:
+def dispatch(place: Place) -> Yields:
     """round trip of 208 MB to two actors, and empty calls to four actors, compared with verl and
     bare Ray"""
     peer.install()
@@ -51,7 +50,7 @@ def _sides(
     return group_of(cluster, place, ranks, Echo), peer_group(ranks), bare
 
 
-def _round_trip(cluster: Cluster, place: Place) -> Iterator[Timed]:
+def _round_trip(cluster: Cluster, place: Place) -> Yields:
     import ray
     import torch
     from verl.protocol import DataProto as PeerProto

@@ -3,13 +3,11 @@ tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from benchmarks.support import peer
 
 from hybridflow.bench.measurements.advantages import sides
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.rounds import Side, Timed
 
 ROWS = 1024
@@ -17,7 +15,7 @@ LONGEST = 7168
 
 
 @measurement("gae", timeout_s=600, rounds=5)
-def gae(place: Place) -> Iterator[Timed]:
+def gae(place: Place) -> Yields:
     """GAE and whitening of 1,024 responses of up to 7,168 tokens compared with verl's loop and a
     copy"""
     peer.install()

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.bench.files import load
 from hybridflow.bench.gate import compare, outliers
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, Result, measured
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.result import Result, measured
 from hybridflow.bench.run import Job, run
 
 SLOWDOWN = 1.2
@@ -28,7 +27,7 @@ NODES = ("n1", "n2", "n3", "n4")
 
 
 @measurement("gate", timeout_s=86_400)
-def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
+def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Yields:
     """number of identical runs that pass the gate, and of 20% slowdowns that it detects"""
     draw = random.Random(0)
     found = Counter[str]()

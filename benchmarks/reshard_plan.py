@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import yaml
 from benchmarks.support.published import sync_seconds
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.result import measured
 from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard import report
 from hybridflow.reshard.engine_layouts import EngineShape
@@ -47,7 +46,7 @@ CASES = [
 
 
 @measurement("reshard_plan", timeout_s=900)
-def reshard_plan(place: Place, case: str = "") -> Iterator[Metric]:
+def reshard_plan(place: Place, case: str = "") -> Yields:
     """plans for published models: seconds, memory, evenness across links, predicted time compared
     with published time"""
     for one in CASES:
@@ -73,7 +72,7 @@ def _measure(case: Case) -> dict[str, Any]:
     return figures
 
 
-def _metrics(case: Case, figures: dict[str, Any]) -> Iterator[Metric]:
+def _metrics(case: Case, figures: dict[str, Any]) -> Yields:
     wire = ("the busiest link", figures["wire_bound_s"])
     even = ("an even share", figures["hottest_link_bound_bytes"])
     published = None

@@ -7,7 +7,6 @@ from the command to the last rank's reply. Before timing, one sync is verified e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,7 @@ from benchmarks.support import peer
 from benchmarks.support.bucket_ranks import BucketRanks
 from benchmarks.support.reshard_ranks import Ranks
 
-from hybridflow.bench.measurements.base import Place, Yielded, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.measurements.store import cluster_of, group_of
 from hybridflow.bench.result import Metric, measured
 from hybridflow.bench.rounds import Call, Side, Timed, interleaved
@@ -39,9 +38,7 @@ PEER_MIB = (2048, 512, 64)
 
 
 @measurement("reshard_transfer", timeout_s=1800, rounds=ROUNDS)
-def reshard_transfer(
-    place: Place, part: str = "layers,small,one host"
-) -> Iterator[Yielded]:
+def reshard_transfer(place: Place, part: str = "layers,small,one host") -> Yields:
     """weight syncs over tcp and gloo compared with bare sends, and over shared memory compared with
     verl and a copy"""
     peer.be_importable()
@@ -54,7 +51,7 @@ def reshard_transfer(
             raise ConfigError(f"part={name}: no such part; parts: {', '.join(MODELS)}")
 
 
-def _between_hosts(place: Place, name: str, hf: dict[str, Any]) -> Iterator[Yielded]:
+def _between_hosts(place: Place, name: str, hf: dict[str, Any]) -> Yields:
     """Sync from four Megatron ranks (TP2, PP2, EP2) to one engine with two ranks."""
     trainer = ParallelShape(4, tensor=2, pipeline=2, expert=2)
     settings = (hf, trainer, EngineShape(tensor=2), 80 * MIB, tuple(WIRES))
@@ -77,7 +74,7 @@ def _between_hosts(place: Place, name: str, hf: dict[str, Any]) -> Iterator[Yiel
             yield measured(f"{label}: commit of staged", "s", commits)
 
 
-def _on_one_host(place: Place) -> Iterator[Yielded]:
+def _on_one_host(place: Place) -> Yields:
     """Sync 1.7 GB from one rank to another."""
     shapes = (ParallelShape(1), EngineShape())
     settings = (MODELS["one host"], *shapes, 8 * MIB, ("shared_memory",))

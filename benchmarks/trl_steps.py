@@ -18,7 +18,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -30,9 +30,9 @@ import pyarrow.parquet as pq
 import yaml
 from benchmarks.support import lengths_model
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.measurements.steps import output_of, train
-from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import rotated
 from hybridflow.bench.run import CONDITIONS
 from hybridflow.errors import ConfigError, ResourceError
@@ -84,7 +84,7 @@ def trl_steps(
     sides: str = "TRL,2+2",
     rounds: int = 3,
     steps: int = 3,
-) -> Iterator[Metric]:
+) -> Yields:
     """GRPO steps in turn with TRL's; set peer=PYTHON to the Python of an environment with TRL
     1.16"""
     names = sides.split(",")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from functools import partial
 
-from hybridflow.bench.measurements.base import Place, Yielded, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import Timed, interleaved, loops
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
@@ -27,9 +26,7 @@ SEARCHES = {
 
 
 @measurement("watch", timeout_s=900, rounds=5)
-def watch(
-    place: Place, samples: int = 75_000, characters: int = 4_000
-) -> Iterator[Yielded]:
+def watch(place: Place, samples: int = 75_000, characters: int = 4_000) -> Yields:
     """seconds of a search over all samples of a run in the live page, and of reading its dumps"""
     run = place.local / "run"
     rows = samples // STEPS

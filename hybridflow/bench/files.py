@@ -102,14 +102,13 @@ def find_baseline(folder: Path, result: Result) -> Result:
         return results.read(path)
     others = []
     for file in sorted(folder.glob(f"{result.suite}-*.json")):
-        words = results.differences(results.read(file), result).get(
-            "hardware", ["this hardware"]
-        )
+        differences = results.differences(results.read(file), result)
+        words = differences.get("hardware", ["this hardware"])
         others.append(f"an existing baseline differs in {', '.join(words)}")
+    existing = f" ({'; '.join(others)})" if others else ""
     raise ConfigError(
-        f"{folder} contains no baseline of {result.suite} for this "
-        f"hardware{' (' + '; '.join(others) + ')' if others else ''}; create one with `hybridflow "
-        "bench baseline RESULT ...`"
+        f"{folder} contains no baseline of {result.suite} for this hardware{existing}; create one "
+        "with `hybridflow bench baseline RESULT ...`"
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-import jinja2
 from markupsafe import Markup
 
 from hybridflow.bench import show
@@ -15,6 +14,7 @@ from hybridflow.bench.gate import outliers
 from hybridflow.bench.measurements.base import SUITES
 from hybridflow.bench.result import Result, differences, flat
 from hybridflow.observe.charts import Chart, Drawn, Point, Series, draw
+from hybridflow.observe.templates import fill
 from hybridflow.observe.text_table import filled
 
 
@@ -23,27 +23,23 @@ def page(results: Sequence[Result]) -> str:
     run.
     """
     last = results[-1]
-    loader = jinja2.PackageLoader("hybridflow.bench", ".")
-    template = jinja2.Environment(loader=loader, autoescape=True).get_template(
-        "page.html.j2"
-    )
     worse = outliers(last)
     rows = [show.row(metric) for metric in last.metrics if not metric.node]
-    return template.render(
+    return fill(
+        "bench",
+        results=results,
         last=last,
         about=SUITES.get(last.suite, ""),
-        count=len(results),
         table=filled([show.COLUMNS, *rows]),
         numbers=show.NUMBERS,
         # of the metrics that nodes have in common, by name and node
         units={one.name: one.unit for one in last.metrics if one.node},
         metrics={(one.name, one.node): one for one in last.metrics},
         worse={(one.name, one.node): one for one in worse},
-        outliers=list(map(show.sentence, worse)),
+        sentence=show.sentence,
         fingerprint=flat(last.fingerprint),
-        changed=[
-            (one.started, differences(before, one)) for before, one in pairwise(results)
-        ],
+        pairs=list(pairwise(results)),
+        differences=differences,
         charts=_history(results) if len(results) > 1 else [],
         number=show.number,
     )
@@ -64,13 +60,11 @@ def _history(results: Sequence[Result]) -> list[Drawn]:
             nodes.setdefault(metric.node or "value", []).append((float(turn), value))
     charts = []
     for (name, unit), nodes in lines.items():
-        series = [
-            Series(node, points, index % 8)
-            for index, (node, points) in enumerate(nodes.items())
-        ]
+        series = []
+        for index, node in enumerate(nodes):
+            series.append(Series(node, nodes[node], index % 8))
         if drawn := draw(Chart(name, series, unit)):
             # the axis of these charts counts runs
-            charts.append(
-                replace(drawn, svg=Markup(drawn.svg.replace(">step<", ">run<")))
-            )
+            svg = Markup(drawn.svg.replace(">step<", ">run<"))
+            charts.append(replace(drawn, svg=svg))
     return charts

@@ -131,8 +131,17 @@ def measured(
     def reference(given: tuple[str, Rounds] | None) -> Reference | None:
         return Reference(given[0], _rounds(given[1], len(rounds))) if given else None
 
-    references = map(reference, (limit, peer, yardstick))
-    return Metric("", name, unit, better, rounds, *references, bound=bound)
+    return Metric(
+        "",
+        name,
+        unit,
+        better,
+        rounds,
+        reference(limit),
+        reference(peer),
+        reference(yardstick),
+        bound=bound,
+    )
 
 
 def _rounds(values: Rounds, count: int) -> tuple[float, ...]:
@@ -181,7 +190,7 @@ class Result:
         """Return this result with the entries of other results appended. `changes` are new values
         for other attributes."""
         every = [self, *parts]
-        entries = {}
+        entries: dict[str, Any] = {}
         for name in ("metrics", "not_run", "findings"):
             each = [getattr(part, name) for part in every]
             entries[name] = tuple(chain.from_iterable(each))
@@ -246,15 +255,11 @@ def read(path: Path) -> Result:
             f"{path}: the format is {form}, but this version reads {FORMAT}; update hybridflow"
         )
     _check(path, found)
-    return Result(
-        suite=found["suite"],
-        started=found["started"],
-        seconds=found["seconds"],
-        fingerprint=found["fingerprint"],
-        metrics=tuple(map(_metric, found["metrics"])),
-        not_run=tuple(NotRun(**entry) for entry in found["not_run"]),
-        findings=tuple(found["findings"]),
-    )
+    del found["format"]
+    found["metrics"] = tuple(map(_metric, found["metrics"]))
+    found["not_run"] = tuple(NotRun(**entry) for entry in found["not_run"])
+    found["findings"] = tuple(found["findings"])
+    return Result(**found)
 
 
 def _check(path: Path, found: dict[str, Any]) -> None:

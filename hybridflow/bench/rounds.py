@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hybridflow.bench.result import Better, Metric, Reference
+from hybridflow.bench.result import Better, Metric, measured
 
 Call = Callable[[], object]
 Clock = Callable[[], float]
@@ -64,28 +64,26 @@ class Timed:
     def metrics(self, seconds: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
         """Yield the metrics computed from the time that each side took in each round."""
 
-        def reference(side: Side | None) -> Reference | None:
+        def rounds(side: Side | None) -> tuple[str, Sequence[float]] | None:
             if side is None:
                 return None
-            return Reference(
-                side.name, self._values([s * side.scale for s in seconds[side.name]])
-            )
+            scaled = [side.scale * one for one in seconds[side.name]]
+            return side.name, self._values(scaled)
 
         better = self.better or ("higher" if self.amount else "lower")
-        peers: Sequence[Side | None] = self.peers or [None]
         for name in self.calls:
-            for peer in peers:
-                yield Metric(
-                    measurement="",
-                    name=f"{name}, beside {peer.name}"
-                    if peer and len(peers) > 1
-                    else name,
-                    unit=self.unit,
-                    better=better,
-                    rounds=self._values(seconds[name]),
-                    limit=reference(self.limit),
-                    peer=reference(peer),
-                    yardstick=reference(self.yardstick),
+            for peer in self.peers or [None]:
+                of_peer = (
+                    f", beside {peer.name}" if len(self.peers) > 1 and peer else ""
+                )
+                yield measured(
+                    name + of_peer,
+                    self.unit,
+                    self._values(seconds[name]),
+                    better,
+                    limit=rounds(self.limit),
+                    peer=rounds(peer),
+                    yardstick=rounds(self.yardstick),
                     bound=self.bound,
                 )
 
@@ -98,14 +96,17 @@ def interleaved(
     rounds: int,
     warm_up: int = 1,
     clock: Clock = time.perf_counter,
+    before: Call = lambda: None,
 ) -> dict[str, list[float]]:
     """Time all sides in turn. Returns the seconds that each side took in each round, without
     the `warm_up` rounds.
 
     Every round runs all sides in a rotating order, so that disturbances affect all of them alike.
+    `before` is called before each side, and is not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for name in rotated(list(sides), warm_up + rounds):
+        before()
         start = clock()
         sides[name]()
         seconds[name].append(clock() - start)

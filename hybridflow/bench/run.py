@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -24,7 +21,7 @@ from hybridflow.bench.measurements.base import SUITES, Measurement, chosen, find
 from hybridflow.bench.result import NotRun, Result
 from hybridflow.config.registry import absolute_entry, is_user_entry
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.observe.environment import describe_environment
+from hybridflow.observe.environment import describe_environment, processor_model
 from hybridflow.process.secret import VARIABLE, job_secret
 
 # One thread, and huge pages for torch's allocator like numpy's: otherwise the allocator would
@@ -82,7 +79,7 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
         suite=label_of(job.what),
         started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
         fingerprint=results.fingerprint_of(
-            environment, nodes=nodes, model=_processor()
+            environment, nodes=nodes, model=processor_model()
         ),
     )
     path = job.folder / (f"nodes/{job.node}.json" if len(job.nodes) > 1 else RESULT)
@@ -189,11 +186,3 @@ def finish(
             # the command has not been reaped yet, so its process group still exists
             os.killpg(process.pid, signal.SIGKILL)
             raise
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        if found := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
-            return found[1]
-    return platform.processor()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from hybridflow.bench.measurements.base import (
     PROCESSES,
     ROUNDS_EACH,
     Place,
+    Yields,
     measurement,
 )
 from hybridflow.bench.rounds import Call, Side, Timed, repeated
@@ -26,7 +26,7 @@ COPIES = 20
     warm_up=3,
     cpu_time=True,
 )
-def advantages(place: Place) -> Iterator[Timed]:
+def advantages(place: Place) -> Yields:
     """GAE and whitening of 256 responses of 1 to 2,048 tokens, compared with a copy of their
     columns"""
     import torch

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.measurements.disk import write
 from hybridflow.bench.rounds import Side, Timed
 
@@ -14,7 +13,7 @@ BYTES = 32 << 20
 
 
 @measurement("checkpoints", "micro", rounds=15)
-def checkpoints(place: Place) -> Iterator[Timed]:
+def checkpoints(place: Place) -> Yields:
     """saving, syncing and hashing of a 32 MiB safetensors file, compared with a plain write and
     fsync"""
     import torch

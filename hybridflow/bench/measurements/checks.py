@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from hybridflow.bench.measurements.base import Place, Yielded, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.result import measured
 from hybridflow.doctor import machine
 from hybridflow.launch import preflight
 
 
 @measurement("checks", "preflight", per_node=True)
-def checks(place: Place) -> Iterator[Yielded]:
+def checks(place: Place) -> Yields:
     """the checks of `hybridflow doctor` (devices, packages, limits, disks), connections to other
     nodes, and clocks"""
     for finding in machine.examine():

@@ -5,11 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from hybridflow.bench.measurements.base import ROUNDS, Place, measurement
+from hybridflow.bench.measurements.base import ROUNDS, Place, Yields, measurement
 from hybridflow.bench.rounds import Call, Side, Timed, interleaved, repeated
 from hybridflow.errors import ResourceError
 
@@ -22,7 +21,7 @@ AT_LEAST = 4 << 20  # minimum bytes moved by a timed call
 
 
 @measurement("collectives", "micro", timeout_s=120, warm_up=WARM_UP)
-def collectives(place: Place) -> Iterator[Timed]:
+def collectives(place: Place) -> Yields:
     """bus bandwidth of all-reduce, all-gather and broadcast between two processes, by size"""
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
@@ -41,7 +40,7 @@ def _follow(store: str) -> None:
         interleaved(case.sides(), ROUNDS, WARM_UP)
 
 
-def _cases(rank: int, store: str) -> Iterator[Timed]:
+def _cases(rank: int, store: str) -> Yields:
     import torch
     import torch.distributed as dist
 

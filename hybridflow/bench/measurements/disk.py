@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.rounds import Call, Side, Timed
 
 BYTES = 32 << 20
@@ -15,7 +14,7 @@ FILES = 20
 
 
 @measurement("disk", "preflight", per_node=True, rounds=9)
-def disk(place: Place) -> Iterator[Timed]:
+def disk(place: Place) -> Yields:
     """writes with fsync, and writes of small files, on the node's local disk and in the shared
     folder"""
     data = os.urandom(BYTES)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import time
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from hybridflow.bench.measurements.base import Place, Yielded, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement, synchronized
 from hybridflow.bench.result import Metric, NotRun, measured
-from hybridflow.bench.rounds import rotated
+from hybridflow.bench.rounds import Call, interleaved
 from hybridflow.device.platform import Platform
 from hybridflow.launch import records
 from hybridflow.launch.preflight import node_address
@@ -33,7 +32,7 @@ _TIMEOUT_S = 60.0
 
 
 @measurement("fabric", "preflight", per_node=True, timeout_s=120)
-def fabric(place: Place, backend: str = "") -> Iterator[Yielded]:
+def fabric(place: Place, backend: str = "") -> Yields:
     """bandwidth of NCCL from each GPU to the same GPU of other nodes, in both directions at once
 
     Args:
@@ -114,28 +113,26 @@ def _best_pair(place: Place, backend: str, name: str, platform: Platform) -> Met
     device = platform.current_device()
     ours = torch.zeros(BYTES[backend], dtype=torch.uint8, device=device)
     theirs = torch.zeros_like(ours)
-    others = [pairs[place.rank] for pairs in partners(len(place.nodes))[:PAIRS]]
-    seconds: dict[int, list[float]] = {other: [] for other in others}
-    for other in rotated(others, _WARM_UP + ROUNDS):
-        # otherwise a pair would also wait for its members' previous partners
-        dist.barrier()
-        platform.synchronize()
-        start = time.perf_counter()
-        if other != place.rank:
-            _exchange(ours, theirs, other, sends_first=place.rank < other)
-        platform.synchronize()
-        seconds[other].append(time.perf_counter() - start)
-    seconds.pop(place.rank, None)  # this node paused
-    rounds = [min(of_round) for of_round in zip(*seconds.values(), strict=True)]
-    rates = [ours.nbytes / 1e9 / one for one in rounds[_WARM_UP:]]
+    exchanges: dict[str, Call] = {}
+    for pairs in partners(len(place.nodes))[:PAIRS]:
+        exchange = partial(_exchange, ours, theirs, pairs[place.rank], place.rank)
+        exchanges[str(pairs[place.rank])] = synchronized(exchange)
+    # otherwise a pair would also wait for its members' previous partners
+    meet = synchronized(dist.barrier)
+    seconds = interleaved(exchanges, ROUNDS, _WARM_UP, before=meet)
+    seconds.pop(str(place.rank), None)  # this node paused
+    fastest = [min(of_round) for of_round in zip(*seconds.values(), strict=True)]
+    rates = [ours.nbytes / 1e9 / one for one in fastest]
     return measured(name, "GB/s", rates, "higher", bound=0.2)
 
 
-def _exchange(ours: Any, theirs: Any, partner: int, sends_first: bool) -> None:
+def _exchange(ours: Any, theirs: Any, partner: int, rank: int) -> None:
     import torch.distributed as dist
 
+    if partner == rank:
+        return
     send = dist.P2POp(dist.isend, ours, partner)
     receive = dist.P2POp(dist.irecv, theirs, partner)
-    sides = [send, receive] if sends_first else [receive, send]
+    sides = [send, receive] if rank < partner else [receive, send]
     for work in dist.batch_isend_irecv(sides):
         work.wait()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import interleaved
 from hybridflow.config.schema import (
     ActorConfig,
@@ -26,7 +25,7 @@ MOST_MS = 5.0
 
 
 @measurement("flows", "micro", processes=2)
-def flows(place: Place) -> Iterator[Metric]:
+def flows(place: Place) -> Yields:
     """CPU time that the flow machinery (queue, checks, timeline) adds to a step of 512 samples; the
     workers return immediately"""
     from hybridflow.bench.measurements._null_run import sides

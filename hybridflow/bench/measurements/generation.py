@@ -4,14 +4,14 @@ prefix cache, and for lengths with a long tail."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.measurements.training import MODEL
 from hybridflow.bench.rounds import Call, Timed, loops
 
@@ -27,7 +27,7 @@ TAIL = [12, 16, 20, 24, 28, 32, 32, 36, 40, 48, 56, 64, 80, 112, 176, 300]
 
 
 @measurement("generation", "rollout", timeout_s=400, rounds=6)
-def generation(place: Place) -> Iterator[Timed]:
+def generation(place: Place) -> Yields:
     """tokens per second of an engine with a small dense model: by concurrency and length, with a
     prefix cache, and with a long tail"""
     from hybridflow.config.schema import RolloutConfig, SamplingConfig

@@ -3,10 +3,9 @@ limits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.rounds import Call, Side, Timed
 
 BYTES = 1 << 28  # per message
@@ -19,7 +18,7 @@ HIDDEN = 4096
 @measurement(
     "gpu_kernels", "micro", needs_gpu=True, timeout_s=300.0, rounds=7, warm_up=2
 )
-def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
+def gpu_kernels(place: Place, tokens: int = 8192) -> Yields:
     """weight messages, checksum, fp8, GAE and log-probabilities, compared with torch and a hardware
     limit"""
     import torch
@@ -40,8 +39,11 @@ def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
 
 
 def _case(name: str, call: Call, limit: Side) -> Timed:
+    from hybridflow_kernels import only_torch
+
     calls = {f"gpu_kernels/{name}": call}
-    return Timed(calls, limit, peers=[Side("torch", _in_torch(call))])
+    # the context manager is also a decorator
+    return Timed(calls, limit, peers=[Side("torch", only_torch()(call))])
 
 
 def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
@@ -88,7 +90,7 @@ def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
     }
 
 
-def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
+def _log_probs(tokens: int, device: Any) -> Yields:
     """Yield the forward pass, the top logits and the gradients, each compared with the bare matrix
     products."""
     import torch
@@ -100,8 +102,7 @@ def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
     targets = torch.randint(0, VOCAB, (tokens,), device=device)
     logits = torch.empty(tokens, VOCAB, dtype=torch.bfloat16, device=device)
     grad_weight = torch.zeros(VOCAB, HIDDEN, device=device)
-    highest = min(32, VOCAB)
-    best_values = torch.empty(tokens, highest, device=device)
+    best_values = torch.empty(tokens, min(32, VOCAB), device=device)
     best = (best_values, torch.empty_like(best_values, dtype=torch.int64))
     ones = torch.ones(tokens, device=device)
     options: dict[str, Any] = {"temperature": 1.0, "chunk": 1024}
@@ -133,23 +134,3 @@ def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
     yield _case("log_probs", forward, one)
     yield _case("log_probs and top 32", with_best, one)
     yield _case("log_probs with gradients", with_gradients, three)
-
-
-def _in_torch(call: Call) -> Call:
-    """Wrap a call so that every operation uses its torch implementation."""
-    from hybridflow_kernels import digest, fp8_cast, linear_log_probs, scans, slices
-
-    kept = {}
-    for module in (digest, fp8_cast, linear_log_probs, scans, slices):
-        kept[module] = module.uses_triton
-
-    def run() -> None:
-        for module in kept:
-            module.uses_triton = lambda tensor: False
-        try:
-            call()
-        finally:
-            for module, uses_triton in kept.items():
-                module.uses_triton = uses_triton
-
-    return run

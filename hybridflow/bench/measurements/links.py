@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import socket
+import socketserver
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.rounds import Side, Timed
 from hybridflow.errors import ResourceError
 from hybridflow.launch import records
@@ -25,7 +25,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 @measurement("links", "preflight", per_node=True, rounds=15)
-def links(place: Place) -> Iterator[Timed]:
+def links(place: Place) -> Yields:
     """bandwidth over TCP from each node to its neighbours"""
     gigabytes = BYTES / 1e9
     with ExitStack() as stack:
@@ -51,36 +51,31 @@ def links(place: Place) -> Iterator[Timed]:
 
 def _listen(stack: ExitStack, address: str) -> tuple[str, int]:
     """Accept connections until the stack is closed. Returns the address and port."""
-    listener = stack.enter_context(socket.create_server((address, 0)))
-    threading.Thread(target=_serve, args=(listener,), daemon=True).start()
-    host, port = listener.getsockname()
+    server = stack.enter_context(_Server((address, 0), _Reader))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    stack.callback(server.shutdown)
+    host, port = server.socket.getsockname()
     return host, port
 
 
-def _serve(listener: socket.socket) -> None:
-    """Accept connections. A separate thread reads each connection to the end and then replies with
-    one byte.
-    """
-    buffer = bytearray(CHUNK)
-    with suppress(OSError):
-        while True:
-            connection, _ = listener.accept()
-            reading = threading.Thread(
-                target=_read, args=(connection, buffer), daemon=True
-            )
-            reading.start()
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
 
 
-def _read(connection: socket.socket, buffer: bytearray) -> None:
-    left = BYTES
-    with connection, suppress(OSError):
-        connection.settimeout(_DEADLINE_S)
-        while left > 0:
-            count = connection.recv_into(buffer, min(CHUNK, left))
-            if count == 0:
-                return
-            left -= count
-        connection.sendall(b"x")
+class _Reader(socketserver.StreamRequestHandler):
+    """Reads a connection to the end, and then replies with one byte."""
+
+    timeout = _DEADLINE_S
+
+    def handle(self) -> None:
+        buffer = bytearray(CHUNK)
+        left = BYTES
+        with suppress(OSError):
+            while left > 0 and (
+                count := self.connection.recv_into(buffer, min(CHUNK, left))
+            ):
+                left -= count
+            self.connection.sendall(b"x")
 
 
 def _send(address: tuple[str, int], node: str) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import PROCESSES, Place, Yielded, measurement
+from hybridflow.bench.measurements.base import PROCESSES, Place, Yields, measurement
 from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import Timed, loops, repeated
 from hybridflow.data.packing import balance, pack
@@ -17,7 +16,7 @@ RANKS = 64
 
 
 @measurement("packing", "micro", processes=PROCESSES, cpu_time=True)
-def packing(place: Place) -> Iterator[Yielded]:
+def packing(place: Place) -> Yields:
     """packing of 512 sequences into micro-batches and balancing of 8,192 sequences across 64 ranks:
     duration and evenness"""
     random = np.random.default_rng(13)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from hybridflow.bench.measurements.base import PROCESSES, Place, Yielded, measurement
+from hybridflow.bench.measurements.base import PROCESSES, Place, Yields, measurement
 from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import Timed, loops
 
 
 @measurement("planner", "micro", processes=PROCESSES, rounds=3, cpu_time=True)
-def planner(place: Place) -> Iterator[Yielded]:
+def planner(place: Place) -> Yields:
     """a transfer plan for Qwen3-30B-A3B from 16 ranks to 8: seconds to plan, verify and simulate,
     number of slices, evenness across links"""
     from hybridflow.models.layout import ParallelShape

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import Place, Yielded, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.measurements.steps import tokens_per_second, train_recipe
 from hybridflow.bench.result import NotRun, measured
 from hybridflow.errors import ResourceError
@@ -17,7 +16,7 @@ MOST_CONTROLLED = (
 
 
 @measurement("scaling", "scale", timeout_s=540)
-def scaling(place: Place) -> Iterator[Yielded]:
+def scaling(place: Place) -> Yields:
     """steps of the tiny recipe with 1, 2, ... data-parallel ranks, up to the number of cores:
     tokens per second, efficiency, and the controller's share of the time"""
     alone = None

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.bench.measurements.base import Place, Yielded, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.result import Metric, measured
 from hybridflow.bench.rounds import loop, repeated
 from hybridflow.errors import ResourceError
@@ -35,7 +35,7 @@ _SETTINGS = (
 
 
 @measurement("steps", "full", timeout_s=540)
-def steps(place: Place) -> Iterator[Yielded]:
+def steps(place: Place) -> Yields:
     """GRPO steps of the tiny recipe: time per phase, and time until the first step has finished"""
     seconds: dict[str, list[float]] = defaultdict(list)
     loops = []

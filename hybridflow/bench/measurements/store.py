@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from hybridflow.batch import DataProto
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.rounds import Side, Timed
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
@@ -35,7 +34,7 @@ class Echo:
 
 
 @measurement("store", "micro", timeout_s=120, warm_up=10)
-def store(place: Place) -> Iterator[Timed]:
+def store(place: Place) -> Yields:
     """round trip of a 16 MiB batch to two ranks through Ray's object store, compared with a copy"""
     column = np.ones((ROWS, TOKENS), np.int64)
     target = np.zeros_like(column)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import Place, Yielded, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import Side, Timed, repeated
 
@@ -34,7 +33,7 @@ PRODUCTS = 10
 
 
 @measurement("training", "train", timeout_s=240, warm_up=3)
-def training(place: Place) -> Iterator[Yielded]:
+def training(place: Place) -> Yields:
     """supervised update of a small dense model: tokens per second, and fraction of this machine's
     peak matrix throughput"""
     import torch

@@ -4,11 +4,11 @@ messages."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.rounds import Side, Timed, repeated
 
 MESSAGE = 1 << 20
@@ -16,7 +16,7 @@ MESSAGES = 48
 
 
 @measurement("transports", "micro", warm_up=2)
-def transports(place: Place) -> Iterator[Timed]:
+def transports(place: Place) -> Yields:
     """1 MiB messages over the tcp transport, compared with a bare socket"""
     import torch
 
