@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import resource
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, single
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import Timed, loops
 from hybridflow.config.schema import AgentConfig, DataConfig, RolloutConfig, RunConfig
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
-from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.rollout.conversations import Conversations
 from hybridflow.rollout.requests import Requests
@@ -65,12 +65,12 @@ class Engines(Requests):
     async def _collect(
         self, training: bool, engines: Sequence[int], wait_s: float
     ) -> Sequence[DataProto]:
-        return [self._next_of(self.queues[number]) for number in engines]
-
-    def _next_of(self, queue: deque[int]) -> DataProto:
-        tickets = [queue.popleft() for _ in range(min(_AT_ONCE, len(queue)))]
-        columns = response_columns([self.said] * len(tickets))
-        return columns.with_columns(ticket=np.array(tickets, np.int64))
+        found = []
+        for queue in [self.queues[number] for number in engines]:
+            tickets = [queue.popleft() for _ in range(min(_AT_ONCE, len(queue)))]
+            columns = response_columns([self.said] * len(tickets))
+            found.append(columns.with_columns(ticket=np.array(tickets, np.int64)))
+        return found
 
     def _unexpected(self, *_: object) -> Any:
         raise RuntimeError(
@@ -87,7 +87,7 @@ class Engines(Requests):
 
 
 @measurement("conversations", timeout_s=900, rounds=5, warm_up=0)
-def conversations(place: Place, count: int = 10_000) -> Iterator[Timed | Metric]:
+def conversations(place: Place, count: int = 10_000) -> Yields:
     """the driver's requests per second and memory for 10,000 conversations, using engines that
     respond immediately"""
     write_character_tokenizer(place.local, "0123456789")
@@ -103,8 +103,12 @@ def conversations(place: Place, count: int = 10_000) -> Iterator[Timed | Metric]
     tokenizer = load_tokenizer(str(place.local))
     prompts = _prompts(count)
 
+    async def answers() -> DataProto:
+        rollouts = Conversations(Engines(config, tokenizer.eos_id), tokenizer, config)
+        return await rollouts.answers(rollouts.begin(prompts, training=True))
+
     def converse() -> None:
-        found = block_on(_answers(config, tokenizer, prompts))
+        found = block_on(answers())
         assert set(found["turns"].tolist()) == {ANSWERS}
 
     yield Timed(
@@ -116,14 +120,7 @@ def conversations(place: Place, count: int = 10_000) -> Iterator[Timed | Metric]
     )
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     limit = ("aim", MOST_GIB)
-    yield single("conversations/resident memory", "GiB", memory, "lower", limit=limit)
-
-
-async def _answers(
-    config: RunConfig, tokenizer: Tokenizer, prompts: DataProto
-) -> DataProto:
-    rollouts = Conversations(Engines(config, tokenizer.eos_id), tokenizer, config)
-    return await rollouts.answers(rollouts.begin(prompts, training=True))
+    yield measured("conversations/resident memory", "GiB", memory, "lower", limit=limit)
 
 
 def _prompts(count: int) -> DataProto:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.bench.files import load
 from hybridflow.bench.gate import compare, outliers
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, Result, single
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.result import Result, measured
 from hybridflow.bench.run import Job, run
 
 SLOWDOWN = 1.2
@@ -28,72 +27,55 @@ NODES = ("n1", "n2", "n3", "n4")
 
 
 @measurement("gate", timeout_s=86_400)
-def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
+def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Yields:
     """number of identical runs that pass the gate, and of 20% slowdowns that it detects"""
     draw = random.Random(0)
     found = Counter[str]()
     before = _run_parts(place.local / "0", parts)
     for number in range(1, tries + 1):
         after = _run_parts(place.local / str(number), parts)
-        changes = compare(before, after).changes
-        judged = [change for change in changes if change.verdict != "not judged"]
+        equal = compare(before, after)
+        judged = [one for one in equal.changes if one.verdict != "not judged"]
         target = draw.choice(judged).name
-        named = _slower(before, _slowed(after, target, ""))
+        named = compare(before, _slowed(after, target, "")).slower
         found["judged"] += len(judged)
-        found["unclear"] += sum(change.verdict == "unclear" for change in judged)
-        found["equal runs that compare clean"] += _slower(before, after) == []
+        found["unclear"] += sum(one.verdict == "unclear" for one in judged)
+        found["equal runs that compare clean"] += not equal.slower
         found["metrics slowed by a fifth that alone are named"] += named == [target]
         nodes = _run_nodes(place.local / f"nodes-{number}")
         node = NODES[number % len(NODES)]
-        outside = {outlier.node for outlier in outliers(_slowed(nodes, "", node))}
-        found["equal nodes of which none stands out"] += outliers(nodes) == ()
+        outside = {one.node for one in outliers(_slowed(nodes, "", node))}
+        found["equal nodes of which none stands out"] += not outliers(nodes)
         found["nodes slowed by a fifth that alone are named"] += outside == {node}
         print(f"try {number}: {target}: {named}, {node}: {sorted(outside)}", flush=True)
         before = after
     share = found.pop("unclear") / max(found.pop("judged"), 1)
-    yield single("metrics that are unclear", "share", share, "lower")
+    yield measured("metrics that are unclear", "share", share, "lower")
     for name, count in found.items():
-        yield single(name, f"of {tries}", count, "higher")
-
-
-def _quiet(_: str) -> None:
-    """Suppress the output line of each entry."""
+        yield measured(name, f"of {tries}", count, "higher")
 
 
 def _run_parts(folder: Path, parts: str) -> Result:
     """Run all entries once."""
-    first, *others = [
-        run(Job(part, folder / part), _quiet) for part in parts.split(",")
-    ]
+    first, *others = [run(Job(part, folder / part)) for part in parts.split(",")]
     return first.joined(others)
 
 
 def _run_nodes(folder: Path) -> Result:
     """Run four concurrent processes that represent four nodes."""
-    with ThreadPoolExecutor(len(NODES)) as threads:
-        list(
-            threads.map(
-                lambda node: run(Job(ON_NODES, folder, node, NODES), _quiet), NODES
-            )
-        )
+    jobs = [Job(ON_NODES, folder, node, NODES) for node in NODES]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        list(threads.map(run, jobs))
     return load(folder)
 
 
 def _slowed(result: Result, name: str, node: str) -> Result:
     """Return the result after making all rounds of a metric, or of a node, 20% slower."""
-
-    def slower(metric: Metric) -> Metric:
-        if name not in ("", metric.name) or node not in ("", metric.node):
-            return metric
-        factor = SLOWDOWN if metric.better == "lower" else 1 / SLOWDOWN
-        return replace(metric, rounds=tuple(value * factor for value in metric.rounds))
-
-    return replace(result, metrics=tuple(map(slower, result.metrics)))
-
-
-def _slower(before: Result, after: Result) -> list[str]:
-    """Return the metrics that the gate judges to be slower."""
-    changes = compare(before, after).changes
-    return [
-        change.name for change in changes if change.verdict in ("slower", "only in A")
-    ]
+    metrics = []
+    for metric in result.metrics:
+        rounds = metric.rounds
+        if name in ("", metric.name) and node in ("", metric.node):
+            factor = SLOWDOWN if metric.better == "lower" else 1 / SLOWDOWN
+            rounds = tuple(value * factor for value in rounds)
+        metrics.append(replace(metric, rounds=rounds))
+    return replace(result, metrics=tuple(metrics))

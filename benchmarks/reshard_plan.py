@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import yaml
 from benchmarks.support.published import sync_seconds
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, single
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.result import measured
 from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard import report
 from hybridflow.reshard.engine_layouts import EngineShape
@@ -47,7 +46,7 @@ CASES = [
 
 
 @measurement("reshard_plan", timeout_s=900)
-def reshard_plan(place: Place, case: str = "") -> Iterator[Metric]:
+def reshard_plan(place: Place, case: str = "") -> Yields:
     """plans for published models: seconds, memory, evenness across links, predicted time compared
     with published time"""
     for one in CASES:
@@ -73,13 +72,13 @@ def _measure(case: Case) -> dict[str, Any]:
     return figures
 
 
-def _metrics(case: Case, figures: dict[str, Any]) -> Iterator[Metric]:
+def _metrics(case: Case, figures: dict[str, Any]) -> Yields:
     wire = ("the busiest link", figures["wire_bound_s"])
     even = ("an even share", figures["hottest_link_bound_bytes"])
-    measured = None
+    published = None
     if case.published:
         seconds = sync_seconds(case.published, case.model)
-        measured = (f"{case.published}, measured", seconds)
+        published = (f"{case.published}, measured", seconds)
     for quantity, unit, key, references in (
         ("planning", "s", "plan_s", {}),
         ("planning, proof and simulation, CPU", "s", "cpu_s", {}),
@@ -87,8 +86,8 @@ def _metrics(case: Case, figures: dict[str, Any]) -> Iterator[Metric]:
         ("slices", "count", "slices", {}),
         ("hottest link, bytes", "count", "hottest_link_bytes", {"limit": even}),
         ("sender's staging, bytes", "count", "sender_staging_bytes", {}),
-        ("predicted", "s", "seconds", {"limit": wire, "peer": measured}),
+        ("predicted", "s", "seconds", {"limit": wire, "peer": published}),
     ):
-        yield single(
+        yield measured(
             f"{case.name}: {quantity}", unit, figures[key], "lower", **references
         )

@@ -7,26 +7,28 @@ from the command to the last rank's reply. Before timing, one sync is verified e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import yaml
 from benchmarks.support import peer
 from benchmarks.support.bucket_ranks import BucketRanks
-from benchmarks.support.pool import Pool, free_port
 from benchmarks.support.reshard_ranks import Ranks
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, Reference, single
-from hybridflow.bench.rounds import Call, Side, Timed, rotated
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.measurements.store import cluster_of, group_of
+from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.rounds import Call, Side, Timed, interleaved
 from hybridflow.errors import ConfigError
 from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard.engine_layouts import EngineShape
+from hybridflow.single_controller import WorkerGroup
 
 ROUNDS = 9
 MIB = 1 << 20
+STORE = 128 * MIB  # nothing passes through the object store
 WIRES = {"p2p": "gloo", "tcp": "tcp"}  # transports between any two hosts
 MODES = {"in place": False, "staged": True}
 MODELS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -36,119 +38,95 @@ PEER_MIB = (2048, 512, 64)
 
 
 @measurement("reshard_transfer", timeout_s=1800, rounds=ROUNDS)
-def reshard_transfer(
-    place: Place, part: str = "layers,small,one host"
-) -> Iterator[Timed | Metric]:
+def reshard_transfer(place: Place, part: str = "layers,small,one host") -> Yields:
     """weight syncs over tcp and gloo compared with bare sends, and over shared memory compared with
     verl and a copy"""
+    peer.be_importable()
     for name in part.split(","):
         if name == "one host":
             yield from _on_one_host(place)
         elif name in MODELS:
-            yield from _between_hosts(name, MODELS[name])
+            yield from _between_hosts(place, name, MODELS[name])
         else:
             raise ConfigError(f"part={name}: no such part; parts: {', '.join(MODELS)}")
 
 
-def _between_hosts(name: str, hf: dict[str, Any]) -> Iterator[Timed | Metric]:
+def _between_hosts(place: Place, name: str, hf: dict[str, Any]) -> Yields:
     """Sync from four Megatron ranks (TP2, PP2, EP2) to one engine with two ranks."""
-    make = partial(
-        Ranks,
-        hf=hf,
-        trainer=ParallelShape(4, tensor=2, pipeline=2, expert=2),
-        engine=EngineShape(tensor=2),
-        port=free_port(),
-        staging=80 * MIB,
-        transports=tuple(WIRES),
-    )
-    pool = Pool(6, make)
-    try:
-        total = _checked(pool, tuple(WIRES), 4)
-        yield single(f"{name}: bytes", "count", total, "lower")
+    trainer = ParallelShape(4, tensor=2, pipeline=2, expert=2)
+    settings = (hf, trainer, EngineShape(tensor=2), 80 * MIB, tuple(WIRES))
+    with cluster_of(place, 6, STORE) as cluster:
+        group = group_of(cluster, place, 6, Ranks, *settings)
+        total = _checked(group, tuple(WIRES), 4)
+        yield measured(f"{name}: bytes", "count", total, "lower")
         for transport, wire in WIRES.items():
             label = f"{name} over {wire}"
-            bare = partial(pool.run, "bare", transport)
-            calls = _calls(pool, label, transport)
+            bare = partial(group.run, Ranks.bare, transport)
+            calls = _calls(group, label, transport)
             limit = Side("bare gloo", bare)
             yield Timed(calls, limit, amount=total / 1e9, unit="GB/s", bound=0.15)
-            yield _processor_time(
-                pool, f"{label}: in place", calls[f"{label}: in place"], bare
-            )
+            in_place = f"{label}: in place"
+            yield _processor_time(group, in_place, calls[in_place], bare)
             commits = []
             for _ in range(ROUNDS):
-                commits.append(
-                    max(seconds for _, seconds in pool.run("sync", transport, True))
-                )
-            yield Metric("", f"{label}: commit of staged", "s", "none", tuple(commits))
-    finally:
-        pool.stop()
+                moved = group.run(Ranks.sync, transport, True)
+                commits.append(max(seconds for _, seconds in moved))
+            yield measured(f"{label}: commit of staged", "s", commits)
 
 
-def _on_one_host(place: Place) -> Iterator[Timed | Metric]:
+def _on_one_host(place: Place) -> Yields:
     """Sync 1.7 GB from one rank to another."""
-    make = partial(
-        BucketRanks,
-        folder=str(place.local),
-        hf=MODELS["one host"],
-        trainer=ParallelShape(1),
-        engine=EngineShape(),
-        port=free_port(),
-        staging=8 * MIB,
-        transports=("shared_memory",),
-    )
-    pool = Pool(2, make)
-    try:
-        total = _checked(pool, ("shared_memory",), 1)
-        yield single("one host: bytes", "count", total, "lower")
-        label = "one host"
-        calls = _calls(pool, label, "shared_memory")
-        copy = partial(pool.run, "copy")
+    shapes = (ParallelShape(1), EngineShape())
+    settings = (MODELS["one host"], *shapes, 8 * MIB, ("shared_memory",))
+    with cluster_of(place, 2, STORE) as cluster:
+        folder = str(place.local)
+        group = group_of(cluster, place, 2, BucketRanks, folder, *settings)
+        total = _checked(group, ("shared_memory",), 1)
+        yield measured("one host: bytes", "count", total, "lower")
+        calls = _calls(group, "one host", "shared_memory")
+        copy = partial(group.run, BucketRanks.copy)
         buckets = []
         for size in PEER_MIB:
-            call = partial(pool.run, "peer_sync", size)
+            call = partial(group.run, BucketRanks.peer_sync, size)
             buckets.append(Side(f"{peer.NAME}, {size} MiB", call))
         yield Timed(calls, Side("a copy", copy), peers=buckets, bound=0.15)
         for name, call in calls.items():
-            yield _processor_time(pool, name, call, copy)
-    finally:
-        pool.stop()
+            yield _processor_time(group, name, call, copy)
 
 
-def _calls(pool: Pool, label: str, transport: str) -> dict[str, Call]:
-    return {
-        f"{label}: {mode}": partial(pool.run, "sync", transport, staged)
-        for mode, staged in MODES.items()
-    }
+def _calls(group: WorkerGroup, label: str, transport: str) -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    for mode, staged in MODES.items():
+        call = partial(group.run, Ranks.sync, transport, staged)
+        calls[f"{label}: {mode}"] = call
+    return calls
 
 
-def _checked(pool: Pool, transports: tuple[str, ...], trainers: int) -> int:
+def _checked(group: WorkerGroup, transports: tuple[str, ...], trainers: int) -> int:
     """Verify the weights after a sync in each mode. Returns the number of bytes that the engines
     receive."""
     total = 0
-    for transport in transports:
-        for staged in MODES.values():
-            pool.run("forget")
-            moved = pool.run("sync", transport, staged)
-            assert all(pool.run("check")), f"{transport}: wrong weights arrived"
-            total = sum(nbytes for nbytes, _ in moved[trainers:])
+    for transport, staged in product(transports, MODES.values()):
+        group.run(Ranks.forget)
+        moved = group.run(Ranks.sync, transport, staged)
+        assert all(group.run(Ranks.check)), f"{transport}: wrong weights arrived"
+        total = sum(nbytes for nbytes, _ in moved[trainers:])
     return total
 
 
-def _processor_time(pool: Pool, name: str, call: Call, limit: Call) -> Metric:
+def _processor_time(group: WorkerGroup, name: str, call: Call, limit: Call) -> Metric:
     """Measure the CPU seconds used by all ranks, the quantity least affected by other load."""
-    sides = {"call": call, "limit": limit}
-    used: dict[str, list[float]] = {side: [] for side in sides}
-    for side in rotated(list(sides), ROUNDS):
-        before = sum(pool.run("cpu"))
-        sides[side]()
-        used[side].append(sum(pool.run("cpu")) - before)
-    reference = Reference("the limit's", tuple(used["limit"]))
-    return Metric(
-        "",
+    used = interleaved(
+        {"call": call, "limit": limit},
+        ROUNDS,
+        warm_up=0,
+        clock=lambda: sum(group.run(Ranks.cpu)),
+    )
+    return measured(
         f"{name}, processor time",
         "s",
+        used["call"],
         "lower",
-        tuple(used["call"]),
-        reference,
+        limit=("the limit's", used["limit"]),
         bound=0.1,
     )

@@ -17,9 +17,10 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +30,24 @@ import pyarrow.parquet as pq
 import yaml
 from benchmarks.support import lengths_model
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, Reference, single
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.measurements.steps import output_of, train
+from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import rotated
 from hybridflow.bench.run import CONDITIONS
 from hybridflow.errors import ConfigError, ResourceError
 
 LIMIT_S = 3600.0  # per round
-PROMPTS = 64
-SAMPLES = 8
-UPDATES = 2
 TRL = "TRL"
-RECIPE = Path(__file__).parent / "support" / "trl"  # the sides' settings
-SIZES = yaml.safe_load((RECIPE / "models.yaml").read_text())
+FOLDER = Path(__file__).parent / "support" / "trl"  # the sides' settings
+SIZES = yaml.safe_load((FOLDER / "models.yaml").read_text())
 # maximum tokens per response, and the median if lengths vary
 LENGTHS: dict[str, tuple[int, float | None]] = {
     "8": (8, None),
     "128": (128, None),
     "varied": (512, 32.0),
 }
-KINDS = ("", "-reference")
-CASES = [
-    f"{size}-{length}{kind}" for size in SIZES for length in LENGTHS for kind in KINDS
-]
+KINDS = {"": 0.0, "-reference": 1e-3}  # coefficient of the KL divergence from it
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 7 / 7
@@ -64,6 +60,22 @@ LAYOUTS = {
 }
 
 
+@dataclass(frozen=True)
+class Case:
+    """Model sizes, maximum and median tokens per response, and the KL coefficient."""
+
+    sizes: dict[str, Any]
+    most: int
+    median: float | None
+    beta: float
+
+
+CASES = {
+    f"{size}-{length}{kind}": Case(SIZES[size], *LENGTHS[length], KINDS[kind])
+    for size, length, kind in product(SIZES, LENGTHS, KINDS)
+}
+
+
 @measurement("trl_steps", timeout_s=86_400)
 def trl_steps(
     place: Place,
@@ -72,66 +84,59 @@ def trl_steps(
     sides: str = "TRL,2+2",
     rounds: int = 3,
     steps: int = 3,
-) -> Iterator[Metric]:
+) -> Yields:
     """GRPO steps in turn with TRL's; set peer=PYTHON to the Python of an environment with TRL
     1.16"""
     names = sides.split(",")
-    unknown = set(names) - {TRL, *LAYOUTS}
-    if case not in CASES or unknown:
+    if case not in CASES or set(names) - {TRL, *LAYOUTS}:
         raise ConfigError(
             f"case={case} sides={sides}: cases are {', '.join(CASES)}; "
             f"sides are {TRL}, {', '.join(LAYOUTS)}"
         )
-    texts = _prepare(place.local, case)
+    texts = _prepare(place.local, CASES[case])
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for name in rotated(names, rounds):
-        if name == TRL:
-            one = _theirs(place.local, case, texts, peer, steps)
-        else:
-            one = _ours(place.local, case, LAYOUTS[name], steps)
+        try:
+            if name == TRL:
+                one = _theirs(place.local, CASES[case], texts, peer, steps)
+            else:
+                one = _ours(place.local, CASES[case], LAYOUTS[name], steps)
+        except subprocess.TimeoutExpired:
+            raise ResourceError(
+                f"{name}: a round did not finish within {LIMIT_S / 60:.0f} minutes; set fewer steps"
+            ) from None
         found[name].append(one)
         print(f"{case} {name}: {one}", flush=True)
-    yield from _metrics(case, found)
-
-
-def _metrics(case: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[Metric]:
-    """Yield the steps and first steps of each layout, together with TRL's from the same rounds."""
-    values = {}
     for name, ones in found.items():
-        # if a round has a single step of many minutes, that step is counted
-        steps = [
-            second for one in ones for second in one["seconds"][1:] or one["seconds"]
-        ]
-        values[name] = {
-            "step": steps,
-            "start to end of first step": [one["first"] for one in ones],
-        }
         length = statistics.mean(one["mean_length"] for one in ones)
-        yield single(f"{case} {name}: mean length", "tokens", length)
-    theirs = values.pop(TRL, None)
-    for name, quantities in values.items():
-        for quantity, seconds in quantities.items():
-            peer = Reference(TRL, tuple(theirs[quantity])) if theirs else None
-            yield Metric(
-                "",
-                f"{case} {name}: {quantity}",
-                "s",
-                "lower",
-                tuple(seconds),
-                peer=peer,
+        yield measured(f"{case} {name}: mean length", "tokens", length)
+    theirs = _quantities(found.pop(TRL, []))
+    for name, ones in found.items():
+        for quantity, seconds in _quantities(ones).items():
+            peer_seconds = (TRL, theirs[quantity]) if TRL in names else None
+            yield measured(
+                f"{case} {name}: {quantity}", "s", seconds, "lower", peer=peer_seconds
             )
 
 
-def _prepare(folder: Path, case: str) -> list[str]:
+def _quantities(rounds: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the steps and first steps of all rounds of a side, in seconds."""
+    steps = []
+    for one in rounds:
+        # if a round has a single step of many minutes, that step is counted
+        steps += one["seconds"][1:] or one["seconds"]
+    firsts = [one["first"] for one in rounds]
+    return {"step": steps, "start to end of first step": firsts}
+
+
+def _prepare(folder: Path, case: Case) -> list[str]:
     """Write the model, prompts and reward. Returns the texts of the prompts."""
-    size, length, *_ = case.split("-")
     (folder / "model").mkdir()
-    lengths_model.write(folder / "model", SIZES[size], LENGTHS[length][1])
+    lengths_model.write(folder / "model", case.sizes, case.median)
     texts = []
     rows = []
-    for number, (one, two) in enumerate(
-        np.random.default_rng(0).integers(10, 99, (2048, 2))
-    ):
+    pairs = np.random.default_rng(0).integers(10, 99, (2048, 2))
+    for number, (one, two) in enumerate(pairs):
         texts.append(f"{one}+{two}=")
         rows.append(
             {
@@ -146,89 +151,54 @@ def _prepare(folder: Path, case: str) -> list[str]:
     return texts
 
 
-def _run(side: str, command: Sequence[str], folder: Path, **more: str) -> str:
-    """Run one round of a side and return its output. Each side chooses its own number of
-    threads."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in CONDITIONS
-    }
-    try:
-        done = subprocess.run(
-            command,
-            env={**environment, "RAY_worker_niceness": "0", **more},
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            timeout=LIMIT_S,
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            f"peer={command[0]}: no such Python; nothing was measured"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise ResourceError(
-            f"{side}: a round did not finish within {LIMIT_S / 60:.0f} minutes; set fewer steps"
-        ) from None
-    if done.returncode:
-        print(done.stdout[-2000:], done.stderr[-2000:], flush=True)
-        raise ResourceError(
-            f"{side} failed: {done.stderr.strip().rpartition(chr(10))[2]}"
-        )
-    return done.stdout
+def _environment() -> dict[str, str]:
+    """Return the environment of a side, which chooses its own number of threads."""
+    environment = dict(os.environ)
+    for name in CONDITIONS:
+        environment.pop(name, None)
+    return environment | {"RAY_worker_niceness": "0"}
 
 
-def _ours(folder: Path, case: str, layout: Sequence[str], steps: int) -> dict[str, Any]:
+def _ours(
+    folder: Path, case: Case, layout: Sequence[str], steps: int
+) -> dict[str, Any]:
     """Run `hybridflow train` and return the duration of its steps and of its start, in seconds."""
-    name = f"ours-{time.monotonic_ns()}"
     words = [
         "--config-name=steps",
-        f"--config-dir={RECIPE}",
-        f"data.max_response_length={LENGTHS[case.split('-')[1]][0]}",
-        f"actor.kl_loss_coef={_beta(case)}",
+        f"--config-dir={FOLDER}",
+        f"data.max_response_length={case.most}",
+        f"actor.kl_loss_coef={case.beta}",
         *layout,
         f"trainer.total_steps={steps}",
-        f"name={name}",
     ]
-    begun = time.time()
-    command = [sys.executable, "-P", "-m", "hybridflow.cli.main", "train", *words]
-    _run("hybridflow train", command, folder)
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    records = [
-        record for record in map(json.loads, lines) if record["phase"] == "train"
-    ]
+    records, first = train(
+        folder,
+        f"ours-{time.monotonic_ns()}",
+        words,
+        environment=_environment(),
+        timeout_s=LIMIT_S,
+    )
+    lengths = [record["response_length/mean"] for record in records]
     return {
         "seconds": [record["timing_s/step"] for record in records],
-        "first": records[0]["wall_time"] - begun,
-        "mean_length": statistics.mean(
-            record["response_length/mean"] for record in records
-        ),
+        "first": first,
+        "mean_length": statistics.mean(lengths),
     }
 
 
 def _theirs(
-    folder: Path, case: str, texts: Sequence[str], python: str, steps: int
+    folder: Path, case: Case, texts: Sequence[str], python: str, steps: int
 ) -> dict[str, Any]:
     """Run `support/trl/side.py` and return the same figures as `_ours`."""
-    settings = {
-        "model": str(folder / "model"),
-        "texts": texts,
-        "output": str(folder / "theirs"),
-        "steps": steps,
-        "most": LENGTHS[case.split("-")[1]][0],
-        "beta": _beta(case),
-        "prompts": PROMPTS,
-        "n": SAMPLES,
-        "updates": UPDATES,
-        "threads": os.cpu_count(),
-    }
+    settings = {"texts": texts, "steps": steps, "most": case.most, "beta": case.beta}
     (folder / "peer.json").write_text(json.dumps(settings))
-    command = [python, str(RECIPE / "side.py"), str(folder / "peer.json")]
-    printed = _run(TRL, command, folder, PYTHONPATH="", HF_HUB_OFFLINE="1")
+    environment = _environment() | {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
+    command = [python, str(FOLDER / "side.py"), "peer.json"]
+    try:
+        printed = output_of(command, TRL, folder, environment, LIMIT_S)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"peer={python}: no such Python; nothing was measured"
+        ) from None
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
-
-
-def _beta(case: str) -> float:
-    """Return the coefficient of the KL divergence from the reference."""
-    return 1e-3 if case.endswith("reference") else 0.0

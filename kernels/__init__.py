@@ -10,6 +10,8 @@ only makes it possible to compile them without a GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -20,7 +22,21 @@ LARGEST = 2**31 - 1
 
 def uses_triton(tensor: torch.Tensor) -> bool:
     """Return True if operations on this tensor use Triton. The decision is made only here."""
-    return TRITON and (tensor.is_cuda or INTERPRETED)
+    return TRITON and (tensor.is_cuda or INTERPRETED) and not _only_torch
+
+
+_only_torch = False
+
+
+@contextmanager
+def only_torch() -> Iterator[None]:
+    """Make every operation use its torch implementation within the block, for comparisons."""
+    global _only_torch
+    _only_torch = True
+    try:
+        yield
+    finally:
+        _only_torch = False
 
 
 def check(tensors: dict[str, torch.Tensor], dtypes: dict[str, tuple[torch.dtype, ...]]) -> None:

@@ -6,12 +6,15 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
 from benchmarks.support import peer
 from benchmarks.support.reshard_ranks import Ranks
+
+from hybridflow.dispatch import Dispatch, WorkerContext, register
 
 
 class NoDevice:
@@ -42,16 +45,17 @@ def load_peer() -> ModuleType:
 class BucketRanks(Ranks):
     """A trainer rank (0) and an engine rank (1)."""
 
-    def __init__(self, rank: int, folder: str, **arguments: Any) -> None:
-        super().__init__(rank, **arguments)
+    def __init__(self, context: WorkerContext, folder: str, *args: Any) -> None:
+        super().__init__(context, *args)
         self.peer = load_peer()
         self.handle = f"ipc://{folder}/weights.sock"
         elements = sum(values.numel() for values in self.live.values())
         # loaded by the peer; also the target of plain copies, because a third set of
         # weights would not fit
         self.flat = torch.zeros(elements, dtype=torch.bfloat16)
-        self.places: dict[str, slice] = {}
+        self.loaded = 0  # elements of the current sync
 
+    @register(Dispatch.ONE_TO_ALL)
     def peer_sync(self, bucket_mb: int) -> None:
         """Send all parameters with verl. Each parameter is copied out of the bucket, as when
         loading weights."""
@@ -65,16 +69,16 @@ class BucketRanks(Ranks):
             receiver = self.peer.BucketedWeightReceiver(self.handle, cpu, use_shm=True)
             receiver.receive_weights(self._load)
 
-    def _load(self, weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
-        for name, values in weights:
-            if name not in self.places:
-                begin = max((place.stop for place in self.places.values()), default=0)
-                self.places[name] = slice(begin, begin + values.numel())
-            self.flat[self.places[name]].copy_(values.view(-1))
-
+    @register(Dispatch.ONE_TO_ALL)
     def copy(self) -> None:
         """Copy the engine's bytes with one thread in the engine's process. This is the limit."""
-        begin = 0
-        for values in self.live.values() if not self.is_trainer else ():
-            self.flat[begin : begin + values.numel()].copy_(values.view(-1))
-            begin += values.numel()
+        if not self.is_trainer:
+            self._load(self.live.items(), is_last=True)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], is_last: bool) -> None:
+        for _, values in weights:
+            end = self.loaded + values.numel()
+            self.flat[self.loaded : end].copy_(values.view(-1))
+            self.loaded = end
+        if is_last:
+            self.loaded = 0

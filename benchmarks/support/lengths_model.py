@@ -41,40 +41,24 @@ _SPREAD = 0.63
 _SHIFT = 0.54
 
 
-def write(
-    folder: Path, sizes: dict[str, Any], median: float | None, seed: int = 1
-) -> None:
+def write(folder: Path, sizes: dict[str, Any], median: float | None) -> None:
     """Write the folder.
 
     Args:
         folder: an existing, empty folder.
-        sizes: fields of a qwen3 config.json.
+        sizes: a qwen3 config.json without the fields of the tokenizer.
         median: median length in tokens; the 99th percentile is about ten times as large. None means
             that no response ends before its limit.
-        seed: seed for the random weights.
     """
     write_character_tokenizer(folder, CHARACTERS)
-    config = {
-        **sizes,
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 3 + len(CHARACTERS),
-        "eos_token_id": _EOS,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "tie_word_embeddings": False,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 1024,
-        "dtype": "float32",
-    }
+    vocabulary = {"vocab_size": 3 + len(CHARACTERS), "eos_token_id": _EOS}
+    config = {**sizes, **vocabulary, "pad_token_id": 0, "bos_token_id": None}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     shapes = family_of(config).tensors()
-    source = RandomWeights(shapes, seed, 0.01)
-    tensors = {
-        name: source.read(name, (0,) * len(shape), shape).clone()
-        for name, shape in shapes.items()
-    }
+    source = RandomWeights(shapes, seed=1, std=0.01)
+    tensors = {}
+    for name, shape in shapes.items():
+        tensors[name] = source.read(name, (0,) * len(shape), shape).clone()
     embedding = tensors["model.embed_tokens.weight"]
     output = tensors["lm_head.weight"]
     # the last norm scales a single large component to the square root of the hidden size

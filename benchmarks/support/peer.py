@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -40,3 +41,11 @@ def install() -> Path:
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     return FOLDER
+
+
+def be_importable() -> None:
+    """Let processes that are started from now on import the benchmarks and the peer."""
+    folders = [str(FOLDER.parents[2]), str(FOLDER)]
+    if given := os.environ.get("PYTHONPATH"):
+        folders.insert(0, given)
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)

@@ -6,8 +6,10 @@ import os
 from typing import Any
 
 from hybridflow.batch import DataProto
-from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
+from hybridflow.bench.measurements import store
+from hybridflow.dispatch import Dispatch, register
 
+SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 COLUMNS = (
     "input_ids",
     "attention_mask",
@@ -31,15 +33,8 @@ class Plain:
         """Do nothing."""
 
 
-class Echo:
+class Echo(store.Echo):
     """A worker of this project. Every rank is a data-parallel rank."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self.context = context
-
-    def mesh_position(self) -> MeshPosition:
-        """Return the mesh position, in which the data-parallel rank equals the rank."""
-        return MeshPosition(self.context.rank, self.context.world_size, True)
 
     @register(Dispatch.DP, writes=COLUMNS)
     def echo(self, batch: DataProto) -> DataProto:
@@ -66,7 +61,7 @@ def peer_group(ranks: int) -> Any:
     class PeerEcho(Worker):
         @peer_register(dispatch_mode=PeerDispatch.ONE_TO_ALL)
         def serialize_with(self, method: str) -> None:
-            os.environ["VERL_DATAPROTO_SERIALIZATION_METHOD"] = method
+            os.environ[SERIALIZATION] = method
 
         @peer_register(dispatch_mode=PeerDispatch.DP_COMPUTE_PROTO)
         def echo(self, batch):  # type: ignore[no-untyped-def]

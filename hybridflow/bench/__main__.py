@@ -19,14 +19,15 @@ def measure(job: dict[str, Any]) -> Result:
     """Run a job's benchmark entry. Returns its metrics, its findings and the parts that were not
     run.
     """
-    nodes = tuple(job["nodes"])
-    place = Place(job["node"], nodes, Path(job["folder"]), Path(job["local"]))
+    place = Place(
+        job["node"], tuple(job["nodes"]), Path(job["folder"]), Path(job["local"])
+    )
     entry = find(job["name"])
-    if entry.per_node and len(nodes) > 1:
+    if entry.per_node and len(place.nodes) > 1:
         place.meet(f"{job['label']}.{job['part']}")
     node = place.node if entry.per_node else ""
-    metrics = []
-    not_run = []
+    metrics: list[Metric] = []
+    not_run: list[NotRun] = []
     findings = []
     recipe = None
     for one in entry.measure(place, job["settings"]):
@@ -38,15 +39,12 @@ def measure(job: dict[str, Any]) -> Result:
             recipe = one["recipe"]
         else:
             findings.append({"node": place.node, **one})
-    fingerprint = results.fingerprint_of({}, recipe)
     return Result(
         job["label"],
-        "",
-        0.0,
-        fingerprint,
-        tuple(metrics),
-        tuple(not_run),
-        tuple(findings),
+        fingerprint=results.fingerprint_of({}, recipe),
+        metrics=tuple(metrics),
+        not_run=tuple(not_run),
+        findings=tuple(findings),
     )
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +51,7 @@ def load_all(paths: Sequence[Path]) -> list[Result]:
         is_run = (path / RESULT).exists() or (path / "nodes").exists()
         runs = [] if is_run else sorted(path.glob(f"*/{RESULT}"))
         found += [results.read(run) for run in runs] or [load(path)]
-    suites = sorted({one.suite for one in found})
-    if len(suites) > 1:
-        raise DataError(
-            f"the results are from different suites ({', '.join(suites)}); pass results of a "
-            "single suite"
-        )
+    results.require_one_suite(found)
     return sorted(found, key=lambda one: one.started)
 
 
@@ -62,30 +59,27 @@ def pooled(runs: Sequence[Result]) -> Result:
     """Return the last of several runs, with the rounds of all runs merged into its metrics, so that
     differences between runs on the same system widen the spread.
     """
-    by_key: dict[tuple[str, str], list[Metric]] = {}
+    by_key: dict[tuple[str, str], list[Metric]] = defaultdict(list)
     for run in runs:
         for metric in run.metrics:
-            by_key.setdefault((metric.node, metric.name), []).append(metric)
+            by_key[metric.node, metric.name].append(metric)
     last = runs[-1]
-    metrics = tuple(
-        _pooled(by_key[metric.node, metric.name]) for metric in last.metrics
-    )
-    return replace(last, metrics=metrics)
+    same = [by_key[metric.node, metric.name] for metric in last.metrics]
+    return replace(last, metrics=tuple(map(_pooled, same)))
 
 
 def _pooled(same: Sequence[Metric]) -> Metric:
     """Return the last of these metrics, with the rounds of all of them."""
     joined: dict[str, Any] = dict.fromkeys(results.REFERENCES)
     for name in results.REFERENCES:
-        parts: list[Reference | None] = [getattr(one, name) for one in same]
-        there = [part for part in parts if part]
-        if len(there) == len(parts):
-            rounds = tuple(value for part in there for value in part.rounds)
-            joined[name] = Reference(there[-1].name, rounds)
+        parts = [getattr(one, name) for one in same]
+        if all(parts):
+            rounds = chain.from_iterable(part.rounds for part in parts)
+            joined[name] = Reference(parts[-1].name, tuple(rounds))
     each = {len(one.rounds) / one.processes for one in same}
     return replace(
         same[-1],
-        rounds=tuple(value for one in same for value in one.rounds),
+        rounds=tuple(chain.from_iterable(one.rounds for one in same)),
         processes=sum(one.processes for one in same) if len(each) == 1 else 1,
         **joined,
     )
@@ -108,14 +102,13 @@ def find_baseline(folder: Path, result: Result) -> Result:
         return results.read(path)
     others = []
     for file in sorted(folder.glob(f"{result.suite}-*.json")):
-        words = results.differences(results.read(file), result).get(
-            "hardware", ["this hardware"]
-        )
+        differences = results.differences(results.read(file), result)
+        words = differences.get("hardware", ["this hardware"])
         others.append(f"an existing baseline differs in {', '.join(words)}")
+    existing = f" ({'; '.join(others)})" if others else ""
     raise ConfigError(
-        f"{folder} contains no baseline of {result.suite} for this "
-        f"hardware{' (' + '; '.join(others) + ')' if others else ''}; create one with `hybridflow "
-        "bench baseline RESULT ...`"
+        f"{folder} contains no baseline of {result.suite} for this hardware{existing}; create one "
+        "with `hybridflow bench baseline RESULT ...`"
     )
 
 
@@ -131,16 +124,11 @@ def archive(folder: Path, out: Path) -> Path:
     with results.whole_file(out) as temporary, tarfile.open(temporary, "w:gz") as tar:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and not path.is_symlink() and path.suffix in ARCHIVED:
-                tar.add(
-                    path, arcname=str(top / path.relative_to(folder)), filter=_anonymous
-                )
+                name = top / path.relative_to(folder)
+                tar.add(path, arcname=str(name), filter=_anonymous)
     return out
 
 
 def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
     """Return the archive entry with the names of its owner and group removed."""
-    info.uid = 0
-    info.gid = 0
-    info.uname = ""
-    info.gname = ""
-    return info
+    return info.replace(uid=0, gid=0, uname="", gname="")

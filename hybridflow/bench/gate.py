@@ -19,12 +19,13 @@ from __future__ import annotations
 import math
 import statistics
 import zlib
+from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from hybridflow.bench.result import MIN_ROUNDS, Metric, Reference, Result, differences
+from hybridflow.bench.result import MIN_ROUNDS, Metric, Result, differences
 
 ALARM = (
     0.05  # probability that any interval of a comparison excludes zero without a change
@@ -87,15 +88,18 @@ class Comparison:
         return "hardware" not in self.differences
 
     @property
+    def slower(self) -> list[str]:
+        """The names of the metrics that are slower or missing in the second run."""
+        bad = ("slower", "only in A")
+        return [change.name for change in self.changes if change.verdict in bad]
+
+    @property
     def exit_code(self) -> int:
         """Exit status: 0 if no metric is slower and no node is an outlier, 1 otherwise, 3 if
         nothing was judged because the hardware differs."""
         if not self.same_hardware:
             return 3
-        slower = any(
-            change.verdict in ("slower", "only in A") for change in self.changes
-        )
-        return 1 if slower or self.outliers else 0
+        return 1 if self.slower or self.outliers else 0
 
 
 def compare(first: Result, second: Result, bound: float | None = None) -> Comparison:
@@ -118,40 +122,26 @@ def compare(first: Result, second: Result, bound: float | None = None) -> Compar
             judged = other if bound is None else replace(other, bound=bound)
             changes.append(_change(one, judged, alarm, judge="hardware" not in found))
         elif one:
-            changes.append(
-                Change(one.name, one.node, one.unit, "only in A", first=one.value)
-            )
+            changes.append(_unjudged(one, "only in A", first=one.value))
         elif other:
-            changes.append(
-                Change(
-                    other.name, other.node, other.unit, "only in B", second=other.value
-                )
-            )
+            changes.append(_unjudged(other, "only in B", second=other.value))
     return Comparison(tuple(changes), found, outliers(second))
 
 
+def _unjudged(metric: Metric, verdict: Verdict, **values: Any) -> Change:
+    return Change(metric.name, metric.node, metric.unit, verdict, **values)
+
+
 def _change(one: Metric, other: Metric, alarm: float, *, judge: bool) -> Change:
-    blank = Change(
-        name=other.name,
-        node=other.node,
-        unit=other.unit,
-        verdict="not judged",
-        first=one.value,
-        second=other.value,
-        bound=other.bound,
+    blank = _unjudged(
+        other, "not judged", first=one.value, second=other.value, bound=other.bound
     )
     if not judge:
         return replace(blank, why="different hardware")
     if other.unit == "count":
-        change = 0.0
-        if one.value and other.value:
-            change = (
-                float(_costs(other, (other.value,))[0] / _costs(one, (one.value,))[0])
-                - 1
-            )
-        return replace(
-            blank, change=change, verdict=_verdict(change, change, change, other.bound)
-        )
+        change = (one.against(other) or 1.0) - 1
+        verdict = _verdict(change, change, change, other.bound)
+        return replace(blank, change=change, verdict=verdict)
     if other.better == "none":
         return replace(blank, why="neither direction is better")
     a = _log_ratios(one)
@@ -192,14 +182,14 @@ def _verdict(low: float, middle: float, high: float, edge: float) -> Verdict:
     return "same"
 
 
-def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
+def outliers(result: Result) -> tuple[Outlier, ...]:
     """Return the nodes on which a metric is worse than the median of the other nodes, worst first.
     With two nodes, only the worse one can be an outlier.
     """
-    by_name: dict[str, list[Metric]] = {}
+    by_name: dict[str, list[Metric]] = defaultdict(list)
     for metric in result.metrics:
         if metric.node and metric.better != "none" and metric.value > 0:
-            by_name.setdefault(metric.name, []).append(metric)
+            by_name[metric.name].append(metric)
     groups = [group for group in by_name.values() if len(group) > 1]
     tests = sum(map(len, groups))
     found = []
@@ -209,7 +199,7 @@ def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
         for index, metric in enumerate(group):
             # the nodes ran each round at the same time, so the load of a shared machine cancels out
             excess = costs[index] - np.median(np.delete(costs, index, axis=0), axis=0)
-            limit = max(bound, metric.bound, min(_spread(excess), WIDEST))
+            limit = max(NODE_BOUND, metric.bound, min(_spread(excess), WIDEST))
             if metric.unit == "count" or shortest < MIN_ROUNDS:
                 middle = float(np.median(excess))
                 low = middle
@@ -288,12 +278,7 @@ def _middles(values: np.ndarray) -> np.ndarray:
 def _log_ratios(metric: Metric) -> np.ndarray | None:
     """Return [rounds] log ratios of the metric's cost to the reference's cost, or None if no
     reference has the same number of rounds."""
-    references: tuple[Reference | None, ...] = (
-        metric.limit,
-        metric.yardstick,
-        metric.peer,
-    )
-    for reference in references:
+    for reference in (metric.limit, metric.yardstick, metric.peer):
         if reference and len(reference.rounds) == len(metric.rounds):
             ratios = _costs(metric, metric.rounds) / _costs(metric, reference.rounds)
             return np.asarray(np.log(ratios))

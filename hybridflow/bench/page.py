@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from hybridflow.bench import show
-from hybridflow.bench.gate import Outlier, outliers
+from hybridflow.bench.gate import outliers
 from hybridflow.bench.measurements.base import SUITES
 from hybridflow.bench.result import Result, differences, flat
 from hybridflow.observe.charts import Chart, Drawn, Point, Series, draw
+from hybridflow.observe.templates import fill
+from hybridflow.observe.text_table import filled
 
 
 def page(results: Sequence[Result]) -> str:
@@ -23,48 +23,26 @@ def page(results: Sequence[Result]) -> str:
     run.
     """
     last = results[-1]
-    loader = jinja2.PackageLoader("hybridflow.bench", ".")
-    environment = jinja2.Environment(loader=loader, autoescape=True)
     worse = outliers(last)
     rows = [show.row(metric) for metric in last.metrics if not metric.node]
-    # omit columns that are empty in every row
-    columns = [
-        index for index in range(len(show.COLUMNS)) if any(row[index] for row in rows)
-    ]
-    return environment.get_template("page.html.j2").render(
+    return fill(
+        "bench",
+        results=results,
         last=last,
         about=SUITES.get(last.suite, ""),
-        count=len(results),
-        columns=[show.COLUMNS[index] for index in columns],
+        table=filled([show.COLUMNS, *rows]),
         numbers=show.NUMBERS,
-        rows=[[row[index] for index in columns] for row in rows],
-        by_node=_by_node(last, worse),
-        outliers=[show.sentence(one) for one in worse],
+        # of the metrics that nodes have in common, by name and node
+        units={one.name: one.unit for one in last.metrics if one.node},
+        metrics={(one.name, one.node): one for one in last.metrics},
+        worse={(one.name, one.node): one for one in worse},
+        sentence=show.sentence,
         fingerprint=flat(last.fingerprint),
-        changed=[
-            (one.started, differences(before, one)) for before, one in pairwise(results)
-        ],
+        pairs=list(pairwise(results)),
+        differences=differences,
         charts=_history(results) if len(results) > 1 else [],
         number=show.number,
     )
-
-
-def _by_node(
-    result: Result, worse: Sequence[Outlier]
-) -> list[tuple[str, str, list[Any]]]:
-    """For each per-node metric, return its name, its unit, and one (metric, outlier or None) pair
-    per node.
-    """
-    marks = {(one.name, one.node): one for one in worse}
-    cells = {(one.name, one.node): one for one in result.metrics}
-    units = {one.name: one.unit for one in result.metrics if one.node}
-    found = []
-    for name, unit in units.items():
-        row = [
-            (cells.get((name, node)), marks.get((name, node))) for node in result.nodes
-        ]
-        found.append((name, unit, row))
-    return found
 
 
 def _history(results: Sequence[Result]) -> list[Drawn]:
@@ -82,13 +60,11 @@ def _history(results: Sequence[Result]) -> list[Drawn]:
             nodes.setdefault(metric.node or "value", []).append((float(turn), value))
     charts = []
     for (name, unit), nodes in lines.items():
-        series = [
-            Series(node, points, index % 8)
-            for index, (node, points) in enumerate(nodes.items())
-        ]
+        series = []
+        for index, node in enumerate(nodes):
+            series.append(Series(node, nodes[node], index % 8))
         if drawn := draw(Chart(name, series, unit)):
             # the axis of these charts counts runs
-            charts.append(
-                replace(drawn, svg=Markup(drawn.svg.replace(">step<", ">run<")))
-            )
+            svg = Markup(drawn.svg.replace(">step<", ">run<"))
+            charts.append(replace(drawn, svg=svg))
     return charts

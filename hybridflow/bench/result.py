@@ -12,7 +12,8 @@ import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,14 +96,15 @@ class Metric:
     @property
     def share(self) -> float | None:
         """Fraction of the limit that was achieved; 1 means that the limit was reached."""
-        return self._against(self.limit)
+        return self.against(self.limit)
 
     @property
     def ratio(self) -> float | None:
         """Ratio to the peer; above 1 means better than the peer."""
-        return self._against(self.peer)
+        return self.against(self.peer)
 
-    def _against(self, other: Reference | None) -> float | None:
+    def against(self, other: Reference | Metric | None) -> float | None:
+        """Return how many times as good as the other this metric is; None if either is zero."""
         if other is None or not other.value or not self.value:
             return None
         if self.better == "lower":
@@ -110,30 +112,42 @@ class Metric:
         return self.value / other.value
 
 
-def single(
+Rounds = float | Sequence[float]  # a number stands for the value of every round
+
+
+def measured(
     name: str,
     unit: str,
-    value: float,
+    values: Rounds,
     better: Better = "none",
-    limit: tuple[str, float] | None = None,
-    peer: tuple[str, float] | None = None,
+    limit: tuple[str, Rounds] | None = None,
+    peer: tuple[str, Rounds] | None = None,
+    yardstick: tuple[str, Rounds] | None = None,
     bound: float = 0.05,
 ) -> Metric:
-    """Return a metric with a single value. `limit` and `peer` are (name, value)."""
+    """Return a metric whose rounds an entry has measured itself. References are (name, rounds)."""
+    rounds = _rounds(values, 1)
 
-    def reference(given: tuple[str, float] | None) -> Reference | None:
-        return Reference(given[0], (float(given[1]),)) if given else None
+    def reference(given: tuple[str, Rounds] | None) -> Reference | None:
+        return Reference(given[0], _rounds(given[1], len(rounds))) if given else None
 
     return Metric(
         "",
         name,
         unit,
         better,
-        (float(value),),
-        limit=reference(limit),
-        peer=reference(peer),
+        rounds,
+        reference(limit),
+        reference(peer),
+        reference(yardstick),
         bound=bound,
     )
+
+
+def _rounds(values: Rounds, count: int) -> tuple[float, ...]:
+    if isinstance(values, Sequence):
+        return tuple(values)
+    return (float(values),) * count
 
 
 @dataclass(frozen=True)
@@ -160,9 +174,9 @@ class Result:
     """
 
     suite: str
-    started: str
-    seconds: float
-    fingerprint: dict[str, Any]
+    started: str = ""
+    seconds: float = 0.0
+    fingerprint: dict[str, Any] = field(default_factory=lambda: fingerprint_of({}))
     metrics: tuple[Metric, ...] = ()
     not_run: tuple[NotRun, ...] = ()
     findings: tuple[dict[str, str], ...] = ()
@@ -176,13 +190,11 @@ class Result:
         """Return this result with the entries of other results appended. `changes` are new values
         for other attributes."""
         every = [self, *parts]
-        return replace(
-            self,
-            metrics=tuple(metric for part in every for metric in part.metrics),
-            not_run=tuple(entry for part in every for entry in part.not_run),
-            findings=tuple(entry for part in every for entry in part.findings),
-            **changes,
-        )
+        entries: dict[str, Any] = {}
+        for name in ("metrics", "not_run", "findings"):
+            each = [getattr(part, name) for part in every]
+            entries[name] = tuple(chain.from_iterable(each))
+        return replace(self, **entries, **changes)
 
 
 def write(path: Path, result: Result) -> None:
@@ -243,15 +255,11 @@ def read(path: Path) -> Result:
             f"{path}: the format is {form}, but this version reads {FORMAT}; update hybridflow"
         )
     _check(path, found)
-    return Result(
-        suite=found["suite"],
-        started=found["started"],
-        seconds=found["seconds"],
-        fingerprint=found["fingerprint"],
-        metrics=tuple(map(_metric, found["metrics"])),
-        not_run=tuple(NotRun(**entry) for entry in found["not_run"]),
-        findings=tuple(found["findings"]),
-    )
+    del found["format"]
+    found["metrics"] = tuple(map(_metric, found["metrics"]))
+    found["not_run"] = tuple(NotRun(**entry) for entry in found["not_run"])
+    found["findings"] = tuple(found["findings"])
+    return Result(**found)
 
 
 def _check(path: Path, found: dict[str, Any]) -> None:
@@ -350,20 +358,24 @@ def merge(parts: Iterable[Result]) -> Result:
     Raises:
         DataError: the parts are from different suites.
     """
-    first, *others = parts
-    suites = sorted({part.suite for part in (first, *others)})
+    every = list(parts)
+    require_one_suite(every)
+    fingerprint = dict(every[0].fingerprint)
+    placements = [part.fingerprint["placement"] for part in every]
+    nodes = {node for placement in placements for node in placement["nodes"]}
+    fingerprint["placement"] = {**placements[0], "nodes": sorted(nodes)}
+    return every[0].joined(
+        every[1:],
+        seconds=max(part.seconds for part in every),
+        fingerprint=fingerprint,
+    )
+
+
+def require_one_suite(found: Sequence[Result]) -> None:
+    """Raise DataError if the results are from different suites."""
+    suites = sorted({one.suite for one in found})
     if len(suites) > 1:
         raise DataError(
-            f"cannot merge results of different suites: {', '.join(suites)}"
+            f"the results are from different suites ({', '.join(suites)}); pass results of a "
+            "single suite"
         )
-    nodes = {
-        node
-        for part in (first, *others)
-        for node in part.fingerprint["placement"]["nodes"]
-    }
-    placement = {**first.fingerprint["placement"], "nodes": sorted(nodes)}
-    return first.joined(
-        others,
-        seconds=max(part.seconds for part in (first, *others)),
-        fingerprint={**first.fingerprint, "placement": placement},
-    )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from hybridflow.bench.result import Better, Metric, Reference
+from hybridflow.bench.result import Better, Metric, measured
 
 Call = Callable[[], object]
 Clock = Callable[[], float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,28 +64,26 @@ class Timed:
     def metrics(self, seconds: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
         """Yield the metrics computed from the time that each side took in each round."""
 
-        def reference(side: Side | None) -> Reference | None:
+        def rounds(side: Side | None) -> tuple[str, Sequence[float]] | None:
             if side is None:
                 return None
-            return Reference(
-                side.name, self._values([s * side.scale for s in seconds[side.name]])
-            )
+            scaled = [side.scale * one for one in seconds[side.name]]
+            return side.name, self._values(scaled)
 
         better = self.better or ("higher" if self.amount else "lower")
-        peers: Sequence[Side | None] = self.peers or [None]
         for name in self.calls:
-            for peer in peers:
-                yield Metric(
-                    measurement="",
-                    name=f"{name}, beside {peer.name}"
-                    if peer and len(peers) > 1
-                    else name,
-                    unit=self.unit,
-                    better=better,
-                    rounds=self._values(seconds[name]),
-                    limit=reference(self.limit),
-                    peer=reference(peer),
-                    yardstick=reference(self.yardstick),
+            for peer in self.peers or [None]:
+                of_peer = (
+                    f", beside {peer.name}" if len(self.peers) > 1 and peer else ""
+                )
+                yield measured(
+                    name + of_peer,
+                    self.unit,
+                    self._values(seconds[name]),
+                    better,
+                    limit=rounds(self.limit),
+                    peer=rounds(peer),
+                    yardstick=rounds(self.yardstick),
                     bound=self.bound,
                 )
 
@@ -96,21 +96,24 @@ def interleaved(
     rounds: int,
     warm_up: int = 1,
     clock: Clock = time.perf_counter,
+    before: Call = lambda: None,
 ) -> dict[str, list[float]]:
     """Time all sides in turn. Returns the seconds that each side took in each round, without
     the `warm_up` rounds.
 
     Every round runs all sides in a rotating order, so that disturbances affect all of them alike.
+    `before` is called before each side, and is not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for name in rotated(list(sides), warm_up + rounds):
+        before()
         start = clock()
         sides[name]()
         seconds[name].append(clock() - start)
     return {name: found[warm_up:] for name, found in seconds.items()}
 
 
-def rotated(names: Sequence[str], rounds: int) -> Iterator[str]:
+def rotated(names: Sequence[T], rounds: int) -> Iterator[T]:
     """Yield every name once per round, in a rotating order."""
     for turn in range(rounds):
         first = turn % len(names)
@@ -129,4 +132,14 @@ def loop() -> int:
 
 def loops(count: int) -> Side:
     """Return a reference that runs `count` plain Python loops."""
-    return Side("a plain Python loop", lambda: [loop() for _ in range(count)])
+    return Side("a plain Python loop", repeated(loop, count))
+
+
+def repeated(call: Call, times: int) -> Call:
+    """Return a call that makes this call several times."""
+
+    def run() -> None:
+        for _ in range(times):
+            call()
+
+    return run

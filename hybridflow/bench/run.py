@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +21,8 @@ from hybridflow.bench.measurements.base import SUITES, Measurement, chosen, find
 from hybridflow.bench.result import NotRun, Result
 from hybridflow.config.registry import absolute_entry, is_user_entry
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.observe.environment import describe_environment
+from hybridflow.observe.environment import describe_environment, processor_model
+from hybridflow.process.secret import VARIABLE, job_secret
 
 # One thread, and huge pages for torch's allocator like numpy's: otherwise the allocator would
 # dominate the comparison.
@@ -75,13 +74,12 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
         entry.settings(job.settings)
     begun = time.time()
     environment = describe_environment()
-    nodes = [node for node in job.nodes if node]
+    nodes = list(filter(None, job.nodes))
     found = Result(
         suite=label_of(job.what),
         started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
-        seconds=0.0,
         fingerprint=results.fingerprint_of(
-            environment, nodes=nodes, model=_processor()
+            environment, nodes=nodes, model=processor_model()
         ),
     )
     path = job.folder / (f"nodes/{job.node}.json" if len(job.nodes) > 1 else RESULT)
@@ -109,10 +107,8 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
 
 def _without(job: Job, name: str, why: str) -> Result:
     """Return a result without metrics that contains only the reason why an entry did not run."""
-    not_run = NotRun(label_of(name), why, job.node)
-    return Result(
-        label_of(name), "", 0.0, results.fingerprint_of({}), not_run=(not_run,)
-    )
+    label = label_of(name)
+    return Result(label, not_run=(NotRun(label, why, job.node),))
 
 
 def _measure(job: Job, name: str, entry: Measurement) -> Result:
@@ -129,11 +125,8 @@ def _measure(job: Job, name: str, entry: Measurement) -> Result:
 
 def _measure_once(job: Job, name: str, entry: Measurement, part: int) -> Result:
     label = label_of(name)
-    log = (
-        job.folder
-        / "logs"
-        / (f"{label}.{job.node}.log" if job.node else f"{label}.log")
-    )
+    of_node = f".{job.node}" if job.node else ""
+    log = job.folder / "logs" / f"{label}{of_node}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     local = Path(tempfile.mkdtemp(prefix="hybridflow-bench-"))
     described = {
@@ -150,8 +143,10 @@ def _measure_once(job: Job, name: str, entry: Measurement, part: int) -> Result:
     )
     words = [sys.executable, "-P", "-m", "hybridflow.bench", str(local / "job.json")]
     try:
+        environment = {**os.environ, **CONDITIONS}
+        environment.setdefault(VARIABLE, job_secret())  # of the stores of entries
         with log.open("ab" if part else "wb") as stream:
-            code = finish(words, {**os.environ, **CONDITIONS}, stream, entry.timeout_s)
+            code = finish(words, environment, stream, entry.timeout_s)
         if code == 0:
             return results.read(local / "metrics.json")
         last = log.read_text(errors="replace").strip().rpartition("\n")[2]
@@ -191,12 +186,3 @@ def finish(
             # the command has not been reaped yet, so its process group still exists
             os.killpg(process.pid, signal.SIGKILL)
             raise
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    return found[1] if found else platform.processor()

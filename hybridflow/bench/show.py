@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
 
 from hybridflow.bench.gate import Comparison, Outlier, outliers
-from hybridflow.bench.result import Metric, Reference, Result
+from hybridflow.bench.result import Metric, Result
+from hybridflow.observe.exporter import escaped
+from hybridflow.observe.text_table import aligned, filled
 
 COLUMNS = (
     "metric",
@@ -34,23 +36,21 @@ _HELP = {
 
 def number(value: float | None) -> str:
     """Format a number with four digits; empty for None."""
-    return "" if value is None else f"{value:.4g}"
+    return _formatted("{:.4g}", value)
 
 
 def row(metric: Metric) -> tuple[str, ...]:
     """Return the cells of a metric's row in the table."""
-    share = metric.share
-    ratio = metric.ratio
     return (
         metric.name,
         metric.node,
         number(metric.value),
         metric.unit,
         f"{metric.spread:.1%}",
-        "" if share is None else f"{share:.0%}",
-        _name(metric.limit),
-        "" if ratio is None else f"{ratio:.2f} x",
-        _name(metric.peer),
+        _formatted("{:.0%}", metric.share),
+        metric.limit.name if metric.limit else "",
+        _formatted("{:.2f} x", metric.ratio),
+        metric.peer.name if metric.peer else "",
     )
 
 
@@ -58,7 +58,7 @@ def table(result: Result) -> str:
     """Format the result for a terminal: metrics, gaps, findings, and outlier nodes."""
     nodes = ", ".join(result.nodes) or "one node"
     lines = [f"{result.suite}, {result.started}, {result.seconds:.0f} s, {nodes}", ""]
-    lines += _aligned([COLUMNS, *map(row, result.metrics)])
+    lines += aligned(filled([COLUMNS, *map(row, result.metrics)]))
     for gap in result.not_run:
         lines.append(f"not run: {_on(gap.measurement, gap.node)}: {gap.why}")
     for one in result.findings:
@@ -83,9 +83,6 @@ def compared(found: Comparison) -> str:
         lines.append(f"other {part}: {'; '.join(words[:6])}{more}")
     rows = [_COMPARED]
     for one in found.changes:
-        interval = ""
-        if one.low is not None and one.high is not None:
-            interval = f"{one.low:+.1%} to {one.high:+.1%}"
         rows.append(
             (
                 one.name,
@@ -93,14 +90,14 @@ def compared(found: Comparison) -> str:
                 number(one.first),
                 number(one.second),
                 one.unit,
-                "" if one.change is None else f"{one.change:+.1%}",
-                interval,
+                _formatted("{:+.1%}", one.change),
+                _formatted("{:+.1%} to {:+.1%}", one.low, one.high),
                 f"{one.bound:.0%}",
                 f"{one.verdict} ({one.why})" if one.why else one.verdict,
             )
         )
-    lines += ["", *_aligned(rows), *map(sentence, found.outliers), "", verdict(found)]
-    return "\n".join(lines).lstrip("\n")
+    lines += ["", *aligned(filled(rows)), *map(sentence, found.outliers), ""]
+    return "\n".join([*lines, verdict(found)]).lstrip("\n")
 
 
 def verdict(found: Comparison) -> str:
@@ -110,31 +107,29 @@ def verdict(found: Comparison) -> str:
             "not judged: A and B ran on different hardware; create a baseline on this hardware "
             "(hybridflow bench baseline)"
         )
-    by_verdict: dict[str, list[str]] = {}
+    by_verdict: dict[str, list[str]] = defaultdict(list)
     for change in found.changes:
-        by_verdict.setdefault(change.verdict, []).append(_on(change.name, change.node))
+        by_verdict[change.verdict].append(_on(change.name, change.node))
     bad = {
-        "slower": by_verdict.get("slower"),
-        "missing": by_verdict.get("only in A"),
+        "slower": by_verdict["slower"],
+        "missing": by_verdict["only in A"],
         "nodes that stand out": sorted({outlier.node for outlier in found.outliers}),
     }
     said = [f"{what}: {', '.join(names)}" for what, names in bad.items() if names]
-    judged = sum(len(by_verdict.get(name, ())) for name in ("same", "slower", "faster"))
-    unclear = len(by_verdict.get("unclear", ()))
-    quiet = (
-        f"; {unclear} unclear: repeat both runs on a quieter machine" if unclear else ""
-    )
+    quiet = ""
+    if unclear := len(by_verdict["unclear"]):
+        quiet = f"; {unclear} unclear: repeat both runs on a quieter machine"
     if said:
         return f"failed; {'; '.join(said)}{quiet}"
+    judged = len(by_verdict["same"] + by_verdict["faster"])
     return f"passed: {judged} metrics judged, none slower{quiet}"
 
 
 def prometheus(result: Result) -> str:
     """Format values, shares and outlier nodes for the node exporter's textfile collector."""
-    shares = [(one, one.share) for one in result.metrics]
     families: dict[str, list[tuple[Metric | Outlier, float]]] = {
         "value": [(one, one.value) for one in result.metrics],
-        "share": [(one, share) for one, share in shares if share is not None],
+        "share": [(one, one.share) for one in result.metrics if one.share is not None],
         "node_excess": [(one, one.excess) for one in outliers(result)],
     }
     lines = []
@@ -145,29 +140,15 @@ def prometheus(result: Result) -> str:
             labels = {"suite": result.suite, "metric": one.name, "node": one.node}
             if family != "node_excess":
                 labels["unit"] = one.unit
-            pairs = [f'{key}="{_escaped(text)}"' for key, text in labels.items()]
+            pairs = [f'{key}="{escaped(text)}"' for key, text in labels.items()]
             lines.append(f"{name}{{{','.join(pairs)}}} {value!r}")
     return "\n".join(lines) + "\n"
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _name(reference: Reference | None) -> str:
-    return reference.name if reference else ""
+def _formatted(form: str, *values: float | None) -> str:
+    """Format the values; empty if one is None."""
+    return "" if None in values else form.format(*values)
 
 
 def _on(name: str, node: str) -> str:
     return f"{name} on {node}" if node else name
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pad each column to a common width. Empty columns are omitted."""
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for cells in zip(*columns, strict=True):
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        lines.append("  ".join(padded).rstrip())
-    return lines

@@ -185,19 +185,10 @@ def _ours(
     from hybridflow.batch import DataProto, Jagged
     from hybridflow.config.schema import RunConfig
     from hybridflow.device.platform import Platform
-    from hybridflow.placement.place import PORTS
-    from hybridflow.single_controller.cluster import LOOPBACK
-    from hybridflow.single_controller.host import free_port
+    from hybridflow.process.rendezvous import world_of_one
     from hybridflow.workers.backend import open_backend
 
-    port = free_port(LOOPBACK, PORTS)
-    os.environ |= {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-    }
+    world_of_one()
     default = RunConfig()
     model = replace(default.model, path=str(folder), dtype="float32")
     config = replace(default, model=model, actor=replace(default.actor, backend=backend))

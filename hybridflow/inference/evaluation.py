@@ -29,6 +29,7 @@ from hybridflow.observe.environment import package_versions
 from hybridflow.observe.jsonl import finite
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
+from hybridflow.observe.text_table import aligned
 from hybridflow.process.surroundings import without_proxy
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.answer_statistics import numbers_up_to, statistics_by_prompt
@@ -268,12 +269,7 @@ def table(results: Mapping[str, Any]) -> str:
             parts[f"  {source}"] = part
         for label, part in parts.items():
             rows += _table_rows(label, part, one["answers_per_prompt"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join(aligned(rows))
 
 
 def _table_rows(

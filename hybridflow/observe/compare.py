@@ -14,6 +14,7 @@ from hybridflow.batch import DataProto, Jagged, read_parquet
 from hybridflow.errors import DataError
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import TOKEN_COLUMNS, dump_path
+from hybridflow.observe.text_table import aligned
 
 _COLUMNS = ("score", *TOKEN_COLUMNS)
 # metrics that depend on time, machine or engines, not on the step's computation
@@ -82,12 +83,7 @@ def describe(differences: list[Difference]) -> str:
         rows.append(
             (one.name, f"{one.values:,}", f"{one.differing:,}", f"{one.largest:.3g}", first)
         )
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        lines.append(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+    lines = aligned(rows)
     unlike = [one for one in metrics if one.differing]
     same = f"{len(metrics) - len(unlike)} of {len(metrics)} metrics are identical"
     lines.append(same + ("; different:" if unlike else ""))

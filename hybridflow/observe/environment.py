@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,15 @@ def describe_environment() -> dict[str, Any]:
         "packages": package_versions(),
         "git": _git(_PACKAGE_FOLDER),
     }
+
+
+def processor_model() -> str:
+    """Return the model of the processor."""
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if found := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
+            return found[1]
+    return platform.processor()
 
 
 def write_environment(run_dir: str | Path) -> Path:

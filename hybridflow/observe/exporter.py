@@ -97,12 +97,12 @@ class Exporter:
             rows.append(f"{family}{{{labels}}} {shown}")
 
         for phase, (step, wall_time, metrics) in self._latest.items():
-            head = f'run="{_escaped(self._run)}",phase="{phase}"'
+            head = f'run="{escaped(self._run)}",phase="{phase}"'
             add("hybridflow_step", "latest step (step)", head, float(step))
             about = "time at which the latest step was recorded (s since 1970)"
             add("hybridflow_recorded_seconds", about, head, wall_time)
             for name, value in metrics.items():
-                add(family_of(name), _help(name), f'{head},metric="{_escaped(name)}"', value)
+                add(family_of(name), _help(name), f'{head},metric="{escaped(name)}"', value)
         return "".join(f"{row}\n" for rows in families.values() for row in rows)
 
 
@@ -119,5 +119,6 @@ def _help(name: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", " ")
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Escape a label's value in the text exposition format."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -45,6 +45,19 @@ def join_world(backend: str, timeout_s: float, undo: Callable[[], None] | None =
     )
 
 
+def world_of_one() -> None:
+    """Describe a world with a single rank in the environment, for `join_world`. Its store chooses a
+    free port, because no other rank needs to find it."""
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
 def leave_world() -> None:
     """Destroy the process groups of the current world, so that this process can join another. Does
     nothing if it has not joined one."""

@@ -54,7 +54,7 @@ def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
     name = derived.flow_name(config)
     if config.algorithm.flow is None:
         return
-    invented = _Invented(config)
+    invented = Invented(config)
     with Progress(0, "", enabled=False) as progress:
         run = FlowRun(cast(Trainer, invented.trainer()), progress, STEPS, is_tracing=True)
         gc.collect()  # report unrelated coroutines that were never awaited before the block below
@@ -172,7 +172,7 @@ def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
     return wanted
 
 
-class _Invented:
+class Invented:
     """Stand-ins for a run's components. They produce synthetic rows."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -289,7 +289,7 @@ class _Invented:
     def learner(self, name: str) -> SimpleNamespace:
         """Return a stand-in for an additional policy with every attribute that a flow uses."""
         config = derived.policy_view(self.config, name)
-        own = _Invented(config)
+        own = Invented(config)
 
         async def generate(prompts: Sequence[Any], n: int) -> DataProto:
             self.count()
@@ -320,7 +320,7 @@ class _Role:
     """A stand-in for a role. Checks that the columns read by its calls exist, and fills the columns
     that they write with synthetic values."""
 
-    def __init__(self, world: _Invented, name: str) -> None:
+    def __init__(self, world: Invented, name: str) -> None:
         self.world = world
         self.name = name
 

@@ -9,22 +9,28 @@ generation. Prints one line of JSON.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 STARTED = time.time()
+PROMPTS = 64
+SAMPLES = 8  # of a prompt
+UPDATES = 2  # of a step
 
 
 def main(settings: dict) -> None:
-    """Train for `settings["steps"]` steps with `settings["updates"]` updates each."""
+    """Train the model in the working directory for `settings["steps"]` steps."""
     import torch
+    import yaml
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(settings["threads"])
+    torch.set_num_threads(os.cpu_count())
     times = []
     lengths = []
 
@@ -36,34 +42,24 @@ def main(settings: dict) -> None:
         lengths.extend(len(ids) for ids in completion_ids)
         return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
-    samples = settings["prompts"] * settings["n"]
-    update = samples // settings["updates"]
+    samples = PROMPTS * SAMPLES
+    update = samples // UPDATES
     batch = update
     while batch > 64 and batch * (8 + settings["most"]) > 40_000:
         batch //= 2
+    fixed = yaml.safe_load(Path(__file__).with_name("trl.yaml").read_text())
     config = GRPOConfig(
-        output_dir=settings["output"],
+        **fixed,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=update // batch,
         steps_per_generation=samples // batch,
-        num_generations=settings["n"],
+        num_generations=SAMPLES,
         max_completion_length=settings["most"],
         beta=settings["beta"],
-        learning_rate=1e-6,
-        warmup_steps=0,
-        loss_type="dapo",  # mean over an update's tokens
-        max_steps=settings["updates"] * settings["steps"],
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        save_strategy="no",
-        report_to=[],
-        logging_steps=10_000,
-        disable_tqdm=True,
-        seed=1,
+        max_steps=UPDATES * settings["steps"],
     )
-    tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained("model", padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
     dataset = Dataset.from_list([{"prompt": prompt} for prompt in settings["texts"]])
     trainer = GRPOTrainer(
         model,
@@ -75,11 +71,9 @@ def main(settings: dict) -> None:
     )
     begun = time.time()
     trainer.train()
-    ends = times[settings["updates"] - 1 :: settings["updates"]]
+    ends = times[UPDATES - 1 :: UPDATES]
     found = {
-        "seconds": [
-            end - before for before, end in zip([begun, *ends], ends, strict=False)
-        ],
+        "seconds": [end - before for before, end in pairwise([begun, *ends])],
         "first": ends[0] - STARTED,
         "mean_length": statistics.mean(lengths),
     }

@@ -11,7 +11,7 @@ import difflib
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,11 @@ class Place:
     local: Path
     timeout_s: float = 60.0
 
+    @property
+    def rank(self) -> int:
+        """This node's index in `nodes`."""
+        return self.nodes.index(self.node)
+
     def meet(self, name: str) -> None:
         """Barrier: wait until every node has arrived. All nodes return within a few hundredths of a
         second of each other.
@@ -78,8 +83,8 @@ class Place:
             time.sleep(_POLL_S)
 
 
-Yielded = Timed | Metric | NotRun | dict[str, str]
-Run = Callable[..., Iterable[Yielded]]
+Yields = Iterator[Timed | Metric | NotRun | dict[str, str]]
+Run = Callable[..., Yields]
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class Measurement:
 
     def measure(
         self, place: Place, settings: Sequence[str]
-    ) -> Iterable[Metric | NotRun | dict[str, str]]:
+    ) -> Iterator[Metric | NotRun | dict[str, str]]:
         """Run the entry. Times the calls that it yields and passes everything else through."""
         # with several nodes there is one process
         several = self.processes > 1 and len(place.nodes) > 1
@@ -127,7 +132,7 @@ class Measurement:
             if isinstance(one, Timed):
                 sides = one.sides()
                 if self.needs_gpu:
-                    sides = {name: _synchronized(call) for name, call in sides.items()}
+                    sides = {name: synchronized(call) for name, call in sides.items()}
                 yield from one.metrics(interleaved(sides, rounds, self.warm_up, clock))
             else:
                 yield one
@@ -138,7 +143,7 @@ class Measurement:
         Raises:
             ConfigError: there is no such setting, or a value is of the wrong type.
         """
-        parameters = list(inspect.signature(self.run).parameters.values())[1:]
+        _, *parameters = inspect.signature(self.run).parameters.values()
         known = {parameter.name: parameter.default for parameter in parameters}
         given = {}
         for word in words:
@@ -159,7 +164,7 @@ class Measurement:
         return given
 
 
-def _synchronized(call: Call) -> Call:
+def synchronized(call: Call) -> Call:
     """Wrap a call so that it synchronizes the device before returning."""
     from hybridflow.device.platform import Platform
 
@@ -224,13 +229,10 @@ def chosen(what: str) -> list[str]:
     Raises:
         ConfigError: there is no such suite or entry. The message suggests the nearest name.
     """
+    builtin = MEASUREMENTS.names()
     if what in SUITES:
-        return [
-            name
-            for name in MEASUREMENTS.names()
-            if what in MEASUREMENTS.get(name).suites
-        ]
-    names = [*SUITES, *MEASUREMENTS.names(), *comparisons()]
+        return [name for name in builtin if what in MEASUREMENTS.get(name).suites]
+    names = [*SUITES, *builtin, *comparisons()]
     if what in names or is_user_entry(what):
         return [what]
     near = difflib.get_close_matches(what, names, n=1, cutoff=0.0)

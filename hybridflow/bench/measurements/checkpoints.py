@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from functools import partial
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.measurements.disk import write
 from hybridflow.bench.rounds import Side, Timed
 
 BYTES = 32 << 20
 
 
 @measurement("checkpoints", "micro", rounds=15)
-def checkpoints(place: Place) -> Iterator[Timed]:
+def checkpoints(place: Place) -> Yields:
     """saving, syncing and hashing of a 32 MiB safetensors file, compared with a plain write and
     fsync"""
     import torch
@@ -21,7 +22,6 @@ def checkpoints(place: Place) -> Iterator[Timed]:
     from hybridflow.saving.manifest import digest_of
 
     tensors = {f"t{number}": torch.randn(BYTES // 32) for number in range(8)}
-    data = os.urandom(BYTES)
     saved = place.local / "saved.safetensors"
 
     def save() -> None:
@@ -30,11 +30,7 @@ def checkpoints(place: Place) -> Iterator[Timed]:
             os.fsync(stream.fileno())
         digest_of(saved)
 
-    def plain() -> None:
-        with (place.local / "plain").open("wb", buffering=0) as stream:
-            stream.write(data)
-            os.fsync(stream.fileno())
-
+    plain = partial(write, place.local / "plain", os.urandom(BYTES))
     limit = Side("a plain write and fsync", plain)
     calls = {"checkpoints/save and hash": save}
     yield Timed(calls, limit, amount=BYTES / 1e9, unit="GB/s", bound=0.25)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, single
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.result import measured
 from hybridflow.doctor import machine
 from hybridflow.launch import preflight
 
 
 @measurement("checks", "preflight", per_node=True)
-def checks(place: Place) -> Iterator[Metric | dict[str, str]]:
+def checks(place: Place) -> Yields:
     """the checks of `hybridflow doctor` (devices, packages, limits, disks), connections to other
     nodes, and clocks"""
     for finding in machine.examine():
@@ -30,6 +28,6 @@ def checks(place: Place) -> Iterator[Metric | dict[str, str]]:
     for other, complaint in record.complaints.items():
         yield {"name": f"connection to {other}", "level": "error", "what": complaint}
     if record.clocks:
-        yield single(
+        yield measured(
             "clock/largest difference", "s", max(record.clocks.values(), key=abs)
         )

@@ -5,28 +5,23 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from hybridflow.bench.measurements.base import ROUNDS, Place, measurement
-from hybridflow.bench.rounds import Call, Side, Timed, interleaved
+from hybridflow.bench.measurements.base import ROUNDS, Place, Yields, measurement
+from hybridflow.bench.rounds import Call, Side, Timed, interleaved, repeated
 from hybridflow.errors import ResourceError
 
 SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24}
 WORLD = 2
 WARM_UP = 2
 # Bytes on the wire per rank divided by bytes of the buffer (nccl-tests, PERFORMANCE.md).
-BUS = {
-    "all_reduce": 2 * (WORLD - 1) / WORLD,
-    "all_gather": (WORLD - 1) / WORLD,
-    "broadcast": 1.0,
-}
+BUS = {"all_reduce": 1.0, "all_gather": 0.5, "broadcast": 1.0}  # with two ranks
 AT_LEAST = 4 << 20  # minimum bytes moved by a timed call
 
 
 @measurement("collectives", "micro", timeout_s=120, warm_up=WARM_UP)
-def collectives(place: Place) -> Iterator[Timed]:
+def collectives(place: Place) -> Yields:
     """bus bandwidth of all-reduce, all-gather and broadcast between two processes, by size"""
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
@@ -45,11 +40,10 @@ def _follow(store: str) -> None:
         interleaved(case.sides(), ROUNDS, WARM_UP)
 
 
-def _cases(rank: int, store: str) -> Iterator[Timed]:
+def _cases(rank: int, store: str) -> Yields:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD
@@ -63,10 +57,10 @@ def _cases(rank: int, store: str) -> Iterator[Timed]:
             "broadcast": partial(dist.broadcast, values, 0),
         }
         repeats = max(1, AT_LEAST // nbytes)
-        bare = partial(_repeated, partial(_there_and_back, values), repeats)
+        bare = _between_barriers(partial(_there_and_back, values), repeats)
         for kind, call in calls.items():
             yield Timed(
-                {f"{kind}/{size}, bus": partial(_repeated, call, repeats)},
+                {f"{kind}/{size}, bus": _between_barriers(call, repeats)},
                 # a round trip moves twice the buffer
                 yardstick=Side(
                     "a plain gloo send and reply", bare, scale=BUS[kind] / 2
@@ -78,18 +72,23 @@ def _cases(rank: int, store: str) -> Iterator[Timed]:
     dist.destroy_process_group()
 
 
-def _repeated(call: Call, repeats: int) -> None:
+def _between_barriers(call: Call, repeats: int) -> Call:
     import torch.distributed as dist
 
-    dist.barrier()
-    for _ in range(repeats):
-        call()
-    dist.barrier()
+    def run() -> None:
+        dist.barrier()
+        repeated(call, repeats)()
+        dist.barrier()
+
+    return run
 
 
 def _there_and_back(values: Any) -> None:
     import torch.distributed as dist
 
-    order = (dist.send, dist.recv) if dist.get_rank() == 0 else (dist.recv, dist.send)
-    for move in order:
-        move(values, 1 - dist.get_rank())
+    if dist.get_rank() == 0:
+        dist.send(values, 1)
+        dist.recv(values, 1)
+    else:
+        dist.recv(values, 0)
+        dist.send(values, 0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from hybridflow.bench.measurements.base import (
     PROCESSES,
     ROUNDS_EACH,
     Place,
+    Yields,
     measurement,
 )
 from hybridflow.bench.rounds import Side, Timed, loop, loops
@@ -27,7 +26,7 @@ COPY = 64 << 20
     rounds=ROUNDS_EACH,
     warm_up=3,
 )
-def compute(place: Place) -> Iterator[Timed]:
+def compute(place: Place) -> Yields:
     """speed of the cores (a matrix product, a Python loop) and memory bandwidth"""
     left = np.random.default_rng(1).random((SIZE, SIZE), dtype=np.float32)
     right = np.random.default_rng(2).random((SIZE, SIZE), dtype=np.float32)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.rounds import Call, Side, Timed
 
 BYTES = 32 << 20
@@ -15,7 +14,7 @@ FILES = 20
 
 
 @measurement("disk", "preflight", per_node=True, rounds=9)
-def disk(place: Place) -> Iterator[Timed]:
+def disk(place: Place) -> Yields:
     """writes with fsync, and writes of small files, on the node's local disk and in the shared
     folder"""
     data = os.urandom(BYTES)
@@ -23,11 +22,11 @@ def disk(place: Place) -> Iterator[Timed]:
     shared.mkdir(parents=True, exist_ok=True)
     # anonymous, because a killed process would leave a name in /dev/shm behind
     in_memory = Path(f"/proc/self/fd/{os.memfd_create('hybridflow-bench')}")
-    memory_write = Side("the same write to memory", partial(_write, in_memory, data))
+    memory_write = Side("the same write to memory", partial(write, in_memory, data))
     writes: dict[str, Call] = {}
     small: dict[str, Call] = {}
     for name, folder in (("local disk", place.local), ("shared folder", shared)):
-        writes[f"{name}/write"] = partial(_write, folder / "large", data)
+        writes[f"{name}/write"] = partial(write, folder / "large", data)
         small[f"{name}/{FILES} small files"] = partial(_small, folder)
     try:
         yield Timed(writes, memory_write, amount=BYTES / 1e9, unit="GB/s", bound=0.25)
@@ -37,7 +36,8 @@ def disk(place: Place) -> Iterator[Timed]:
             path.unlink(missing_ok=True)
 
 
-def _write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
     with path.open("wb", buffering=0) as stream:
         stream.write(data)
         os.fsync(stream.fileno())

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import time
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, NotRun
-from hybridflow.bench.rounds import rotated
+from hybridflow.bench.measurements.base import Place, Yields, measurement, synchronized
+from hybridflow.bench.result import Metric, NotRun, measured
+from hybridflow.bench.rounds import Call, interleaved
 from hybridflow.device.platform import Platform
 from hybridflow.launch import records
 from hybridflow.launch.preflight import node_address
@@ -33,7 +32,7 @@ _TIMEOUT_S = 60.0
 
 
 @measurement("fabric", "preflight", per_node=True, timeout_s=120)
-def fabric(place: Place, backend: str = "") -> Iterator[Metric | NotRun]:
+def fabric(place: Place, backend: str = "") -> Yields:
     """bandwidth of NCCL from each GPU to the same GPU of other nodes, in both directions at once
 
     Args:
@@ -61,20 +60,18 @@ def partners(count: int) -> list[list[int]]:
     player itself if it sits out. Any two players meet once.
     """
     size = count + count % 2
-    order = list(range(size))
     rounds = []
-    for _ in range(size - 1):
-        pairs = [0] * size
-        for one, other in zip(
-            order[: size // 2], reversed(order[size // 2 :]), strict=True
-        ):
-            pairs[one] = other
-            pairs[other] = one
-        # with an odd number, the last player does not exist
-        rounds.append(
-            [pairs[one] if pairs[one] < count else one for one in range(count)]
-        )
-        order = [order[0], order[-1], *order[1:-1]]
+    for turn in range(size - 1):
+        pairs = []
+        for one in range(count):
+            # two players meet if their numbers sum to the turn, modulo `size - 1`
+            other = (turn - one) % (size - 1)
+            if one == size - 1:  # meets the player who would otherwise meet itself
+                other = turn * (size // 2) % (size - 1)
+            elif other == one:
+                other = size - 1
+            pairs.append(other if other < count else one)
+        rounds.append(pairs)
     return rounds
 
 
@@ -85,27 +82,24 @@ def _join(place: Place, backend: str) -> None:
     where = place.folder / "fabric"
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     address = node_address(place.node, None)
-    rank = place.nodes.index(place.node)
     first = where / "first.json"
-    if rank == 0:
+    if place.rank == 0:
         port = free_port(address, PORTS)
-        records.write(
-            first, {"address": address, "port": port, "secret": secrets.token_hex(32)}
-        )
+        secret = secrets.token_hex(32)
+        records.write(first, {"address": address, "port": port, "secret": secret})
     place.meet("fabric-open")
     found = json.loads(first.read_text(encoding="utf-8"))
-    interface = interface_of(address)
     os.environ |= {
         VARIABLE: found["secret"],
         "MASTER_ADDR": found["address"],
         "MASTER_PORT": str(found["port"]),
-        "RANK": str(rank),
+        "RANK": str(place.rank),
         "WORLD_SIZE": str(len(place.nodes)),
-        "GLOO_SOCKET_IFNAME": interface,
+        "GLOO_SOCKET_IFNAME": interface_of(address),
     }
     join_world(backend, _TIMEOUT_S)
     place.meet("fabric-joined")
-    if rank == 0:
+    if place.rank == 0:
         first.unlink()
 
 
@@ -119,29 +113,17 @@ def _best_pair(place: Place, backend: str, name: str, platform: Platform) -> Met
     device = platform.current_device()
     ours = torch.zeros(BYTES[backend], dtype=torch.uint8, device=device)
     theirs = torch.zeros_like(ours)
-    rank = place.nodes.index(place.node)
-    others = {
-        str(pairs[rank]): pairs[rank] for pairs in partners(len(place.nodes))[:PAIRS]
-    }
-    seconds: dict[str, list[float]] = {other: [] for other in others}
-    for other in rotated(list(others), _WARM_UP + ROUNDS):
-        # otherwise a pair would also wait for its members' previous partners
-        dist.barrier()
-        platform.synchronize()
-        start = time.perf_counter()
-        _exchange(ours, theirs, others[other], rank)
-        platform.synchronize()
-        seconds[other].append(time.perf_counter() - start)
-    seconds.pop(str(rank), None)  # this node paused
-    rounds = [min(of_round) for of_round in zip(*seconds.values(), strict=True)]
-    return Metric(
-        measurement="",
-        name=name,
-        unit="GB/s",
-        better="higher",
-        rounds=tuple(ours.nbytes / 1e9 / one for one in rounds[_WARM_UP:]),
-        bound=0.2,
-    )
+    exchanges: dict[str, Call] = {}
+    for pairs in partners(len(place.nodes))[:PAIRS]:
+        exchange = partial(_exchange, ours, theirs, pairs[place.rank], place.rank)
+        exchanges[str(pairs[place.rank])] = synchronized(exchange)
+    # otherwise a pair would also wait for its members' previous partners
+    meet = synchronized(dist.barrier)
+    seconds = interleaved(exchanges, ROUNDS, _WARM_UP, before=meet)
+    seconds.pop(str(place.rank), None)  # this node paused
+    fastest = [min(of_round) for of_round in zip(*seconds.values(), strict=True)]
+    rates = [ours.nbytes / 1e9 / one for one in fastest]
+    return measured(name, "GB/s", rates, "higher", bound=0.2)
 
 
 def _exchange(ours: Any, theirs: Any, partner: int, rank: int) -> None:
@@ -149,9 +131,8 @@ def _exchange(ours: Any, theirs: Any, partner: int, rank: int) -> None:
 
     if partner == rank:
         return
-    sides = [
-        dist.P2POp(dist.isend, ours, partner),
-        dist.P2POp(dist.irecv, theirs, partner),
-    ]
-    for work in dist.batch_isend_irecv(sides if rank < partner else sides[::-1]):
+    send = dist.P2POp(dist.isend, ours, partner)
+    receive = dist.P2POp(dist.irecv, theirs, partner)
+    sides = [send, receive] if rank < partner else [receive, send]
+    for work in dist.batch_isend_irecv(sides):
         work.wait()

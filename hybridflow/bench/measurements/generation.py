@@ -4,13 +4,14 @@ prefix cache, and for lengths with a long tail."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.measurements.training import MODEL
 from hybridflow.bench.rounds import Call, Timed, loops
 
@@ -26,7 +27,7 @@ TAIL = [12, 16, 20, 24, 28, 32, 32, 36, 40, 48, 56, 64, 80, 112, 176, 300]
 
 
 @measurement("generation", "rollout", timeout_s=400, rounds=6)
-def generation(place: Place) -> Iterator[Timed]:
+def generation(place: Place) -> Yields:
     """tokens per second of an engine with a small dense model: by concurrency and length, with a
     prefix cache, and with a long tail"""
     from hybridflow.config.schema import RolloutConfig, SamplingConfig
@@ -48,9 +49,8 @@ def generation(place: Place) -> Iterator[Timed]:
         spec, place.local / "engine.log", lambda: None
     )
 
-    def prompt(tokens: int = PROMPT) -> list[int]:
-        ids: list[int] = random.integers(2, 1000, tokens).tolist()
-        return ids
+    def prompt(tokens: int = PROMPT) -> Any:
+        return random.integers(2, 1000, tokens).tolist()
 
     def generate(lengths: Sequence[int]) -> None:
         engine.generate([prompt() for _ in lengths], SamplingConfig(), max(lengths))
@@ -60,8 +60,8 @@ def generation(place: Place) -> Iterator[Timed]:
         with ThreadPoolExecutor(len(TAIL)) as pool:
             list(pool.map(lambda length: generate([length]), TAIL))
 
-    def first_token(same: Sequence[int] | None) -> None:
-        engine.generate([same or prompt(8 * PROMPT)] * 16, SamplingConfig(), 1)
+    def first_token(prefix: Sequence[int]) -> None:
+        engine.generate([prefix] * 16, SamplingConfig(), 1)
 
     engine.start()
     try:
@@ -70,9 +70,9 @@ def generation(place: Place) -> Iterator[Timed]:
             yield _rate(name, lengths, partial(generate, lengths))
         yield _rate("long tail", TAIL, tail)
         cached = prompt(8 * PROMPT)
-        firsts: dict[str, Call] = {
-            "rollout/16 x 1, cached prefix": partial(first_token, cached),
-            "rollout/16 x 1, new prefix": partial(first_token, None),
+        firsts = {
+            "rollout/16 x 1, cached prefix": lambda: first_token(cached),
+            "rollout/16 x 1, new prefix": lambda: first_token(prompt(8 * PROMPT)),
         }
         yield Timed(firsts, yardstick=loops(20), bound=0.25)
     finally:

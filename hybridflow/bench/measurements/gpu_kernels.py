@@ -3,10 +3,9 @@ limits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.rounds import Call, Side, Timed
 
 BYTES = 1 << 28  # per message
@@ -19,7 +18,7 @@ HIDDEN = 4096
 @measurement(
     "gpu_kernels", "micro", needs_gpu=True, timeout_s=300.0, rounds=7, warm_up=2
 )
-def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
+def gpu_kernels(place: Place, tokens: int = 8192) -> Yields:
     """weight messages, checksum, fp8, GAE and log-probabilities, compared with torch and a hardware
     limit"""
     import torch
@@ -35,10 +34,16 @@ def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
 
     for name, (call, nbytes) in _memory_bound(source, target).items():
         limit = Side("a copy of the minimum bytes", copy, scale=nbytes / (2 * BYTES))
-        yield Timed(
-            {f"gpu_kernels/{name}": call}, limit, peers=[Side("torch", _in_torch(call))]
-        )
+        yield _case(name, call, limit)
     yield from _log_probs(tokens, device)
+
+
+def _case(name: str, call: Call, limit: Side) -> Timed:
+    from hybridflow_kernels import only_torch
+
+    calls = {f"gpu_kernels/{name}": call}
+    # the context manager is also a decorator
+    return Timed(calls, limit, peers=[Side("torch", only_torch()(call))])
 
 
 def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
@@ -61,6 +66,7 @@ def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
     )
     values = Slice(half, scales.end, size, torch.float8_e4m3fn, BLOCK)
     quantized = Slices([scales, values], values.end)
+    narrow = target[: values.end]
     buffer = torch.empty_like(wide, dtype=torch.bfloat16)[:, :, :ROW]
     back = Slices([Slice(buffer, 0, size, torch.bfloat16)], BYTES)
     generator = torch.Generator().manual_seed(1)
@@ -71,10 +77,7 @@ def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
     return {
         "checksum": (lambda: digest(body, 7), BYTES),
         "pack fp32 as bf16": (lambda: cast.pack(target, 7), 3 * BYTES),
-        "pack bf16 as fp8": (
-            lambda: quantized.pack(target[: values.end], 7),
-            BYTES + values.end,
-        ),
+        "pack bf16 as fp8": (lambda: quantized.pack(narrow, 7), BYTES + values.end),
         "scatter bf16": (lambda: back.scatter(body, 7), 2 * BYTES),
         "GAE": (
             lambda: gae(rewards, state_values, lengths, gamma=1.0, lam=0.95),
@@ -87,7 +90,7 @@ def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
     }
 
 
-def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
+def _log_probs(tokens: int, device: Any) -> Yields:
     """Yield the forward pass, the top logits and the gradients, each compared with the bare matrix
     products."""
     import torch
@@ -99,9 +102,8 @@ def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
     targets = torch.randint(0, VOCAB, (tokens,), device=device)
     logits = torch.empty(tokens, VOCAB, dtype=torch.bfloat16, device=device)
     grad_weight = torch.zeros(VOCAB, HIDDEN, device=device)
-    highest = min(32, VOCAB)
-    best_values = torch.empty(tokens, highest, device=device)
-    best = (best_values, torch.empty(tokens, highest, device=device, dtype=torch.int64))
+    best_values = torch.empty(tokens, min(32, VOCAB), device=device)
+    best = (best_values, torch.empty_like(best_values, dtype=torch.int64))
     ones = torch.ones(tokens, device=device)
     options: dict[str, Any] = {"temperature": 1.0, "chunk": 1024}
 
@@ -127,33 +129,8 @@ def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
         torch.mm(logits, weight)
         torch.mm(logits.t(), hidden)
 
-    cases: dict[str, tuple[Call, Call]] = {
-        "log_probs": (forward, product),
-        "log_probs and top 32": (with_best, product),
-        "log_probs with gradients": (with_gradients, three_products),
-    }
-    for name, (call, limit) in cases.items():
-        yield Timed(
-            {f"gpu_kernels/{name}": call},
-            Side("the matrix products alone", limit),
-            peers=[Side("torch", _in_torch(call))],
-        )
-
-
-def _in_torch(call: Callable[[], object]) -> Call:
-    """Wrap a call so that every operation uses its torch implementation."""
-    from hybridflow_kernels import digest, fp8_cast, linear_log_probs, scans, slices
-
-    modules: list[Any] = [digest, fp8_cast, linear_log_probs, scans, slices]
-
-    def run() -> None:
-        kept = [module.uses_triton for module in modules]
-        for module in modules:
-            module.uses_triton = lambda tensor: False
-        try:
-            call()
-        finally:
-            for module, uses_triton in zip(modules, kept, strict=True):
-                module.uses_triton = uses_triton
-
-    return run
+    one = Side("the matrix products alone", product)
+    three = Side("the matrix products alone", three_products)
+    yield _case("log_probs", forward, one)
+    yield _case("log_probs and top 32", with_best, one)
+    yield _case("log_probs with gradients", with_gradients, three)

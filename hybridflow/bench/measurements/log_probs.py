@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hybridflow.bench.measurements.base import (
     PROCESSES,
     ROUNDS_EACH,
     Place,
+    Yields,
     measurement,
 )
 from hybridflow.bench.rounds import Side, Timed
@@ -25,7 +24,7 @@ VOCAB = 8192
     warm_up=3,
     cpu_time=True,
 )
-def log_probs(place: Place) -> Iterator[Timed]:
+def log_probs(place: Place) -> Yields:
     """log-probabilities of 256 tokens over a vocabulary of 8,192, compared with a bare matrix
     product"""
     import torch
@@ -33,7 +32,6 @@ def log_probs(place: Place) -> Iterator[Timed]:
 
     from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy
 
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)

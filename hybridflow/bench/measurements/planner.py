@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from hybridflow.bench.measurements.base import PROCESSES, Place, measurement
-from hybridflow.bench.result import Metric, single
+from hybridflow.bench.measurements.base import PROCESSES, Place, Yields, measurement
+from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import Timed, loops
 
 
 @measurement("planner", "micro", processes=PROCESSES, rounds=3, cpu_time=True)
-def planner(place: Place) -> Iterator[Timed | Metric]:
+def planner(place: Place) -> Yields:
     """a transfer plan for Qwen3-30B-A3B from 16 ranks to 8: seconds to plan, verify and simulate,
     number of slices, evenness across links"""
     from hybridflow.models.layout import ParallelShape
@@ -27,8 +25,8 @@ def planner(place: Place) -> Iterator[Timed | Metric]:
 
     yield Timed({"planner/plan and proof": plan}, yardstick=loops(20), bound=0.1)
     figures = plan().figures()
-    yield single("planner/slices", "count", figures["slices"], "lower")
-    yield single(
+    yield measured("planner/slices", "count", figures["slices"], "lower")
+    yield measured(
         "planner/hottest link over its bound",
         "count",
         figures["hottest_link_ratio"],

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.measurements.steps import tokens_per_second, train
-from hybridflow.bench.result import Metric, NotRun, Reference, single
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.measurements.steps import tokens_per_second, train_recipe
+from hybridflow.bench.result import NotRun, measured
 from hybridflow.errors import ResourceError
 
 MOST_CONTROLLED = (
@@ -17,7 +16,7 @@ MOST_CONTROLLED = (
 
 
 @measurement("scaling", "scale", timeout_s=540)
-def scaling(place: Place) -> Iterator[Metric | NotRun]:
+def scaling(place: Place) -> Yields:
     """steps of the tiny recipe with 1, 2, ... data-parallel ranks, up to the number of cores:
     tokens per second, efficiency, and the controller's share of the time"""
     alone = None
@@ -26,24 +25,22 @@ def scaling(place: Place) -> Iterator[Metric | NotRun]:
         words = ["cluster=one-process", "actor=tiny", "rollout=tiny"]
         words += [f"cluster.procs_per_node={ranks}", f"rollout.num_engines={ranks}"]
         try:
-            records, _ = train(place, f"ranks{ranks}", words)
+            records, _ = train_recipe(place, f"ranks{ranks}", words)
         except ResourceError as error:
             yield NotRun(f"scaling to {ranks}", str(error))
             return
         rate = tuple(map(tokens_per_second, records[1:]))
         alone = alone or statistics.median(rate)
-        yield Metric("", f"scale/{ranks} ranks", "tokens/s", "none", rate)
+        yield measured(f"scale/{ranks} ranks", "tokens/s", rate)
         efficiency = statistics.median(rate) / alone / ranks
-        yield single(f"scale/efficiency of {ranks} ranks", "of one rank", efficiency)
+        yield measured(f"scale/efficiency of {ranks} ranks", "of one rank", efficiency)
         shares = tuple(float(record["controller/share"]) for record in records[1:])
-        aim = Reference("aim", (MOST_CONTROLLED,) * len(shares))
-        yield Metric(
-            "",
+        yield measured(
             f"scale/controller with {ranks} ranks",
             "of a step",
-            "lower",
             shares,
-            aim,
+            "lower",
+            limit=("aim", MOST_CONTROLLED),
             bound=0.5,
         )
         ranks *= 2

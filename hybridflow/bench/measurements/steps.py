@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, Reference
-from hybridflow.bench.rounds import loop
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.rounds import loop, repeated
 from hybridflow.errors import ResourceError
+from hybridflow.observe.jsonl import read_jsonl
 
 RECIPE = "tiny-moe-grpo"
 RUNS = 3
@@ -34,7 +35,7 @@ _SETTINGS = (
 
 
 @measurement("steps", "full", timeout_s=540)
-def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
+def steps(place: Place) -> Yields:
     """GRPO steps of the tiny recipe: time per phase, and time until the first step has finished"""
     seconds: dict[str, list[float]] = defaultdict(list)
     loops = []
@@ -43,7 +44,7 @@ def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
     starts = []
     for number in range(RUNS):
         starts.append(_loop_seconds())
-        found, first = train(place, f"run{number}")
+        found, first = train_recipe(place, f"run{number}")
         firsts.append(first)
         for record in found[1:]:
             loops.append(_loop_seconds())
@@ -51,7 +52,7 @@ def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
                 if name.startswith("timing_s/"):
                     seconds[name.removeprefix("timing_s/")].append(float(value))
             rate.append(tokens_per_second(record))
-    yield Metric("", "full/tokens", "tokens/s", "none", tuple(rate))
+    yield measured("full/tokens", "tokens/s", rate)
     for name, values in seconds.items():
         if len(values) == len(loops):  # omit phases that some steps do not have
             yield _with_loops(f"full/{name}", values, loops, 0.25)
@@ -67,53 +68,75 @@ def tokens_per_second(record: Mapping[str, Any]) -> float:
 def _with_loops(
     name: str, values: Sequence[float], loops: Sequence[float], bound: float
 ) -> Metric:
-    yardstick = Reference("a hundred plain Python loops", tuple(loops))
-    return Metric(
-        "", name, "s", "lower", tuple(values), yardstick=yardstick, bound=bound
-    )
+    yardstick = ("a hundred plain Python loops", loops)
+    return measured(name, "s", values, "lower", yardstick=yardstick, bound=bound)
+
+
+def train_recipe(
+    place: Place, name: str, words: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], float]:
+    """Run the recipe with these settings in addition. Returns the result of `train`."""
+    settings = [
+        f"--config-name={RECIPE}",
+        *_SETTINGS,
+        f"output_dir={place.local}",
+        f"data.prepare.out={place.folder.resolve() / 'data'}",
+        *words,
+    ]
+    return train(place.local, name, settings)
 
 
 def train(
-    place: Place, name: str, words: Sequence[str] = ()
+    folder: Path, name: str, words: Sequence[str], **options: Any
 ) -> tuple[list[dict[str, Any]], float]:
-    """Run the recipe. Returns the per-step records, and the seconds from the start of the command
-    to the end of the first step.
+    """Run `hybridflow train` in `folder`. Returns the per-step records, and the seconds from the
+    start of the command to the end of the first step.
 
-    Raises:
-        ResourceError: the run failed. The message includes the last line of its output.
+    Args:
+        folder: contains the run folder `name`.
+        options: passed to `output_of`.
     """
     command = [sys.executable, "-P", "-m", "hybridflow.cli.main", "train"]
-    command += [
-        "--config-name",
-        RECIPE,
-        *_SETTINGS,
-        f"name={name}",
-        f"output_dir={place.local}",
-    ]
-    command += [f"data.prepare.out={place.folder.resolve() / 'data'}", *words]
     begun = time.time()
+    output_of([*command, *words, f"name={name}"], "hybridflow train", folder, **options)
+    records = []
+    for record in read_jsonl(folder / name / "metrics.jsonl"):
+        if record["phase"] == "train":
+            records.append(record)
+    return records, float(records[0]["wall_time"]) - begun
+
+
+def output_of(
+    command: Sequence[str],
+    what: str,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> str:
+    """Run a command in a folder and return its output.
+
+    Raises:
+        ResourceError: the command failed. The message includes the last line of its output.
+    """
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=place.local
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        timeout=timeout_s,
     )
     print(done.stdout[-4000:], done.stderr[-4000:], flush=True)
     if done.returncode:
         last = (done.stderr or done.stdout).strip().rpartition("\n")[2]
-        raise ResourceError(
-            f"hybridflow train exited with status {done.returncode}: {last}"
-        )
-    lines = (
-        (place.local / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    )
-    records = [
-        record for record in map(json.loads, lines) if record["phase"] == "train"
-    ]
-    return records, float(records[0]["wall_time"]) - begun
+        raise ResourceError(f"{what} exited with status {done.returncode}: {last}")
+    return done.stdout
 
 
 def _loop_seconds() -> float:
     start = time.perf_counter()
-    for _ in range(100):
-        loop()
+    repeated(loop, 100)()
     return time.perf_counter() - start
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, single
-from hybridflow.bench.rounds import Side, Timed
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.result import measured
+from hybridflow.bench.rounds import Side, Timed, repeated
 
 # Layers with the proportions of Qwen3-30B-A3B, scaled down so that a step takes a tenth of a second
 # on two cores.
@@ -35,7 +33,7 @@ PRODUCTS = 10
 
 
 @measurement("training", "train", timeout_s=240, warm_up=3)
-def training(place: Place) -> Iterator[Timed | Metric]:
+def training(place: Place) -> Yields:
     """supervised update of a small dense model: tokens per second, and fraction of this machine's
     peak matrix throughput"""
     import torch
@@ -60,53 +58,33 @@ def training(place: Place) -> Iterator[Timed | Metric]:
         )
         platform.synchronize()
 
+    products = repeated(lambda: left @ right, PRODUCTS)
+
     def product() -> None:
-        for _ in range(PRODUCTS):
-            left @ right
+        products()
         platform.synchronize()
 
-    flops = _flops() / 1e9
-    scale = flops / (
-        PRODUCTS * 2 * PRODUCT**3 / 1e9
-    )  # seconds of a step's matrix products
-    yield Timed(
-        {"train/matrix products": step},
-        Side("bare products", product, scale),
-        amount=flops,
-        unit="GFLOP/s",
-        bound=0.1,
-    )
+    flops = _flops()
+    # seconds of a step's matrix products
+    limit = Side("bare products", product, scale=flops / (PRODUCTS * 2 * PRODUCT**3))
+    calls = {"train/matrix products": step}
+    yield Timed(calls, limit, amount=flops / 1e9, unit="GFLOP/s", bound=0.1)
     tokens = SEQUENCES * TOKENS
     yield Timed({"train/tokens": step}, amount=tokens, unit="tokens/s", better="none")
     if platform.kind == "cuda":
-        yield single("train/peak memory", "GB", platform.peak_memory_bytes() / 1e9)
+        yield measured("train/peak memory", "GB", platform.peak_memory_bytes() / 1e9)
 
 
 def _policy(platform: Any) -> Any:
     """Return a randomly initialized policy and its optimizer on one rank."""
-    from hybridflow.config.schema import OptimConfig, ParallelConfig
-    from hybridflow.mcore import parallel
-    from hybridflow.mcore.policy import Policy
-    from hybridflow.models import family_of
-    from hybridflow.models.weights import RandomWeights
-    from hybridflow.process.secret import VARIABLE, job_secret
+    from hybridflow.config.schema import ModelConfig, OptimConfig, RunConfig
+    from hybridflow.process.rendezvous import world_of_one
+    from hybridflow.workers.backend import open_backend
 
-    os.environ.setdefault(VARIABLE, job_secret())
-    os.environ |= {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    # port 0, because no other rank needs to find the store
-    os.environ |= {"MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    world_of_one()
     platform.set_device(0)
-    config = ParallelConfig()
-    parallel.initialize(
-        config, seed=1, backend=platform.collective_backend, timeout_s=60
-    )
-    family = family_of(MODEL)
-    policy = Policy(family, config, "float32", RandomWeights(family.tensors(), 1, 0.02))
+    config = RunConfig(model=ModelConfig(dtype="float32"))
+    policy = open_backend(config, MODEL, platform, 0)
     policy.set_optimizer(OptimConfig())
     return policy
 
@@ -116,11 +94,10 @@ def _batch() -> Any:
     from hybridflow.batch import DataProto, Jagged
 
     random = np.random.default_rng(0)
-    lengths = [TOKENS // 2] * SEQUENCES
     columns = {}
     for name in ("prompt_ids", "response_ids"):
-        ids = random.integers(2, MODEL["vocab_size"], SEQUENCES * TOKENS // 2)
-        columns[name] = Jagged.from_lengths(ids, lengths)
+        ids = random.integers(2, MODEL["vocab_size"], (SEQUENCES, TOKENS // 2))
+        columns[name] = Jagged.from_rows(list(ids), np.int64)
     return DataProto.from_columns(columns)
 
 
@@ -130,13 +107,11 @@ def _flops() -> float:
 
     Causal attention is counted as half. The output head is counted only for response tokens.
     """
-    hidden = MODEL["hidden_size"]
-    heads = MODEL["num_attention_heads"]
-    width = MODEL["head_dim"]
-    projections = hidden * width * (2 * heads + 2 * MODEL["num_key_value_heads"])
-    mlp = 3 * hidden * MODEL["intermediate_size"]
-    layer = projections + heads * width * TOKENS + mlp
-    head = hidden * MODEL["vocab_size"] / 2
-    return float(
-        3 * 2 * SEQUENCES * TOKENS * (MODEL["num_hidden_layers"] * layer + head)
-    )
+    from hybridflow.models import family_of
+    from hybridflow.planning.sizes import layer_shapes
+
+    each = float(MODEL["hidden_size"] * MODEL["vocab_size"])
+    for layer in layer_shapes(family_of(MODEL)):
+        each += layer.core * layer.pairs(TOKENS)
+        each += sum(one.flops for one in (*layer.attention, *layer.mlp))
+    return 3 * SEQUENCES * TOKENS * each

@@ -3,43 +3,36 @@ messages."""
 
 from __future__ import annotations
 
-import os
 import socket
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.rounds import Call, Side, Timed
+from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.rounds import Side, Timed, repeated
 
 MESSAGE = 1 << 20
 MESSAGES = 48
 
 
 @measurement("transports", "micro", warm_up=2)
-def transports(place: Place) -> Iterator[Timed]:
+def transports(place: Place) -> Yields:
     """1 MiB messages over the tcp transport, compared with a bare socket"""
     import torch
 
     from hybridflow.process.rendezvous import master_store
-    from hybridflow.process.secret import VARIABLE, job_secret
     from hybridflow.sync.transports import tcp
     from hybridflow.sync.transports.base import LAST_TAG, Endpoint, Payload
 
-    os.environ.setdefault(VARIABLE, job_secret())
     store = master_store("127.0.0.1", 0, 30)
     endpoint = Endpoint(
         "tcp", "bench", "127.0.0.1", store.port, (0,), (0,), MESSAGE, 30.0
     )
     cpu = torch.device("cpu")
-    ends: dict[str, Any] = {}
-    opening = threading.Thread(
-        target=lambda: ends.update(receiver=tcp.open_receiver(endpoint, 0, cpu))
+    sender, receiver = _together(
+        lambda: tcp.open_sender(endpoint, 0, cpu),
+        lambda: tcp.open_receiver(endpoint, 0, cpu),
     )
-    opening.start()
-    sender = tcp.open_sender(endpoint, 0, cpu)
-    opening.join(30)
-    receiver = ends["receiver"]
     source = Payload(torch.zeros(MESSAGE, dtype=torch.uint8))
     target = Payload(torch.zeros(MESSAGE, dtype=torch.uint8))
     tags = (*range(MESSAGES - 1), LAST_TAG)
@@ -56,23 +49,21 @@ def transports(place: Place) -> Iterator[Timed]:
             work.wait()
 
     def read() -> None:
-        for _ in tags:
-            far.recv_into(buffer, MESSAGE, socket.MSG_WAITALL)
+        far.recv_into(buffer, MESSAGE, socket.MSG_WAITALL)
 
     def write() -> None:
-        for _ in tags:
-            near.sendall(chunk)
+        near.sendall(chunk)
 
-    limit = Side("a bare socket", lambda: _together(read, write))
-    calls = {"transports/tcp": lambda: _together(receive, send)}
+    sockets = (repeated(write, MESSAGES), repeated(read, MESSAGES))
+    limit = Side("a bare socket", lambda: _together(*sockets))
+    calls = {"transports/tcp": lambda: _together(send, receive)}
     yield Timed(calls, limit, amount=MESSAGE * MESSAGES / 1e9, unit="GB/s", bound=0.1)
     for end in (sender, receiver, near, far):
         end.close()
 
 
-def _together(other: Call, own: Call) -> None:
-    """Run `other` in a new thread and `own` in the current one."""
-    thread = threading.Thread(target=other)
-    thread.start()
-    own()
-    thread.join()
+def _together(own: Callable[[], Any], other: Callable[[], Any]) -> tuple[Any, Any]:
+    """Call `own` in this thread and `other` in a new one. Returns both results."""
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(other)
+        return own(), result.result()
