@@ -12,7 +12,7 @@ import torch
 from hybridflow.models.family import FAMILIES
 from tests.dist.cases.config_fields import OTHER, WITHOUT_INFLUENCE, batch, changes_of, fields_of
 from tests.dist.harness.ranks import FSDP, run_ranks
-from tests.models import FIELD_MODELS
+from tests.models import FIELD_MODELS, LONG_TESTS_FULL
 
 pytestmark = pytest.mark.slow
 # rope_parameters has cases of its own; return_dict is a question of python, and transformers itself
@@ -48,7 +48,13 @@ def test_every_field_is_declared_and_has_a_case(family: str) -> None:
     assert fields - OTHER.keys() - WITHOUT_INFLUENCE.keys() - ELSEWHERE == set()
 
 
-@pytest.mark.parametrize("family", FIELD_MODELS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if name in LONG_TESTS_FULL else [])
+        for name in FIELD_MODELS
+    ],
+)
 def test_every_field_is_followed_or_refused(family: str, tmp_path: Path) -> None:
     cases = dict(changes_of(family, fields_of(family)))
     [found] = run_ranks(

@@ -3,6 +3,8 @@ wait."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.dist.harness.ranks import run_ranks
@@ -10,10 +12,19 @@ from tests.models import LONG_TESTS_FULL, SYNCED
 
 pytestmark = pytest.mark.slow
 FAMILIES = [name for name in SYNCED if name not in LONG_TESTS_FULL]
+BOTH_WAYS = ("llama", "deepseek_v3")  # the others have the second one in test-full
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", FAMILIES)
+def of_families(first: str, second: str) -> list[Any]:
+    """(family, way) of every family in two ways."""
+    found = []
+    for family in FAMILIES:
+        marks = [] if family in BOTH_WAYS else [pytest.mark.full]
+        found += [pytest.param(family, first), pytest.param(family, second, marks=marks)]
+    return found
+
+
+@pytest.mark.parametrize(("family", "dtype"), of_families("bfloat16", "float32"))
 def test_nothing_is_left_on_the_cpu(family: str, dtype: str) -> None:
     (found,) = run_ranks(
         1, "tests.dist.cases.construction:left_on_the_cpu", family=family, dtype=dtype
@@ -23,8 +34,7 @@ def test_nothing_is_left_on_the_cpu(family: str, dtype: str) -> None:
         assert on_cpu == [] and on_device > 20, role
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "recompute"), of_families("full", "none"))
 def test_the_host_waits_in_no_layer(family: str, recompute: str) -> None:
     """Reading a value raises, and so does a copy that the host would wait for. With experts on
     several ranks it must know how many rows go where: Megatron's token dispatcher waits for that

@@ -204,6 +204,7 @@ def test_slices_reach_engines_of_each_shape(
         world.close()
 
 
+@pytest.mark.full  # `test_weight_sync` writes in place, `test_weight_layouts` latent attention
 def test_weights_of_latent_attention_written_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from hybridflow.cli.main import main
 from hybridflow.engines.hf.engine import checkpoint_tensors
-from tests.dist.cases.lora import ADAPTED, CASES, EXPERT_CASES, LORA, MUTANTS
+from tests.dist.cases.lora import ADAPTED, CASES, FURTHER_CASES, LORA, MUTANTS
 from tests.dist.cases.parity import ROWS
 from tests.dist.harness.policies import batch_of
 from tests.dist.harness.ranks import run_ranks
@@ -68,16 +68,16 @@ def test_every_layout_trains_adapters_as_one_process_does(results: list[dict[str
 
 
 @pytest.mark.full
-def test_every_layout_trains_adapters_on_experts_as_one_process_does(tmp_path: Path) -> None:
+def test_every_further_layout_trains_adapters_as_one_process_does(tmp_path: Path) -> None:
     ranks = run_ranks(
         4,
         "tests.dist.cases.lora:run_cases",
         timeout_s=400,
-        names=list(EXPERT_CASES),
+        names=list(FURTHER_CASES),
         folder=str(tmp_path),
     )
     found = [result for rank in ranks for result in rank]
-    assert differences(found, EXPERT_CASES) == {}
+    assert differences(found, FURTHER_CASES) == {}
     assert min(result["moved"] for result in found) > 1e-3
     assert [(r["name"], r["base_moved"], r["not_adapters"]) for r in found if r["base_moved"]] == []
     assert [(r["name"], r["not_adapters"]) for r in found if r["not_adapters"]] == []

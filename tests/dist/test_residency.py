@@ -35,7 +35,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str, tuple[str, ...]]] = {
 }
 
 
-IN_FULL = ("tp2-pp2-ep2",)
+# the cut in `make test` has a policy and another role
+IN_FULL = ("tp2-pp2-ep2", "one-process-whole-optimizer")
 of_every_role = pytest.mark.parametrize(
     ("layout", "role"),
     [

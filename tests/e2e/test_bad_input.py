@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hybridflow.config.load import load_config
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.saving.manifest import Manifest, write_sealed
 from tests.e2e.forked import ForkedRun
-from tests.e2e.runs import HYBRIDFLOW, Run
+from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
 ONE_PROCESS = ("actor=tiny", "cluster=one-process", "rollout=tiny")
@@ -190,17 +191,38 @@ PLACES = {
         "rollout=tiny",
     ),
 }
+# Each command is a fork of a process that has loaded what all of them import.
 FULL_DISK = """
-set -u
-mount -t tmpfs -o size=64m tmpfs "$CHECKPOINTS" || exit 9
-"$@" sft.steps=1; first=$?
-used=$(df --output=used -k "$CHECKPOINTS" | tail -1)
-mount -o remount,size=$((used + used * ROOM / 100))k "$CHECKPOINTS" || exit 9
-"$@" sft.steps=3; full=$?
-ls "$CHECKPOINTS" > "$REPORT/listing"
-mount -o remount,size=64m "$CHECKPOINTS" || exit 9
-"$@" sft.steps=3; again=$?
-echo "$first $full $again" > "$REPORT/codes"
+import os, pathlib, subprocess, sys
+import hybridflow.mcore.backend, hybridflow.trainer.app, transformers
+from hybridflow.cli.main import main
+
+checkpoints, report, room, *words = sys.argv[1:]
+
+
+def mounted(*how):
+    subprocess.run(["mount", *how, checkpoints], check=True)
+
+
+def ended(steps):
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        sys.exit(main([*words, f"sft.steps={steps}"]))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+mounted("-t", "tmpfs", "-o", "size=64m", "tmpfs")
+codes = [ended(1)]
+disk = os.statvfs(checkpoints)
+used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+mounted("-o", f"remount,size={used * (100 + int(room)) // 100 // 1024}k")
+codes.append(ended(3))
+listing = "\\n".join(sorted(os.listdir(checkpoints)))
+mounted("-o", "remount,size=64m")
+codes.append(ended(3))
+pathlib.Path(report, "listing").write_text(listing)
+pathlib.Path(report, "codes").write_text(" ".join(map(str, codes)))
 """
 
 
@@ -213,40 +235,35 @@ echo "$first $full $again" > "$REPORT/codes"
     ],
 )
 def test_a_full_disk_leaves_the_last_checkpoint_loadable(
-    tmp_path: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch, place: str, room: int
+    tmp_path: Path, settings: list[str], place: str, room: int
 ) -> None:
     """Three times `hybridflow sft` with checkpoints on a small file system of their own: room for
     one, too little for two, room again."""
     checkpoints = tmp_path / "e2e" / "checkpoints"
     checkpoints.mkdir(parents=True)
-    monkeypatch.setenv("CHECKPOINTS", str(checkpoints))
-    monkeypatch.setenv("REPORT", str(tmp_path))
-    monkeypatch.setenv("ROOM", str(room))  # per cent of a checkpoint
     # a mount namespace of its own: the file system goes with the process, and no privilege is
     # needed where user namespaces are allowed
     namespace = [
         "unshare",
         "--mount",
         *([] if os.getuid() == 0 else ["--map-root-user"]),
-        "bash",
+        sys.executable,
         "-c",
         FULL_DISK,
-        "bash",
+        str(checkpoints),
+        str(tmp_path),
+        str(room),  # per cent of a checkpoint
     ]
     words = [
+        "sft",
         *settings,
         *PLACES[place],
         f"output_dir={tmp_path}",
-    ]
-    job = [
-        HYBRIDFLOW,
-        "sft",
-        *words,
         "trainer.save_every_steps=1",
         "trainer.max_checkpoints_to_keep=1",
         "trainer.export=false",
     ]
-    with Run(tmp_path / "output", *map(str, job), command=namespace) as run:
+    with Run(tmp_path / "output", *words, command=namespace) as run:
         run.end(600)
         assert run.left_behind() == []
         first, full, again = (tmp_path / "codes").read_text().split()

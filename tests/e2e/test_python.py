@@ -12,6 +12,7 @@ import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
 from tests.arch.files import ROOT
+from tests.e2e.forked import ForkedRun
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -81,11 +82,11 @@ with begun("half", reward=file) as half:
 
 
 def program(folder: Path, code: str, *words: str, timeout_s: float = 240) -> str:
-    """What a program prints, in a process of its own with one thread."""
+    """What a program prints, in a process of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "program.py").write_text(code)
     command = (sys.executable, folder / "program.py")
-    site = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    site = {"PYTHONPATH": str(ROOT)}
     with Run(folder / "output", *words, command=command, site=site, cwd=folder) as run:
         assert run.end(timeout_s) == 0, run.out + run.err
         assert run.left_behind() == []
@@ -118,9 +119,8 @@ def test_a_program_computes_what_the_command_line_does(tmp_path: Path, settings:
     data, reward = values(settings, "data.prepare.out"), values(settings, "reward.path")
     program(tmp_path / "program", PROGRAM, str(tmp_path), data, reward)
     words = [*settings, "cluster=in-process", "sft=none", "rollout.n=2", "trainer.total_steps=3"]
-    site = {"OMP_NUM_THREADS": "1"}
-    with Run(
-        tmp_path / "output", "train", *words, f"output_dir={tmp_path}", "name=command", site=site
+    with ForkedRun(
+        tmp_path / "output", "train", *words, f"output_dir={tmp_path}", "name=command"
     ) as run:
         assert run.end(240) == 0, run.out + run.err
     expected, grown = weights(tmp_path / "command" / "export"), numbers(tmp_path / "command")

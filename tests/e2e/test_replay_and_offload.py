@@ -26,7 +26,9 @@ PHASES = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Iterator[Path]:
     out = tmp_path_factory.mktemp("replay")
+    # one rank and one engine: replay in every layout is `tests/dist/test_router_replay.py`'s
     words = [
+        *("actor=tiny", "cluster=one-process", "rollout=tiny"),
         "actor.router_replay=r3",
         "actor.offload={weights: true, gradients: true, optimizer: true}",
         "rollout.sleep_while_training=true",

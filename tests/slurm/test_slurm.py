@@ -43,10 +43,11 @@ def urgent_job(jobs: Jobs, released: Path) -> str:
     )
 
 
-def test_a_recipe_runs_over_two_nodes_and_a_spare_takes_the_place_of_a_bad_one(jobs: Jobs) -> None:
+def test_a_job_runs_over_two_nodes_and_a_spare_takes_the_place_of_a_bad_one(jobs: Jobs) -> None:
+    """Without engines: tests/walks/test_cluster_user.py has a recipe over two nodes."""
     name = "two steps"
     site = jobs.site("spare", python=wrong_clock(jobs))
-    job = jobs.submit(name, "--site", site, "--spares", "1", *jobs.recipe("two", 2))
+    job = jobs.submit_sft(name, 2, "--site", site, "--spares", "1", "sft.steps=2")
     assert jobs.end(job) == "COMPLETED", jobs.logs(job)
     assert "excluding n2: problem with n" in jobs.output(job) and jobs.steps(name) == [1, 2]
     last = jobs.attempts(job)[-1]["restart"]  # a start may have failed on a busy machine

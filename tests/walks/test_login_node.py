@@ -96,7 +96,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ANSWERS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        # all recipes' plans are those of tests/unit/planning/test_recipes.py
+        pytest.param(command, marks=[pytest.mark.full] if "--recipes" in command else [])
+        for command in ANSWERS
+    ],
+)
 def test_a_bare_environment_answers(python: Path, folder: Path, command: str) -> None:
     done = run([str(python.parent / "hybridflow"), *command.split()], folder)
     assert done.returncode == 0 and done.stdout, done.stderr

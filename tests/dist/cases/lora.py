@@ -32,19 +32,15 @@ STD = 0.1
 
 
 def _cases() -> Iterator[Case]:
-    tp2 = {"tensor": 2}
     sp = {"tensor": 2, "sequence": True}
     pp2 = {"pipeline": 2}
     both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     for model in ("dense", "moe", "deepseek", "experts"):
         yield Case(f"{model} one process", model)
-    yield Case("dense TP2 PP2", "dense", {**tp2, **pp2})
     yield Case(
         "dense TP2 SP PP2 full recompute", "dense", {**sp, **pp2}, options={"recompute": "full"}
     )
     yield Case("dense TP4 (2 KV heads)", "dense", {"tensor": 4})
-    yield Case("dense TP4 SP (2 KV heads)", "dense", {"tensor": 4, "sequence": True})
-    yield Case("dense DP2 distributed optimizer", "dense", {}, 2)
     yield Case("dense DP2", "dense", {"distributed_optimizer": False}, 2)
     yield Case("dense TP2 SP DP2 overlap", "dense", {**sp, **both}, 2)
     yield Case("dense PP2 VPP2 CP2", "dense", {"pipeline": 2, "virtual_pipeline": 2, "context": 2})
@@ -54,14 +50,17 @@ def _cases() -> Iterator[Case]:
     yield Case("experts TP2 SP ETP2 EP2", "experts", {**sp, "expert": 2, "expert_tensor": 2}, 2)
 
 
-def _expert_cases() -> Iterator[Case]:
-    """Further layouts of adapters on routed experts."""
+def _further_cases() -> Iterator[Case]:
+    """Further layouts, most of them of adapters on routed experts."""
     sp = {"tensor": 2, "sequence": True}
     pp2 = {"pipeline": 2}
     ep2 = {"expert": 2}
     both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    for model in ("experts", "routed", "latent"):
+    for model in ("dense", "experts", "routed", "latent"):
         yield Case(f"{model} one process", model)
+    yield Case("dense TP2 PP2", "dense", {"tensor": 2, **pp2})
+    yield Case("dense TP4 SP (2 KV heads)", "dense", {"tensor": 4, "sequence": True})
+    yield Case("dense DP2 distributed optimizer", "dense", {}, 2)
     yield Case("experts TP2 SP ETP1", "experts", {**sp, "expert_tensor": 1})
     yield Case("experts TP2 SP PP2 EP1 ETP2", "experts", {**sp, **pp2})
     yield Case("experts DP2 ETP2", "experts", {"expert_tensor": 2}, 2)
@@ -81,7 +80,7 @@ def _expert_cases() -> Iterator[Case]:
 
 
 CASES = {case.name: case for case in _cases()}
-EXPERT_CASES = {case.name: case for case in _expert_cases()}
+FURTHER_CASES = {case.name: case for case in _further_cases()}
 # what ranks must tell each other, left out: name -> (adapted model, layout, name in `mcore.lora`,
 # what stands there instead)
 MUTATIONS: dict[str, tuple[str, dict[str, Any], str, Callable[..., Any]]] = {
@@ -144,7 +143,7 @@ def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
         with mutated(case.name):
             return measure(case, Path(folder))
 
-    return measured([(CASES | EXPERT_CASES | MUTANTS)[name] for name in names], one)
+    return measured([(CASES | FURTHER_CASES | MUTANTS)[name] for name in names], one)
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:

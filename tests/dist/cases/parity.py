@@ -73,7 +73,7 @@ def _dense_cases() -> Iterator[Case]:
     yield Case("dense TP4 (2 KV heads)", "dense", {"tensor": 4})
     yield Case("dense TP4 SP (2 KV heads)", "dense", {"tensor": 4, "sequence": True})
     yield Case("dense PP2", "dense", pp2)
-    yield Case("dense PP4", "dense", {"pipeline": 4}, quick=True)
+    yield Case("dense PP4", "dense", {"pipeline": 4})
     yield Case(
         "dense PP3, 1 + 2 + 1 layers",
         "dense",
@@ -82,9 +82,9 @@ def _dense_cases() -> Iterator[Case]:
     yield Case("dense PP2, 3 + 1 layers", "dense", {"pipeline": 2, "first_stage_layers": 3})
     three = {"pipeline": 3, "layers_per_stage": (0, 3, 1)}
     yield Case("dense PP3, layers 0 + 3 + 1", "dense", three, quick=True)
-    yield Case("dense PP2 VPP2", "dense", vpp, quick=True)
+    yield Case("dense PP2 VPP2", "dense", vpp)
     yield Case("dense CP2", "dense", cp2)
-    yield Case("dense CP4", "dense", {"context": 4}, quick=True)
+    yield Case("dense CP4", "dense", {"context": 4})
     yield Case("dense DP2", "dense", plain, 2)
     yield Case("dense DP2 distributed optimizer", "dense", {}, 2)
     yield Case("dense DP2 overlap", "dense", both, 2)
@@ -142,11 +142,11 @@ def _mixture_cases() -> Iterator[Case]:
     yield Case("moe EP2", "moe", {"expert": 2}, 2)
     yield Case("moe EP2 allgather", "moe", {"expert": 2, **gather}, 2, quick=True)
     yield Case("moe EP2 plain optimizer", "moe", {"expert": 2, **plain}, 2)
-    yield Case("moe EP4", "moe", {"expert": 4}, 4, quick=True)
+    yield Case("moe EP4", "moe", {"expert": 4}, 4)
     yield Case("moe EP4 allgather overlap", "moe", {"expert": 4, **gather, **both}, 4)
-    yield Case("moe EP2 on CP2", "moe", {"expert": 2, **cp2}, quick=True)
-    yield Case("moe ETP2 on DP2", "moe", {"expert_tensor": 2}, 2, quick=True)
-    yield Case("moe TP2 SP ETP1", "moe", {**sp, "expert_tensor": 1}, quick=True)
+    yield Case("moe EP2 on CP2", "moe", {"expert": 2, **cp2})
+    yield Case("moe ETP2 on DP2", "moe", {"expert_tensor": 2}, 2)
+    yield Case("moe TP2 SP ETP1", "moe", {**sp, "expert_tensor": 1})
     yield Case("moe TP2 SP EP2", "moe", {**sp, "expert": 2})
     yield Case("moe TP2 SP EP2 allgather", "moe", {**sp, "expert": 2, **gather})
     yield Case(
@@ -186,7 +186,7 @@ def _mixture_cases() -> Iterator[Case]:
     )
     yield Case("deepseek PP2 VPP2 EP2", "deepseek", {**vpp, "expert": 2}, 2)
     yield Case("deepseek CP2 EP2", "deepseek", {**cp2, "expert": 2}, quick=True)
-    yield Case("glm TP2 SP CP2 EP2", "glm", {**sp, **cp2, "expert": 2}, quick=True)
+    yield Case("glm TP2 SP CP2 EP2", "glm", {**sp, **cp2, "expert": 2})
     yield Case("glm PP2 VPP2 DP2 overlap", "glm", {**vpp, **both}, 2, quick=True)
 
 

@@ -49,7 +49,24 @@ def words_for(name: str, folder: Path) -> list[str]:
     return ["--config-name", name, f"model.path={model}", *own]
 
 
-@pytest.mark.parametrize("name", recipes.names())
+def in_make_test() -> set[str]:
+    """One recipe of each algorithm and type of model; `tests/unit/planning/test_recipes.py` plans
+    all."""
+    first: dict[tuple[str, str], str] = {}
+    for name in recipes.names():
+        algorithm, _, rest = name.partition("-")
+        kind = published(rest.rpartition("-")[0])["model_type"]
+        first.setdefault((algorithm, kind), name)
+    return set(first.values())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in in_make_test() else [pytest.mark.full])
+        for name in recipes.names()
+    ],
+)
 def test_a_recipe_is_submitted_explained_and_planned(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
