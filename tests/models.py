@@ -936,4 +936,32 @@ ODD_FAMILIES: dict[str, tuple[HfConfig, ...]] = {
         *(a | b for a, b in zip(_DELTA_NETS, _GATED, strict=True)),
         **_GATED_SIZES,
     ),
+    "glm4_moe_lite": tuple(
+        {key: value for key, value in hf.items() if key != "head_dim"}
+        for hf in _odd(
+            "glm4_moe_lite",
+            {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+            {"num_key_value_heads": 6, "n_routed_experts": 6, "num_experts_per_tok": 4}
+            | {"n_group": 3, "topk_group": 2, "n_shared_experts": 2, "v_head_dim": 14}
+            | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
+            {"num_key_value_heads": 4, "n_routed_experts": 2, "num_experts_per_tok": 2}
+            | {"q_lora_rank": None, "routed_scaling_factor": 1.3},
+            **{"moe_intermediate_size": 12, "q_lora_rank": 22, "kv_lora_rank": 18},
+            **{"qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10},
+        )
+    ),
+    "qwen2_moe": _odd(
+        "qwen2_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2},
+        {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "qkv_bias": False},
+        {"num_experts": 2, "num_experts_per_tok": 2, "use_sliding_window": True}
+        | {"sliding_window": 7, "max_window_layers": 1},
+        **_GATED_SIZES,
+    ),
+    "seed_oss": _odd(
+        "seed_oss",
+        {"attention_dropout": 0.1, "residual_dropout": 0.1},
+        {"attention_bias": False},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.5}},
+    ),
 }

@@ -148,17 +148,17 @@ def write_weights(family: Family, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
+    from hybridflow.models.weights import zero_centered_norms
     from hybridflow.saving.carried import carried_from, entries_with
     from hybridflow.saving.safetensors_file import entries_of
 
     generator = torch.Generator().manual_seed(_SEED)
-    # these norms add 1 to their weights; the norm in a delta net never does
-    adds_one = bool(family.megatron_config().get("layernorm_zero_centered_gamma"))
+    zero_centered = zero_centered_norms(family)
 
     def values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         drawn = torch.empty(shape).normal_(0.0, 1.0, generator=generator)
         if len(shape) == 1:
-            is_factor = "norm" in name and not (adds_one and "linear_attn." not in name)
+            is_factor = "norm" in name and name not in zero_centered
             return 0.1 * drawn + float(is_factor)
         # as small as in a trained model, so that the epsilon of a norm matters
         return drawn * 0.02 if "embed_tokens" in name else drawn / shape[-1] ** 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,12 @@ import torch
 
 from hybridflow.config.model_config import read_model_config
 from hybridflow.errors import ModelError
+from hybridflow.models.family import Family
 from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
 from hybridflow.models.model_folder import INDEX, SINGLE, read_weight_map
 from hybridflow.models.mxfp4 import BLOCKS, SCALES, packed_names, read_packed
 from hybridflow.models.stored_names import Place, place_of
+from hybridflow.models.vision import tower_of
 
 # files copied together with weights: tokenizers, templates, image processors, generation settings,
 # remote code, licences
@@ -76,24 +78,59 @@ class RandomWeights:
 
     Every tensor has a separate generator seeded by (seed, HF name), so sharding never changes the
     values. (Megatron's own CPU initialisation gives every expert-parallel rank the same experts.)
-    Norms are set to one and biases to zero; matrices are drawn from N(0, std).
+    Norms scale by one and biases are zero; matrices are drawn from N(0, std).
+
+    Args:
+        zero_centered: norms that add 1 to their weights (`zero_centered_norms`).
     """
 
-    def __init__(self, tensors: Mapping[str, tuple[int, ...]], seed: int, std: float) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[int, ...]],
+        seed: int,
+        std: float,
+        zero_centered: Collection[str] = (),
+    ) -> None:
         self.tensors = dict(tensors)
         self.seed = seed
         self.std = std
+        self.zero_centered = frozenset(zero_centered)
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Generate a region of the tensor in fp32."""
         full = self.tensors[name]
         if len(full) == 1:
-            is_scale = "norm" in name and not name.endswith(".bias")
+            is_scale = _is_norm(name) and name not in self.zero_centered
             return torch.ones(shape) if is_scale else torch.zeros(shape)
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.empty(full).normal_(0.0, self.std, generator=generator)
         return values[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+
+
+def initial_weights(family: Family, seed: int) -> RandomWeights:
+    """Return the initial weights of a model that has no checkpoint, with the standard deviation in
+    `initializer_range`."""
+    std = float(family.hf.get("initializer_range", 0.02))
+    return RandomWeights(family.tensors(), seed, std, zero_centered_norms(family))
+
+
+def zero_centered_norms(family: Family) -> frozenset[str]:
+    """Return the names of the norm weights to which the model adds 1: none, or all but those of
+    delta nets and of the vision tower."""
+    if not family.megatron_config().get("layernorm_zero_centered_gamma"):
+        return frozenset()
+    tower = tower_of(family)
+    others = set(tower.tensors()) if tower else set()
+    return frozenset(
+        name
+        for name, shape in family.tensors().items()
+        if len(shape) == 1 and _is_norm(name) and "linear_attn." not in name and name not in others
+    )
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name and not name.endswith(".bias")
 
 
 def _opened(file: Path) -> Any:

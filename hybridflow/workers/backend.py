@@ -18,7 +18,7 @@ from hybridflow.device.residency import Part
 from hybridflow.models import Family, family_of, use_family
 from hybridflow.models.lora import AdapterMap
 from hybridflow.models.served_adapters import ServedAdapters
-from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
+from hybridflow.models.weights import SafetensorsFolder, WeightSource, initial_weights
 from hybridflow.process.rendezvous import join_world
 from hybridflow.reshard.layout import Catalog, Layout
 from hybridflow.saving.saver import Holder, Saver
@@ -189,9 +189,7 @@ def open_backend(
     """
     use_family(config.model.family)
     family = family_of(hf_config, mtp=config.actor.mtp.train and trains)
-    source: WeightSource = RandomWeights(
-        family.tensors(), config.seed, float(hf_config.get("initializer_range", 0.02))
-    )
+    source: WeightSource = initial_weights(family, config.seed)
     if config.model.path is not None:
         source = SafetensorsFolder(config.model.path)
     if config.actor.backend == "fsdp":

@@ -16,7 +16,7 @@ from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.models import Family, family_of, use_family
 from hybridflow.models.scalar_head import SEQUENCE, TOKENS, WEIGHT, FreshHead, ScalarHead
-from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
+from hybridflow.models.weights import SafetensorsFolder, WeightSource, initial_weights
 from hybridflow.workers.losses import PairLoss, ValueLoss
 from hybridflow.workers.role import Report, RoleSpec, RoleWorker, needs, own_rows
 
@@ -211,6 +211,5 @@ def _source(family: Family, path: str | None, seed: int) -> WeightSource:
     if path is not None:
         folder = SafetensorsFolder(path)
         return FreshHead(folder, scalar, seed) if scalar and WEIGHT not in folder.files else folder
-    shapes = (scalar.backbone if scalar else family).tensors()
-    random = RandomWeights(shapes, seed, float(family.hf.get("initializer_range", 0.02)))
+    random = initial_weights(scalar.backbone if scalar else family, seed)
     return FreshHead(random, scalar, seed) if scalar else random

@@ -3,7 +3,7 @@ once.
 
 Each family's engines start once, without weights, and take new ones from each layout in turn. The
 oracles are transformers on a folder written from the same tensors, and the engine's own checksum
-after it has loaded that folder as a cold start does.
+and greedy tokens after it has loaded that folder as a cold start does.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def test_every_layout_reaches_every_engine(world: SyncWorld) -> None:
         assert world.difference(0, seed, change=fault) > FACTOR, fault.__name__
     for number in numbers:
         client = world.client(number)
-        streamed = weights_checksum(client)
+        streamed = (weights_checksum(client), world.greedy(number))
         load_weights_from_disk(client, str(world.exported(seed)))
-        assert weights_checksum(client) == streamed, number
+        assert (weights_checksum(client), world.greedy(number)) == streamed, number
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Log-probs, and the gradient of an update.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,35 @@ TEMPERATURE = 0.8
 
 
 def run_cases(
-    cases: list[list[Any]], folder: str, lengths: list[int], with_rounding: bool = False
+    cases: list[list[Any]],
+    folder: str,
+    lengths: list[int],
+    initial: str = "shaken",
+    with_rounding: bool = False,
 ) -> list[dict[str, Any]]:
     """On each rank: every case [name, config, layout, whether with a gradient] in order; what was
-    measured, on the rank that collects."""
+    measured, on the rank that collects. A name stands for one config.
+
+    Weights are `policies.weights_of` ("shaken"), or as transformers initialises the model.
+    """
+    from hybridflow.mcore.model import load_weights
+    from hybridflow.models.weights import SafetensorsFolder
     from tests.dist.harness.worlds import Worlds
 
     worlds = Worlds()
     found = []
-    for number, (name, hf, layout, with_gradient) in enumerate(cases):
+    for name, hf, layout, with_gradient in cases:
         ranks = list(range(1 if layout == "one process" else 2))
         if worlds.mine(ranks):
             with worlds.world(ranks):
                 policy = policy_of({**LAYOUTS[layout], "distributed_optimizer": False}, hf)
                 batch = batch_of_lengths(lengths, hf["vocab_size"])
-                place = Path(folder, str(number))
+                place = Path(folder, name)
+                if initial == "transformers":
+                    if dist.get_rank() == 0 and not place.exists():
+                        _write_initial(hf, place)
+                    dist.barrier()
+                    load_weights(policy.stages, policy.family, SafetensorsFolder(place))
                 result = measure(
                     policy, hf, place, batch, with_gradient, with_rounding=with_rounding
                 )
@@ -80,25 +95,46 @@ def measure(
 ) -> dict[str, Any]:
     """The largest differences of log-probs, and of the gradient in units of the largest one.
 
-    With rounding, those of transformers in float32 too.
+    With rounding, those of transformers in float32 too. The folder is written unless it exists.
     """
     ours = _log_probs(policy, batch, max_tokens)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and not folder.exists():
         _write(policy.family, hf, folder)
     dist.barrier()
-    expected, model = _oracle(folder, batch)
-    result = {"log_probs": float((ours - expected.detach()).abs().max())}
+    expected = _expected(folder, batch, with_gradient, with_rounding)
+    result: dict[str, Any] = {"log_probs": float((ours - expected.log_probs).abs().max())}
     result["missing in a checkpoint"] = _missing(policy)
-    gradient = _gradient(model, expected) if with_gradient else None
-    if gradient is not None:
-        result["gradient"] = _gradient_difference(policy, batch, gradient, max_tokens)
-    if with_rounding:
-        rounded, other = _oracle(folder, batch, torch.float32)
-        result["rounding"] = {"log_probs": float((rounded - expected).detach().abs().max())}
-        if gradient is not None:
-            found = _gradient(other, rounded)
-            result["rounding"]["gradient"] = _largest(found, gradient)
-    return result
+    if expected.gradient is not None:
+        result["gradient"] = _gradient_difference(policy, batch, expected.gradient, max_tokens)
+    return result | ({"rounding": expected.rounding} if with_rounding else {})
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What transformers computes in float64, and how far its float32 is from it."""
+
+    log_probs: torch.Tensor
+    gradient: dict[str, torch.Tensor] | None
+    rounding: dict[str, float]
+
+
+def _expected(folder: Path, batch: DataProto, with_gradient: bool, with_rounding: bool) -> Expected:
+    """The layouts of a configuration, which have one folder, are compared with one result."""
+    if folder not in _latest:
+        log_probs, model = _oracle(folder, batch)
+        gradient = _gradient(model, log_probs) if with_gradient else None
+        rounding = {}
+        if with_rounding:
+            rounded, other = _oracle(folder, batch, torch.float32)
+            rounding["log_probs"] = float((rounded - log_probs).detach().abs().max())
+            if gradient is not None:
+                rounding["gradient"] = _largest(_gradient(other, rounded), gradient)
+        _latest.clear()
+        _latest[folder] = Expected(log_probs.detach(), gradient, rounding)
+    return _latest[folder]
+
+
+_latest: dict[Path, Expected] = {}
 
 
 def largest_difference(policy: Any, folder: Path, batch: DataProto) -> float:
@@ -152,6 +188,17 @@ def _write(family: Any, hf: dict[str, Any], folder: Path) -> None:
     if hf["model_type"] == "qwen3_vl_moe":
         tensors = with_stacked_experts(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf))
+
+
+def _write_initial(hf: dict[str, Any], folder: Path) -> None:
+    """A folder of a new model of transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {key: value for key, value in hf.items() if key != "model_type"}
+    config = AutoConfig.for_model(hf["model_type"], **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(hf))
 
 

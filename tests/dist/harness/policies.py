@@ -31,9 +31,7 @@ def batch_of(num: int, seed: int, vocab: int = 51) -> DataProto:
 
 def weights_of(family: Any, std: float = 0.2) -> Any:
     """Random weights that do not depend on the layout."""
-    from hybridflow.models.weights import RandomWeights
-
-    is_zero_centered = family.megatron_config().get("layernorm_zero_centered_gamma")
+    from hybridflow.models.weights import RandomWeights, zero_centered_norms
 
     class Shaken(RandomWeights):
         """Norms and biases differ from one and zero, so that a dropped or swapped one shows."""
@@ -44,11 +42,9 @@ def weights_of(family: Any, std: float = 0.2) -> Any:
                 return values
             digest = sum(map(ord, name))
             full = torch.randn(self.tensors[name], generator=torch.Generator().manual_seed(digest))
-            centered = is_zero_centered and "norm" in name and "linear_attn." not in name
-            values = values - 1 if centered else values
             return values + 0.1 * full[start[0] : start[0] + shape[0]]
 
-    return Shaken(family.tensors(), seed=5, std=std)
+    return Shaken(family.tensors(), 5, std, zero_centered_norms(family))
 
 
 def policy_of(

@@ -31,6 +31,7 @@ from hybridflow.config.schema import (
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import WorkerContext
 from hybridflow.engines import guard
+from hybridflow.engines.base import Completion
 from hybridflow.engines.sglang.engine import EngineClient, SglangEngine
 from hybridflow.engines.supervisor import EngineState
 from hybridflow.errors import WorkerError
@@ -379,7 +380,7 @@ class SyncWorld:
         seed or folder."""
         from tests.dist.harness.rounding import distance  # transformers takes seconds to import
 
-        completions = self.client(number).generate(prompts, SamplingConfig(temperature=0.0), 8)
+        completions = self._completions(number, prompts)
         rows = [
             ([*prompt, *completion.token_ids], len(prompt), completion.log_probs)
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -387,6 +388,13 @@ class SyncWorld:
         return distance(
             weights if isinstance(weights, Path) else self.exported(weights), rows, change=change
         )
+
+    def greedy(self, number: int) -> list[list[int]]:
+        """The tokens of an engine's greedy answers."""
+        return [answer.token_ids.tolist() for answer in self._completions(number, PROMPTS)]
+
+    def _completions(self, number: int, prompts: Sequence[list[int]]) -> list[Completion]:
+        return self.client(number).generate(prompts, SamplingConfig(temperature=0.0), 8)
 
     def scheduler(self, number: int) -> int:
         """Pid of the engine's last tensor-parallel rank."""

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybridflow.config.model_config import with_tower
 from hybridflow.errors import ModelError
 from hybridflow.models import family_of
 from hybridflow.models.blocks import Experts
 from hybridflow.models.layout import Coordinates
 from hybridflow.models.published import published, published_names
-from hybridflow.models.weights import SafetensorsFolder
-from tests.models import FAMILIES, FAMILY_DEEPSEEK
+from hybridflow.models.weights import SafetensorsFolder, initial_weights
+from tests.models import FAMILIES, FAMILY_DEEPSEEK, VISIONS
 from tests.unit.reshard import reshard_cases as cases
 
 # as their publishers count them, without multi-token-prediction heads
@@ -111,6 +112,27 @@ def test_import_and_export_give_the_file_back(
                 exported[piece.source][region] = mine[local.name][piece.slices()]
     for key, value in weights.items():
         np.testing.assert_array_equal(exported[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_initial_norms_are_those_of_transformers(name: str, saved: dict[str, Path]) -> None:
+    """Some families add 1 to the weights of their norms, and start with zeros."""
+    family = family_of(json.loads((saved[name] / "config.json").read_text()))
+    source = SafetensorsFolder(saved[name])
+    initial = initial_weights(family, seed=0)
+    norms = [key for key in family.tensors() if "norm" in key]
+    assert norms
+    for key in norms:
+        place = (key, (0,), family.tensors()[key])
+        np.testing.assert_array_equal(initial.read(*place), source.read(*place), err_msg=key)
+
+
+def test_initial_norms_of_a_vision_tower_scale_by_one() -> None:
+    family = family_of(with_tower(VISIONS["qwen3_5"]))
+    initial = initial_weights(family, seed=0)
+    for name in ("blocks.0.norm1", "merger.norm"):
+        assert (initial.read(f"model.visual.{name}.weight", (0,), (16,)) == 1).all()
+    assert (initial.read("model.language_model.norm.weight", (0,), (32,)) == 0).all()
 
 
 @pytest.mark.slow
