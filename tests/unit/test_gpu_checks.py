@@ -41,6 +41,7 @@ def found(out: Path, checks: Sequence[Check], *words: str) -> tuple[int, dict[st
     }
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so_and_measures_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

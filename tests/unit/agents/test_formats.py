@@ -23,6 +23,7 @@ ARGUMENTS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 @given(arguments=ARGUMENTS)
 def test_what_is_written_is_read(name: str, arguments: dict[str, object]) -> None:

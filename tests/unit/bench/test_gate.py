@@ -45,6 +45,7 @@ def in_processes(seed: int, slow: float = 1.0, known: bool = True) -> Result:
     return replace(simulated(1), metrics=(metric,))
 
 
+@pytest.mark.slow
 def test_what_differs_between_processes_of_equal_code_is_no_change() -> None:
     def alarms(known: bool) -> int:
         pairs = [

@@ -672,6 +672,7 @@ def test_a_folder_of_another_model_than_the_recipe_is_refused(
         assert f"its config.json has {field}={value}" in said[0] and "~model.hf_config" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "size"), [(True, "llama-3.1-70b"), (False, "qwen2.5-7b"), (False, "")]
 )

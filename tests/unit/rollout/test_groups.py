@@ -207,6 +207,7 @@ def test_each_prompt_is_trained_once_and_nothing_is_older_than_allowed(
         assert groups.metrics["rollout/groups_left"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("rate", [0.02, 0.2, 0.9])
 @pytest.mark.parametrize("seed", range(4))
