@@ -155,6 +155,7 @@ def test_rows_whose_judge_says_nonsense_or_nothing_cost_themselves_alone(server:
     assert found[3].failure is None
 
 
+@pytest.mark.slow
 def test_a_judge_that_says_nothing_is_given_up_at_the_deadline(server: Server) -> None:
     server.answer = lambda text: None
     with RewardManager(RewardConfig(**settings(server, timeout_s=1.0))) as manager:
