@@ -2,8 +2,8 @@
 
 `python tests/run.py [--check] [pytest's arguments]`: first tests/arch and tests/unit on all cores
 (`-n auto`, see tests/conftest.py), then tests/dist, tests/e2e, tests/faults, tests/security and
-tests/walks, which start several processes themselves, two files at a time, and tests/slurm, left
-out where no Slurm is installed: the closing line says so. `--check` runs lint, types, the
+tests/walks, which start several processes themselves, two or three files at a time, and
+tests/slurm, left out where no Slurm is installed: the closing line says so. `--check` runs lint, types, the
 advisories on locked packages and the strict build of the site before; a check that fails counts as an error of the summary.
 Arguments that name files or folders run alone, in one part.
 """
@@ -24,7 +24,9 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("tests/arch", "tests/unit")
 WHOLE_RUNS = ("tests/e2e", "tests/dist", "tests/faults", "tests/security", "tests/walks")
-AT_A_TIME = 2  # files of whole runs: each waits for half of its time, and takes up to 8 GiB
+MEMORY_GIB = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+# files of whole runs: each waits for a third of its time, and takes 3 GiB, few of them up to 8
+AT_A_TIME = 3 if MEMORY_GIB > 20 else 2
 # in the order of the collection (tests/conftest.py)
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "2")
 SLURM = "tests/slurm"

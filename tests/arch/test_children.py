@@ -7,11 +7,14 @@ import ast
 import itertools
 import re
 
+import pytest
+
 from tests.arch.files import ROOT, nodes, python_files
 
 SAFE = {"'-P'", "'-I'"}  # the guard of an engine, with -S, has it in its environment
 
 
+@pytest.mark.slow
 def test_no_python_is_started_with_the_working_directory_in_front() -> None:
     seen = 0
     for path in python_files("hybridflow"):

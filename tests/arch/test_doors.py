@@ -79,7 +79,9 @@ def who_says_cuda(package: Path) -> list[str]:
 SUBMODULES = {path.stem for path in (ROOT / "hybridflow" / "batch").glob("[a-z]*.py")}
 
 
-@pytest.mark.parametrize("folder", ["hybridflow", "tests", "benchmarks"])
+@pytest.mark.parametrize(
+    "folder", ["hybridflow", pytest.param("tests", marks=pytest.mark.slow), "benchmarks"]
+)
 def test_the_batch_is_imported_through_its_door(folder: str) -> None:
     assert len(SUBMODULES) > 3
     assert through_the_wall(ROOT / folder, SUBMODULES, python_files(folder)) == []

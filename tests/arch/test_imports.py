@@ -234,6 +234,7 @@ def missing_imports(source: str) -> list[str]:
     return missing
 
 
+@pytest.mark.slow
 def test_what_tests_and_benchmarks_import_from_the_package_exists() -> None:
     """mypy checks the package alone, and a test that cannot be imported is otherwise found after
     half an hour."""

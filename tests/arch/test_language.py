@@ -11,7 +11,13 @@ from tests.arch.language import docstring_problem, findings
 FOLDERS = ("hybridflow", "benchmarks", "examples", "tests")
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(folder, marks=[pytest.mark.slow] if folder == "tests" else [])
+        for folder in FOLDERS
+    ],
+)
 def test_the_language_is_plain(folder: str) -> None:
     found = {
         f"{path.relative_to(ROOT)}:{line}: {problem}"

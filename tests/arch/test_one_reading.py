@@ -6,6 +6,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+import pytest
+
 from tests.arch.files import ROOT
 
 READING = "hybridflow/rewards/reading.py"
@@ -40,6 +42,7 @@ def constants(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
+@pytest.mark.slow
 def test_boxes_fences_and_thinking_are_read_in_one_module() -> None:
     found = [
         f"{name}: {text[:60]!r}"

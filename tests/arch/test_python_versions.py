@@ -109,6 +109,7 @@ def test_nothing_is_used_that_newer_pythons_took_out() -> None:
     assert wrong == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", NEWER)
 def test_every_file_is_compiled_by_newer_pythons(version: str) -> None:
     python = interpreter(version)

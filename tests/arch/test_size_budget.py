@@ -10,6 +10,8 @@ import ast
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.arch.files import ROOT, nodes
 from tests.arch.measures import function_sizes, measure, rates
 
@@ -60,6 +62,7 @@ def test_classes_are_within_the_budget() -> None:
     assert classes_over(ROOT / "hybridflow", MAX_METHODS) == []
 
 
+@pytest.mark.slow
 def test_lines_are_sparse() -> None:
     counts: Counter[str] = Counter()
     for file in (ROOT / "hybridflow").rglob("*.py"):

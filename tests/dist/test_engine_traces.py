@@ -45,12 +45,15 @@ FP8_BLOCK = (8, 8)
 FP8_CASES = [("qwen3_moe", "tp2-ep2"), ("deepseek_v3", "tp2"), ("glm4_moe", "tp2")]
 # what no other family has: nothing fused, norms and experts cut another way, transposed experts
 IN_MAKE_TEST = (("seed_oss", "tp2"), ("minimax_m2", "tp2-ep2"), ("gpt_oss", "tp2"))
+# their experts are cut in `make test`, and moonlight is what deepseek_v3 is
+IN_FULL = (("mixtral", "tp2"), ("glm4_moe", "tp2"), ("moonlight", "tp2"))
 CASES = [
     pytest.param(
         model,
         shape,
         marks=[pytest.mark.full]
-        if model in LONG_TESTS_FULL and (model, shape) not in IN_MAKE_TEST
+        if (model in LONG_TESTS_FULL and (model, shape) not in IN_MAKE_TEST)
+        or (model, shape) in IN_FULL
         else [],
     )
     for shape, (_, models) in SHAPES.items()

@@ -54,8 +54,8 @@ def test_two_steps_with_a_loop_of_ones_own(tmp_path: Path) -> None:
         f"rollout.agent.loop={tmp_path / 'own.py'}:twice",
         f"reward.path={tmp_path / 'own.py'}",
     ]
-    words += ["trainer.total_steps=2", "sft.steps=60", "sft.batch_size=64"]  # enough to end answers
-    words += ["data.train_batch_size=16", "data.val_max_prompts=16"]
+    words += ["trainer.total_steps=2", "sft.steps=30", "sft.batch_size=64"]  # enough to end answers
+    words += ["data.train_batch_size=8", "rollout.n=4", "data.val_max_prompts=8"]
     with ForkedRun(tmp_path / "output", "train", *words) as run:
         assert run.end(300) == 0, run.out + run.err
     folder = tmp_path / "tiny-calculator-grpo"

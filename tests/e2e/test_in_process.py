@@ -225,6 +225,7 @@ for job in jobs[1:]:
 """
 
 
+@pytest.mark.full  # the notebooks and the program of test_python.py have runs that follow each other
 def test_runs_follow_each_other_in_one_process(tmp_path: Path, settings: list[str]) -> None:
     """As in a notebook: the third run is the first one again, bit for bit, whatever the second one
     was."""

@@ -41,6 +41,7 @@ def found(out: Path, checks: Sequence[Check], *words: str) -> tuple[int, dict[st
     }
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so_and_measures_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +219,7 @@ def test_what_the_checks_do_is_right_on_a_cpu(tmp_path: Path) -> None:
     assert found["share"] == pytest.approx(found["TFLOP_s"] / found["product_TFLOP_s"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", [one for one in CHECKS if one.run], ids=lambda one: one.name)
 def test_the_runs_of_the_list_are_accepted_on_a_gpu(one: Check) -> None:
     words = list(one.command[one.command.index("--config-name") + 2 :])

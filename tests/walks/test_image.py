@@ -14,6 +14,7 @@ import pytest
 from tests.walks.package import ROOT, run, succeed, wheel_of
 
 pytestmark = pytest.mark.slow
+RECIPES = ("Dockerfile", "hybridflow.def")
 
 
 def copied_by(recipe: Path) -> list[str]:
@@ -38,7 +39,12 @@ def image_of(names: Iterable[str], folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("recipe", ["Dockerfile", "hybridflow.def"])
+def test_both_recipes_copy_the_same() -> None:
+    one, other = (copied_by(ROOT / "launch/containers" / name) for name in RECIPES)
+    assert sorted(one) == sorted(other)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[0], pytest.param(RECIPES[1], marks=pytest.mark.full)])
 def test_the_package_builds_from_what_an_image_copies(recipe: str, tmp_path: Path) -> None:
     image = image_of(copied_by(ROOT / "launch/containers" / recipe), tmp_path / "image")
     built = tmp_path / "wheel"

@@ -341,6 +341,7 @@ ANSWERED: list[Any] = [*QUESTION, {"role": "assistant", "content": "It is 408."}
 MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("messages", "more", "said"),
     [

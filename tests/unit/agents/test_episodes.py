@@ -128,6 +128,7 @@ def test_an_environment_that_cannot_begin_costs_its_own_episode(config: AgentCon
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_takes_its_episodes_and_no_others(config: AgentConfig) -> None:
     async def play() -> None:
         episodes = Episodes(config)

@@ -80,6 +80,7 @@ def test_each_format_has_a_written_call() -> None:
     assert set(EVERY) == set(FORMATS.names())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS.names())
 def test_time_grows_no_faster_than_the_answer(name: str) -> None:
     assert not grown(reader(name), drawn(name, 2, 600), LENGTH)

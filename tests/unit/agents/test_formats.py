@@ -23,6 +23,7 @@ ARGUMENTS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 @given(arguments=ARGUMENTS)
 def test_what_is_written_is_read(name: str, arguments: dict[str, object]) -> None:
@@ -36,6 +37,7 @@ def test_what_is_written_is_read(name: str, arguments: dict[str, object]) -> Non
     assert (call.name, call.problem) == ("add", "") and call.arguments.items() >= known.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS.names())
 @given(text=st.text(max_size=60))
 def test_any_text_is_read_without_an_error(name: str, text: str) -> None:

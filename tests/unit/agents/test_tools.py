@@ -108,6 +108,7 @@ def test_whatever_goes_wrong_the_policy_is_told(toolbox: Callable[..., Toolbox])
     assert large.startswith("�x") and len(large) == 1 << 16
 
 
+@pytest.mark.slow
 def test_a_tool_that_hangs_is_given_up(toolbox: Callable[..., Toolbox]) -> None:
     tools = toolbox("hang", "greet", tool_timeout_s=2.0)
     assert results(tools, Call("hang"), Call("greet", {"name": "you"})) == [

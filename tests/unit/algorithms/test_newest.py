@@ -229,6 +229,7 @@ def test_a_critic_may_learn_from_returns_of_another_lambda() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.05, 0.5, 3.0])
 def test_the_lambda_of_the_policy_may_follow_the_length_of_an_answer(alpha: float) -> None:
     for seed in CASES:

@@ -85,6 +85,7 @@ def test_every_form_of_a_peer_is_compared() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("peer", "form"), FORMS)
 def test_losses_and_gradients(peer: str, form: str) -> None:
     old = "rollout_log_probs" if (peer, form) == ("slime", "off-policy masks") else "old_log_probs"

@@ -4,6 +4,7 @@ in memory."""
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ def large(rows: int = 400) -> DataProto:
     return DataProto.from_columns({"a": random.random((rows, 600)), "b": tokens, "c": names})
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_any_sequence_of_operations_gives_the_rows_that_were_asked_for(data: st.DataObject) -> None:
     batch = large()

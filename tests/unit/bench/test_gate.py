@@ -45,6 +45,7 @@ def in_processes(seed: int, slow: float = 1.0, known: bool = True) -> Result:
     return replace(simulated(1), metrics=(metric,))
 
 
+@pytest.mark.slow
 def test_what_differs_between_processes_of_equal_code_is_no_change() -> None:
     def alarms(known: bool) -> int:
         pairs = [
@@ -72,10 +73,12 @@ def test_medians_of_the_values_alone_would_raise_false_alarms() -> None:
     assert alarms >= TRIES // 4
 
 
+@pytest.mark.slow
 def test_equal_nodes_do_not_stand_out() -> None:
     assert sum(outliers(simulated(500 + i, NODES)) == () for i in range(TRIES)) >= 19
 
 
+@pytest.mark.slow
 def test_one_of_four_nodes_that_is_a_fifth_slower_is_named() -> None:
     found = 0
     for i in range(TRIES):

@@ -40,6 +40,7 @@ def test_without_a_gpu_the_result_says_what_was_not_run_and_why(
     assert "micro" in MEASUREMENTS.get("gpu_kernels").suites
 
 
+@pytest.mark.slow
 def test_each_operation_stands_beside_what_bounds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

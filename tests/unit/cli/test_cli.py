@@ -241,6 +241,7 @@ def _parsers(
                 yield from _parsers(command, (*path, name))
 
 
+@pytest.mark.slow
 def test_an_option_cut_short_is_refused_with_its_whole_name_in_every_command() -> None:
     """What an abbreviation means would change with the next option."""
     cut = list(_parsers(build_parser()))

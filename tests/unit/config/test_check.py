@@ -38,6 +38,7 @@ def test_the_recipes_pass(name: str) -> None:
     assert found(name=name) == []
 
 
+@pytest.mark.slow
 def test_the_gsm8k_recipe_passes_once_prepared() -> None:
     [line] = found(name="gsm8k-smoke")
     assert "`hybridflow prepare gsm8k --out data/gsm8k`" in line
@@ -48,6 +49,7 @@ def test_the_gsm8k_recipe_passes_once_prepared() -> None:
     assert found(name="gsm8k-smoke") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -672,6 +674,7 @@ def test_a_folder_of_another_model_than_the_recipe_is_refused(
         assert f"its config.json has {field}={value}" in said[0] and "~model.hf_config" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "size"), [(True, "llama-3.1-70b"), (False, "qwen2.5-7b"), (False, "")]
 )

@@ -62,6 +62,7 @@ def test_every_size_recipe_names_a_published_run() -> None:
         assert "  - published: " in text, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [SIZE_RECIPES[::4], pytest.param(SIZE_RECIPES, marks=pytest.mark.full)]
 )

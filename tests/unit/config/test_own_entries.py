@@ -52,6 +52,7 @@ def test_a_missing_file_is_said_for_every_key_that_names_a_registry(
     assert said("") == []
 
 
+@pytest.mark.slow
 def test_each_kind_is_tried_in_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(FILE)
     found = said(f"{tmp_path}/own.py:shout", *LATER)

@@ -34,6 +34,7 @@ def found(*overrides: str, job: str = "train", name: str = "e2e") -> list[str]:
     return problems(load_config(name, overrides), job)
 
 
+@pytest.mark.slow
 def test_the_recipes_pass() -> None:
     assert found(name="tiny-moe-reward", job="train-reward") == []
     [missing] = found(name="tiny-moe-ppo")
@@ -263,6 +264,7 @@ def test_the_columns_of_every_step_are_there(monkeypatch: pytest.MonkeyPatch) ->
         check_steps(config)
 
 
+@pytest.mark.slow
 def test_recorded_pairs_are_for_estimators_of_preferences() -> None:
     def of_pairs(*overrides: str) -> list[str]:
         return found(*overrides, name="tiny-dpo")

@@ -237,6 +237,10 @@ BROKEN: dict[Callable[[Path], None], tuple[str, str, str]] = {
 }
 
 
+# given up by a limit of time
+LONG = (with_an_endless_template, with_a_growing_normalizer)
+
+
 @pytest.fixture
 def quick_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     """The small copy is `GOOD`'s to look at."""
@@ -244,7 +248,13 @@ def quick_parity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_parity")
-@pytest.mark.parametrize("fault", BROKEN, ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] if one in LONG else [], id=one.__name__)
+        for one in BROKEN
+    ],
+)
 def test_a_broken_folder_is_told_by_its_line(fault: Callable[[Path], None], tmp_path: Path) -> None:
     published_folder("qwen2.5", tmp_path, shards=1)
     fault(tmp_path)

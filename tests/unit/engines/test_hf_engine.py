@@ -82,6 +82,7 @@ def test_supports_and_log_probs_are_those_of_the_cut_distribution(tmp_path: Path
     assert len(sizes) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_loaded_by_the_names_of_its_checkpoint(name: str, tmp_path: Path) -> None:
     """The tensors that the engine asks for are the family's (else it would not start), and they are
@@ -91,6 +92,7 @@ def test_every_family_is_loaded_by_the_names_of_its_checkpoint(name: str, tmp_pa
     checked(engine, SamplingConfig(), 3, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_prompt_of_several_samples_is_read_once(name: str, tmp_path: Path) -> None:
     """But for its last token, which each sample begins with."""

@@ -63,6 +63,7 @@ def test_other_answers_stay_as_they_are() -> None:
     assert through(True, {"finish_reason": None}) == [{"finish_reason": None}]
 
 
+@pytest.mark.slow
 def test_the_hook_finds_what_it_wraps() -> None:
     manager = pytest.importorskip("sglang.srt.managers.tokenizer_manager", exc_type=ImportError)
     assert callable(manager.TokenizerManager._wait_one_response)

@@ -113,6 +113,7 @@ def test_a_setting_that_cannot_be_followed_is_named(
     assert said in str(refused.value)
 
 
+@pytest.mark.slow
 def test_code_that_a_run_names_runs_only_if_it_is_allowed(tmp_path: Path) -> None:
     source = run_of(tmp_path, "reward=custom", "reward.path=reward.py")
     with pytest.raises(

@@ -78,6 +78,7 @@ def test_the_rendered_file_is_the_golden_one(name: str) -> None:
     assert text != head_of(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_bash_reads_it_and_shellcheck_finds_nothing(name: str, tmp_path: Path) -> None:
     file = tmp_path / "job.sbatch"

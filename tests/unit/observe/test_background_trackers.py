@@ -120,6 +120,7 @@ def test_one_that_ends_early_is_reported(
     assert lost in said and reason in caplog.text
 
 
+@pytest.mark.slow
 def test_one_that_hangs_at_its_end_loses_nothing_that_it_took(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SOURCE)
     tracker = Tracker(tmp_path, (f"{tmp_path}/mine.py:hangs_at_end",), 2.0)
@@ -132,6 +133,7 @@ def test_one_that_hangs_at_its_end_loses_nothing_that_it_took(tmp_path: Path) ->
     assert time.perf_counter() - started < 6
 
 
+@pytest.mark.slow
 def test_one_that_hangs_ends_after_its_driver_was_killed(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SOURCE)
     program = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,6 +75,7 @@ def check(found: Placement, wanted: list[Pool]) -> None:
         assert len(set(ports)) == len(ports) and ports == sorted(ports)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(clusters(), pools())
 def test_every_map_is_sound(cluster: ClusterShape, wanted: list[Pool]) -> None:

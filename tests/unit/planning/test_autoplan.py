@@ -19,6 +19,7 @@ from hybridflow.planning.plan import make_plan
 from hybridflow.planning.sizes import decoder_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "nodes", "overlaps"),
     [
@@ -158,6 +159,7 @@ def test_an_engine_lies_on_one_node_where_nodes_have_no_power_of_two_devices(eac
     assert mapped.rollout.tensor <= each and make_plan(job_of(mapped, machines)).fits
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_recipe_that_can_be_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

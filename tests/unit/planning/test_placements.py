@@ -21,6 +21,7 @@ DIFFERS = {
 DIFFERS_PAPERS = {("13B", "13B", 128)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", [one for one in SETTINGS if one.actor == "34B"], ids=lambda one: str(one.devices)
 )

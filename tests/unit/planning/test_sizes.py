@@ -84,6 +84,7 @@ def test_every_stage_has_the_numbers_of_its_tensors(model: str, cut: dict[str, A
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "cut"), CUTS)
 def test_every_stage_has_the_adapters_of_its_weights(model: str, cut: dict[str, Any]) -> None:
     """The oracle: the factors that a rank of a run creates."""

@@ -25,6 +25,7 @@ def test_the_collector_is_as_before_after_the_block() -> None:
             gc.enable()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_read_without_torchs_compiler(tmp_path: Path) -> None:
     """The driver reads it before it starts anything; transformers' AutoTokenizer takes seconds."""
     write_character_tokenizer(tmp_path, "0123456789")

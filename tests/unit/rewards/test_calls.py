@@ -113,6 +113,7 @@ def test_a_comparison_has_a_budget(answer: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_program_keeps_what_it_has_passed_when_time_is_over() -> None:
     program = "```python\nimport time\nn = int(input())\nif n > 2: time.sleep(9)\nprint(n)\n```"
     truth = {"inputs": [str(n) for n in range(8)], "outputs": [str(n) for n in range(8)]}
@@ -124,6 +125,7 @@ def test_a_program_keeps_what_it_has_passed_when_time_is_over() -> None:
     assert late.score == 3 / 8 and late.failure is None and time.monotonic() - began < 9
 
 
+@pytest.mark.slow
 def test_a_program_that_loops_is_wrong_and_no_failure() -> None:
     config = RewardConfig(
         processes=1, timeout_s=3.0, kwargs={"test_timeout_s": 2.0}, on_failure="drop"

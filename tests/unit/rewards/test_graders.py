@@ -58,7 +58,10 @@ def judged(kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> fl
     return float(VERIFIERS.get(kind).function(*arguments, **options).score)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] if kind == "math" else []) for kind in KINDS],
+)
 def test_what_is_wrong_is_not_paid_and_what_is_right_is(kind: str) -> None:
     cases = pairs(kind)
     found = [

@@ -133,6 +133,7 @@ def frames(starts: tuple[str, ...]) -> list[tuple[str, str, str]]:
     return [(start, piece, "") for start, piece in itertools.product(starts, PIECES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_time_grows_no_faster_than_the_text(name: str) -> None:
     assert not grown(READ[name], frames(STARTS[:2]), LENGTH)

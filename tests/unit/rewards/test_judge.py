@@ -120,6 +120,7 @@ def test_the_judge_sees_prompt_reference_and_response_and_its_grade_is_the_score
     assert sent["chat_template_kwargs"] == {"thinking": False}
 
 
+@pytest.mark.slow
 def test_many_rows_are_graded_at_once(server: Server) -> None:
     """No answer comes before 16 requests are there."""
     together = threading.Barrier(16)
@@ -132,6 +133,7 @@ def test_many_rows_are_graded_at_once(server: Server) -> None:
     assert [result.score for result in graded(settings(server), ["x"] * 32)] == [1.0] * 32
 
 
+@pytest.mark.slow
 def test_a_server_that_is_busy_is_asked_again(server: Server) -> None:
     statuses = [503, 429]
     server.answer = lambda text: statuses.pop() if statuses else "Score: 5"
@@ -153,6 +155,7 @@ def test_rows_whose_judge_says_nonsense_or_nothing_cost_themselves_alone(server:
     assert found[3].failure is None
 
 
+@pytest.mark.slow
 def test_a_judge_that_says_nothing_is_given_up_at_the_deadline(server: Server) -> None:
     server.answer = lambda text: None
     with RewardManager(RewardConfig(**settings(server, timeout_s=1.0))) as manager:
@@ -162,6 +165,7 @@ def test_a_judge_that_says_nothing_is_given_up_at_the_deadline(server: Server) -
     assert (found.score, found.failure) == (0.0, "no score within 1 s (reward.timeout_s)")
 
 
+@pytest.mark.slow
 def test_the_key_is_read_from_the_environment_and_recorded_nowhere(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

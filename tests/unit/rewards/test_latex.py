@@ -107,6 +107,7 @@ def compared(count: int, seed: int) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_trees_are_those_of_the_exact_prediction() -> None:
     assert 30 < compared(100, seed=1) < 90
 

@@ -32,6 +32,7 @@ def agreeing(count: int, seed: int) -> int:
     return right
 
 
+@pytest.mark.slow
 def test_agreement_with_math_verify() -> None:
     assert 30 < agreeing(100, seed=1) < 90
 
@@ -42,6 +43,7 @@ def test_agreement_with_math_verify_on_2500_pairs() -> None:
     assert 1000 < agreeing(2500, seed=0) < 2000
 
 
+@pytest.mark.slow
 def test_pooled_rows_have_the_scores_of_single_ones() -> None:
     rows = list(pairs(12, seed=2)) * 2
     with RewardManager(RewardConfig(processes=2)) as manager:

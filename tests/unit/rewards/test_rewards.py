@@ -125,6 +125,7 @@ def test_gsm8k_negative_answers(response):
     assert _score(GSM8K, response, "5") == 0.0
 
 
+@pytest.mark.slow
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
 def test_gsm8k_scores_exactly_the_equal_number(answer, truth):
     assert _score(GSM8K, f"so it is\n#### {answer:,}", str(truth)) == float(answer == truth)

@@ -233,6 +233,7 @@ def test_a_program_that_goes_on_finds_nothing_of_its_earlier_runs() -> None:
     sandbox.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_reaches_a_limit_or_ends_badly_does_not_end_those_that_follow() -> None:
     sandbox = Sandbox()
     code = """

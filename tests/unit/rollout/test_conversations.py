@@ -224,7 +224,7 @@ def own(tmp_path: Path) -> Path:
     ("loop", "failure"),
     [
         ("fails_for_two", "RuntimeError: no such state (line 9)"),
-        ("waits_for_ever_for_two", "no progress for 2 s"),
+        pytest.param("waits_for_ever_for_two", "no progress for 2 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_loop_that_fails_costs_its_own_conversation(

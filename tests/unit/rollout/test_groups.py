@@ -186,6 +186,7 @@ def in_order(steps: int) -> list[int]:
     return [prompt for version in range(steps) for prompt in trained(groups, service, version)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_each_prompt_is_trained_once_and_nothing_is_older_than_allowed(
@@ -207,6 +208,7 @@ def test_each_prompt_is_trained_once_and_nothing_is_older_than_allowed(
         assert groups.metrics["rollout/groups_left"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("rate", [0.02, 0.2, 0.9])
 @pytest.mark.parametrize("seed", range(4))
@@ -383,6 +385,7 @@ def test_going_back_gives_up_what_is_under_way() -> None:
     assert len(whole) == len(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", [0.1, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize("seed", range(12))
 def test_with_tail_batching_each_prompt_of_an_epoch_is_trained_once_by_present_weights(

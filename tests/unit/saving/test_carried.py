@@ -191,6 +191,7 @@ def test_code_is_announced_where_its_files_are(tmp_path: Path) -> None:
     assert kept.keys() == {"AutoConfig", "AutoTokenizer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 def test_an_export_states_one_precision_to_old_and_new_readers(name: str, tmp_path: Path) -> None:
     written, lines = exported_config(

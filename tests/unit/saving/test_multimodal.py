@@ -31,6 +31,7 @@ FOLDERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "prefix"), FOLDERS)
 def test_a_copy_has_the_form_of_its_folder(kind: str, prefix: str | None, tmp_path: Path) -> None:
     folder = multimodal_folder(kind, tmp_path / "hf", prefix=prefix)

@@ -129,6 +129,7 @@ class SlowRanks:
         return not self.thread.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("runs", "saves", "longest_s"),
     [

@@ -28,6 +28,7 @@ def tensors(held: list[cases.Buffers]) -> list[dict[str, torch.Tensor]]:
     return [{name: torch.from_numpy(values) for name, values in mine.items()} for mine in held]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3", "glm4_moe"])
 def test_messages_of_mixed_dtypes_are_cast_and_arrive(name: str) -> None:
     """bf16 engines with a few fp32 buffers (biases of experts), tied embeddings, odd vocabularies;

@@ -186,6 +186,7 @@ def test_an_option_of_a_file_is_checked(entries: Path) -> None:
         check(load_config("e2e", words))
 
 
+@pytest.mark.slow
 def test_declarations_of_the_package_need_no_torch() -> None:
     code = (
         "import sys; from hybridflow.config.check import check; from hybridflow.config.load import "
