@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged, objects
 from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import Timed, loops
@@ -119,20 +119,24 @@ def conversations(place: Place, count: int = 10_000) -> Yields:
         bound=0.1,
     )
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    limit = ("aim", MOST_GIB)
-    yield measured("conversations/resident memory", "GiB", memory, "lower", limit=limit)
+    yield measured(
+        "conversations/resident memory",
+        "GiB",
+        memory,
+        "lower",
+        limit=("aim", MOST_GIB),
+    )
 
 
 def _prompts(count: int) -> DataProto:
     """Return prompts that consist of digits, with eight samples each."""
-    texts = np.array(["x"] * count, dtype=object)
-    infos: list[Any] = [{} for _ in range(count)]
+    texts = objects(["x"] * count)
     return DataProto.from_columns(
         {
             "prompt_ids": Jagged.from_rows([np.arange(PROMPT) % 10] * count, np.int64),
             "data_source": texts,
             "ground_truth": texts,
-            "extra_info": np.array(infos, dtype=object),
+            "extra_info": objects([{} for _ in range(count)]),
             "uid": np.arange(count) // 8,
         }
     )

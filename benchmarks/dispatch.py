@@ -21,7 +21,7 @@ from hybridflow.batch import DataProto
 from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.measurements.store import cluster_of, group_of
 from hybridflow.bench.rounds import Side, Timed, repeated
-from hybridflow.single_controller import Cluster, WorkerGroup
+from hybridflow.single_controller import Cluster
 
 CALLS = 200
 STORE = 2 << 30
@@ -40,9 +40,7 @@ def dispatch(place: Place) -> Yields:
         yield _empty_call(cluster, place)
 
 
-def _sides(
-    cluster: Cluster, place: Place, ranks: int
-) -> tuple[WorkerGroup, Any, list[Any]]:
+def _sides(cluster: Cluster, place: Place, ranks: int) -> Any:
     """Start the worker group, the peer's worker group, and bare actors."""
     import ray
 
@@ -61,9 +59,9 @@ def _round_trip(cluster: Cluster, place: Place) -> Yields:
     batch = DataProto.from_columns(columns)
     tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
     peer_batch = PeerProto.from_dict(tensors)
-    halves = []
-    for half in (slice(ROWS // 2), slice(ROWS // 2, ROWS)):
-        halves.append({name: values[half] for name, values in columns.items()})
+    halves: tuple[dict[str, np.ndarray], ...] = ({}, {})
+    for name, values in columns.items():
+        halves[0][name], halves[1][name] = np.split(values, 2)
 
     def with_peer(method: str) -> object:
         os.environ[SERIALIZATION] = method

@@ -30,8 +30,7 @@ def _case(name: str, lengths: torch.Tensor, generator: torch.Generator) -> Timed
     from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
     mask = torch.arange(LONGEST)[None] < lengths[:, None]
-    rewards = torch.randn(ROWS, LONGEST, generator=generator) * mask
-    values = torch.randn(ROWS, LONGEST, generator=generator) * mask
+    rewards, values = torch.randn(2, ROWS, LONGEST, generator=generator) * mask
     ours, limit = sides(rewards[mask], values[mask], lengths)
 
     def theirs() -> None:

@@ -49,8 +49,8 @@ def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Yields:
         found["nodes slowed by a fifth that alone are named"] += outside == {node}
         print(f"try {number}: {target}: {named}, {node}: {sorted(outside)}", flush=True)
         before = after
-    share = found.pop("unclear") / max(found.pop("judged"), 1)
-    yield measured("metrics that are unclear", "share", share, "lower")
+    unclear = found.pop("unclear") / found.pop("judged")
+    yield measured("metrics that are unclear", "share", unclear, "lower")
     for name, count in found.items():
         yield measured(name, f"of {tries}", count, "higher")
 

@@ -24,7 +24,6 @@ from hybridflow.reshard.engine_layouts import EngineShape
 from hybridflow.reshard.simulate import Fabric
 
 STAGING = 1 << 30
-SETTINGS = Path(__file__).with_suffix(".yaml")
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,9 @@ class Case:
     published: str | None = None
 
 
-CASES = [
-    Case(**fields) for fields in yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))
-]
+CASES = []
+for fields in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")):
+    CASES.append(Case(**fields))
 
 
 @measurement("reshard_plan", timeout_s=900)

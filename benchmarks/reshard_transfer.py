@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import yaml
 from benchmarks.support import peer
@@ -46,15 +45,15 @@ def reshard_transfer(place: Place, part: str = "layers,small,one host") -> Yield
         if name == "one host":
             yield from _on_one_host(place)
         elif name in MODELS:
-            yield from _between_hosts(place, name, MODELS[name])
+            yield from _between_hosts(place, name)
         else:
             raise ConfigError(f"part={name}: no such part; parts: {', '.join(MODELS)}")
 
 
-def _between_hosts(place: Place, name: str, hf: dict[str, Any]) -> Yields:
+def _between_hosts(place: Place, name: str) -> Yields:
     """Sync from four Megatron ranks (TP2, PP2, EP2) to one engine with two ranks."""
     trainer = ParallelShape(4, tensor=2, pipeline=2, expert=2)
-    settings = (hf, trainer, EngineShape(tensor=2), 80 * MIB, tuple(WIRES))
+    settings = (MODELS[name], trainer, EngineShape(tensor=2), 80 * MIB, tuple(WIRES))
     with cluster_of(place, 6, STORE) as cluster:
         group = group_of(cluster, place, 6, Ranks, *settings)
         total = _checked(group, tuple(WIRES), 4)
@@ -76,11 +75,11 @@ def _between_hosts(place: Place, name: str, hf: dict[str, Any]) -> Yields:
 
 def _on_one_host(place: Place) -> Yields:
     """Sync 1.7 GB from one rank to another."""
-    shapes = (ParallelShape(1), EngineShape())
-    settings = (MODELS["one host"], *shapes, 8 * MIB, ("shared_memory",))
+    model = MODELS["one host"]
+    trainer = ParallelShape(1)
+    settings = (model, trainer, EngineShape(), 8 * MIB, ("shared_memory",))
     with cluster_of(place, 2, STORE) as cluster:
-        folder = str(place.local)
-        group = group_of(cluster, place, 2, BucketRanks, folder, *settings)
+        group = group_of(cluster, place, 2, BucketRanks, str(place.local), *settings)
         total = _checked(group, ("shared_memory",), 1)
         yield measured("one host: bytes", "count", total, "lower")
         calls = _calls(group, "one host", "shared_memory")

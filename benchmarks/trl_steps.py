@@ -14,7 +14,7 @@ first step, unless it is the only one. Each side chooses its own number of threa
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import statistics
 import subprocess
 import time
@@ -39,10 +39,12 @@ from hybridflow.errors import ConfigError, ResourceError
 
 LIMIT_S = 3600.0  # per round
 TRL = "TRL"
+# each side chooses its own number of threads
+ALONE = ["env", *(f"--unset={name}" for name in CONDITIONS), "RAY_worker_niceness=0"]
 FOLDER = Path(__file__).parent / "support" / "trl"  # the sides' settings
 SIZES = yaml.safe_load((FOLDER / "models.yaml").read_text())
 # maximum tokens per response, and the median if lengths vary
-LENGTHS: dict[str, tuple[int, float | None]] = {
+LENGTHS = {
     "8": (8, None),
     "128": (128, None),
     "varied": (512, 32.0),
@@ -93,14 +95,16 @@ def trl_steps(
             f"case={case} sides={sides}: cases are {', '.join(CASES)}; "
             f"sides are {TRL}, {', '.join(LAYOUTS)}"
         )
+    if TRL in names and shutil.which(peer) is None:
+        raise ConfigError(f"peer={peer}: no such Python; nothing was measured")
     texts = _prepare(place.local, CASES[case])
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for name in rotated(names, rounds):
         try:
             if name == TRL:
-                one = _theirs(place.local, CASES[case], texts, peer, steps)
+                one = _theirs(place.local, CASES[case], steps, texts, peer)
             else:
-                one = _ours(place.local, CASES[case], LAYOUTS[name], steps)
+                one = _ours(place.local, CASES[case], steps, LAYOUTS[name])
         except subprocess.TimeoutExpired:
             raise ResourceError(
                 f"{name}: a round did not finish within {LIMIT_S / 60:.0f} minutes; set fewer steps"
@@ -151,16 +155,8 @@ def _prepare(folder: Path, case: Case) -> list[str]:
     return texts
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of a side, which chooses its own number of threads."""
-    environment = dict(os.environ)
-    for name in CONDITIONS:
-        environment.pop(name, None)
-    return environment | {"RAY_worker_niceness": "0"}
-
-
 def _ours(
-    folder: Path, case: Case, layout: Sequence[str], steps: int
+    folder: Path, case: Case, steps: int, layout: Sequence[str]
 ) -> dict[str, Any]:
     """Run `hybridflow train` and return the duration of its steps and of its start, in seconds."""
     words = [
@@ -171,13 +167,8 @@ def _ours(
         *layout,
         f"trainer.total_steps={steps}",
     ]
-    records, first = train(
-        folder,
-        f"ours-{time.monotonic_ns()}",
-        words,
-        environment=_environment(),
-        timeout_s=LIMIT_S,
-    )
+    name = f"ours-{time.monotonic_ns()}"
+    records, first = train(folder, name, words, ALONE, LIMIT_S)
     lengths = [record["response_length/mean"] for record in records]
     return {
         "seconds": [record["timing_s/step"] for record in records],
@@ -187,18 +178,13 @@ def _ours(
 
 
 def _theirs(
-    folder: Path, case: Case, texts: Sequence[str], python: str, steps: int
+    folder: Path, case: Case, steps: int, texts: Sequence[str], python: str
 ) -> dict[str, Any]:
     """Run `support/trl/side.py` and return the same figures as `_ours`."""
     settings = {"texts": texts, "steps": steps, "most": case.most, "beta": case.beta}
     (folder / "peer.json").write_text(json.dumps(settings))
-    environment = _environment() | {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
-    command = [python, str(FOLDER / "side.py"), "peer.json"]
-    try:
-        printed = output_of(command, TRL, folder, environment, LIMIT_S)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"peer={python}: no such Python; nothing was measured"
-        ) from None
+    offline = ("PYTHONPATH=", "HF_HUB_OFFLINE=1")
+    command = [*ALONE, *offline, python, str(FOLDER / "side.py"), "peer.json"]
+    printed = output_of(command, TRL, folder, LIMIT_S)
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found

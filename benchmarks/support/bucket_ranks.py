@@ -7,7 +7,7 @@ import asyncio
 import importlib.util
 import sys
 from collections.abc import Iterable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,15 +16,8 @@ from benchmarks.support.reshard_ranks import Ranks
 
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 
-
-class NoDevice:
-    """A substitute for torch.cuda, which verl uses if there is no accelerator."""
-
-    def synchronize(self) -> None:
-        """Do nothing, because no work is queued."""
-
-    def empty_cache(self) -> None:
-        """Do nothing, because no memory is cached."""
+# a substitute for torch.cuda, which verl uses if there is no accelerator
+NO_DEVICE = SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None)
 
 
 def load_peer() -> ModuleType:
@@ -37,7 +30,7 @@ def load_peer() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    module.get_torch_device = NoDevice
+    module.get_torch_device = lambda: NO_DEVICE
     module.is_support_ipc = lambda: False
     return module
 

@@ -51,8 +51,8 @@ def write(folder: Path, sizes: dict[str, Any], median: float | None) -> None:
             that no response ends before its limit.
     """
     write_character_tokenizer(folder, CHARACTERS)
-    vocabulary = {"vocab_size": 3 + len(CHARACTERS), "eos_token_id": _EOS}
-    config = {**sizes, **vocabulary, "pad_token_id": 0, "bos_token_id": None}
+    tokens = {"eos_token_id": _EOS, "pad_token_id": 0, "bos_token_id": None}
+    config = {**sizes, **tokens, "vocab_size": 3 + len(CHARACTERS)}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     shapes = family_of(config).tensors()
     source = RandomWeights(shapes, seed=1, std=0.01)

@@ -70,10 +70,10 @@ class Ranks:
         # on its side
         self.rank = context.rank - (0 if self.is_trainer else self.trainers)
         connect = client_store if context.rank else master_store
-        self.store = connect(*self.at, 60)
+        store = connect(*self.at, 60)
         self.live = self._correct_weights()
         self.bare_group = dist.ProcessGroupGloo(
-            TorchStore(self.store, "bare/"),
+            TorchStore(store, "bare/"),
             context.rank,
             context.world_size,
             timedelta(seconds=60),
@@ -92,8 +92,10 @@ class Ranks:
         largest = max(map(largest_message, arriving))
         slots = min(8, max(2, self.plan.bucket_bytes * 2 // largest))
         if staged and transport == "shared_memory":
-            senders = [Counter(message.peer for message in one) for one in arriving]
-            slots = 1 + max(max(counts.values()) for counts in senders)
+            pairs: Counter[tuple[int, int]] = Counter()
+            for rank, one in enumerate(arriving):
+                pairs.update((rank, message.peer) for message in one)
+            slots = 1 + max(pairs.values())
         endpoint = Endpoint(
             transport,
             f"{transport}, {staged}",

@@ -10,6 +10,7 @@ import tarfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,11 @@ def load_all(paths: Sequence[Path]) -> list[Result]:
     Raises:
         DataError: a result cannot be read, or the results are from different suites.
     """
-    found = []
+    found: list[Result] = []
     for path in paths:
         is_run = (path / RESULT).exists() or (path / "nodes").exists()
         runs = [] if is_run else sorted(path.glob(f"*/{RESULT}"))
-        found += [results.read(run) for run in runs] or [load(path)]
+        found += map(load, runs or [path])
     results.require_one_suite(found)
     return sorted(found, key=lambda one: one.started)
 
@@ -120,15 +121,14 @@ def archive(folder: Path, out: Path) -> Path:
         StorageError: the disk is full or not writable.
     """
     load(folder)
+    # without the names of the owner and the group
+    anonymous = partial(
+        tarfile.TarInfo.replace, uid=0, gid=0, uname="", gname="", deep=False
+    )
     top = Path(folder.resolve().name)
     with results.whole_file(out) as temporary, tarfile.open(temporary, "w:gz") as tar:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and not path.is_symlink() and path.suffix in ARCHIVED:
                 name = top / path.relative_to(folder)
-                tar.add(path, arcname=str(name), filter=_anonymous)
+                tar.add(path, arcname=str(name), filter=anonymous)
     return out
-
-
-def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Return the archive entry with the names of its owner and group removed."""
-    return info.replace(uid=0, gid=0, uname="", gname="")

@@ -269,10 +269,9 @@ def _drawn(
 
 def _middles(values: np.ndarray) -> np.ndarray:
     """Return the midmean of each draw: [draws, rounds] -> [draws]."""
-    quarter = values.shape[1] // 4
-    ordered = np.sort(values, axis=1)
-    inner: np.ndarray = ordered[:, quarter : values.shape[1] - quarter].mean(axis=1)
-    return inner
+    rounds = values.shape[1]
+    inner = slice(rounds // 4, rounds - rounds // 4)
+    return np.asarray(np.sort(values, axis=1)[:, inner].mean(axis=1))
 
 
 def _log_ratios(metric: Metric) -> np.ndarray | None:
@@ -280,8 +279,8 @@ def _log_ratios(metric: Metric) -> np.ndarray | None:
     reference has the same number of rounds."""
     for reference in (metric.limit, metric.yardstick, metric.peer):
         if reference and len(reference.rounds) == len(metric.rounds):
-            ratios = _costs(metric, metric.rounds) / _costs(metric, reference.rounds)
-            return np.asarray(np.log(ratios))
+            costs = _costs(metric, metric.rounds)
+            return np.log(costs / _costs(metric, reference.rounds))
     return None
 
 

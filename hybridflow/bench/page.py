@@ -28,20 +28,17 @@ def page(results: Sequence[Result]) -> str:
     return fill(
         "bench",
         results=results,
-        last=last,
         about=SUITES.get(last.suite, ""),
         table=filled([show.COLUMNS, *rows]),
-        numbers=show.NUMBERS,
         # of the metrics that nodes have in common, by name and node
         units={one.name: one.unit for one in last.metrics if one.node},
         metrics={(one.name, one.node): one for one in last.metrics},
         worse={(one.name, one.node): one for one in worse},
-        sentence=show.sentence,
         fingerprint=flat(last.fingerprint),
         pairs=list(pairwise(results)),
         differences=differences,
         charts=_history(results) if len(results) > 1 else [],
-        number=show.number,
+        show=show,
     )
 
 

@@ -127,21 +127,12 @@ def measured(
 ) -> Metric:
     """Return a metric whose rounds an entry has measured itself. References are (name, rounds)."""
     rounds = _rounds(values, 1)
-
-    def reference(given: tuple[str, Rounds] | None) -> Reference | None:
-        return Reference(given[0], _rounds(given[1], len(rounds))) if given else None
-
-    return Metric(
-        "",
-        name,
-        unit,
-        better,
-        rounds,
-        reference(limit),
-        reference(peer),
-        reference(yardstick),
-        bound=bound,
-    )
+    given = {"limit": limit, "peer": peer, "yardstick": yardstick}
+    references: dict[str, Any] = {}
+    for kind, one in given.items():
+        if one is not None:
+            references[kind] = Reference(one[0], _rounds(one[1], len(rounds)))
+    return Metric("", name, unit, better, rounds, bound=bound, **references)
 
 
 def _rounds(values: Rounds, count: int) -> tuple[float, ...]:

@@ -71,11 +71,10 @@ class Timed:
             return side.name, self._values(scaled)
 
         better = self.better or ("higher" if self.amount else "lower")
+        peers: Sequence[Side | None] = self.peers or [None]
         for name in self.calls:
-            for peer in self.peers or [None]:
-                of_peer = (
-                    f", beside {peer.name}" if len(self.peers) > 1 and peer else ""
-                )
+            for peer in peers:
+                of_peer = f", beside {peer.name}" if peer and len(peers) > 1 else ""
                 yield measured(
                     name + of_peer,
                     self.unit,

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from hybridflow.bench.gate import Comparison, Outlier, outliers
 from hybridflow.bench.result import Metric, Result
-from hybridflow.observe.exporter import escaped
+from hybridflow.observe.exporter import Sample, exposition
 from hybridflow.observe.text_table import aligned, filled
 
 COLUMNS = (
@@ -127,22 +127,22 @@ def verdict(found: Comparison) -> str:
 
 def prometheus(result: Result) -> str:
     """Format values, shares and outlier nodes for the node exporter's textfile collector."""
-    families: dict[str, list[tuple[Metric | Outlier, float]]] = {
-        "value": [(one, one.value) for one in result.metrics],
-        "share": [(one, one.share) for one in result.metrics if one.share is not None],
-        "node_excess": [(one, one.excess) for one in outliers(result)],
-    }
-    lines = []
-    for family, samples in families.items():
-        name = f"hybridflow_bench_{family}"
-        lines += [f"# HELP {name} {_HELP[family]}", f"# TYPE {name} gauge"]
-        for one, value in samples:
-            labels = {"suite": result.suite, "metric": one.name, "node": one.node}
-            if family != "node_excess":
-                labels["unit"] = one.unit
-            pairs = [f'{key}="{escaped(text)}"' for key, text in labels.items()]
-            lines.append(f"{name}{{{','.join(pairs)}}} {value!r}")
-    return "\n".join(lines) + "\n"
+    samples: list[Sample] = []
+
+    def add(family: str, value: float | None, **labels: str) -> None:
+        if value is not None:
+            name = f"hybridflow_bench_{family}"
+            samples.append(
+                (name, _HELP[family], {"suite": result.suite, **labels}, value)
+            )
+
+    for one in result.metrics:
+        labels = {"metric": one.name, "node": one.node, "unit": one.unit}
+        add("value", one.value, **labels)
+        add("share", one.share, **labels)
+    for outlier in outliers(result):
+        add("node_excess", outlier.excess, metric=outlier.name, node=outlier.node)
+    return exposition(samples)
 
 
 def _formatted(form: str, *values: float | None) -> str:

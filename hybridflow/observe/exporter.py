@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,6 +21,7 @@ _HOST = "127.0.0.1"
 _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PATIENCE_S = 10.0
+Sample = tuple[str, str, Mapping[str, str], float]  # family, help, labels, value
 
 
 class Exporter:
@@ -87,23 +88,27 @@ class Exporter:
 
     def text(self) -> str:
         """Return the metrics in Prometheus' text exposition format (0.0.4)."""
-        families: dict[str, list[str]] = {}
-
-        def add(family: str, about: str, labels: str, value: float) -> None:
-            rows = families.setdefault(
-                family, [f"# HELP {family} {about}", f"# TYPE {family} gauge"]
-            )
-            shown = "NaN" if math.isnan(value) else repr(value).replace("inf", "Inf")
-            rows.append(f"{family}{{{labels}}} {shown}")
-
+        samples: list[Sample] = []
         for phase, (step, wall_time, metrics) in self._latest.items():
-            head = f'run="{escaped(self._run)}",phase="{phase}"'
-            add("hybridflow_step", "latest step (step)", head, float(step))
+            labels = {"run": self._run, "phase": phase}
+            samples.append(("hybridflow_step", "latest step (step)", labels, float(step)))
             about = "time at which the latest step was recorded (s since 1970)"
-            add("hybridflow_recorded_seconds", about, head, wall_time)
+            samples.append(("hybridflow_recorded_seconds", about, labels, wall_time))
             for name, value in metrics.items():
-                add(family_of(name), _help(name), f'{head},metric="{escaped(name)}"', value)
-        return "".join(f"{row}\n" for rows in families.values() for row in rows)
+                of_metric = {**labels, "metric": name}
+                samples.append((family_of(name), _help(name), of_metric, value))
+        return exposition(samples)
+
+
+def exposition(samples: Iterable[Sample]) -> str:
+    """Return gauges in Prometheus' text exposition format, grouped by family."""
+    families: dict[str, list[str]] = {}
+    for family, about, labels, value in samples:
+        rows = families.setdefault(family, [f"# HELP {family} {about}", f"# TYPE {family} gauge"])
+        pairs = [f'{name}="{_escaped(text)}"' for name, text in labels.items()]
+        shown = "NaN" if math.isnan(value) else repr(value).replace("inf", "Inf")
+        rows.append(f"{family}{{{','.join(pairs)}}} {shown}")
+    return "".join(f"{row}\n" for rows in families.values() for row in rows)
 
 
 def family_of(name: str) -> str:
@@ -119,6 +124,5 @@ def _help(name: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", " ")
 
 
-def escaped(text: str) -> str:
-    """Escape a label's value in the text exposition format."""
+def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

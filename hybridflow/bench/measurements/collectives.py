@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,12 @@ AT_LEAST = 4 << 20  # minimum bytes moved by a timed call
 @measurement("collectives", "micro", timeout_s=120, warm_up=WARM_UP)
 def collectives(place: Place) -> Yields:
     """bus bandwidth of all-reduce, all-gather and broadcast between two processes, by size"""
-    with tempfile.TemporaryDirectory() as folder:
-        store = f"{folder}/store"
-        fork = multiprocessing.get_context("fork")
-        other = fork.Process(target=_follow, args=(store,), daemon=True)
-        other.start()
-        yield from _cases(0, store)
-        other.join(30)
+    store = str(place.local / "store")
+    fork = multiprocessing.get_context("fork")
+    other = fork.Process(target=_follow, args=(store,), daemon=True)
+    other.start()
+    yield from _cases(0, store)
+    other.join(30)
     if other.exitcode:
         raise ResourceError(f"the second rank exited with status {other.exitcode}")
 
@@ -40,7 +39,7 @@ def _follow(store: str) -> None:
         interleaved(case.sides(), ROUNDS, WARM_UP)
 
 
-def _cases(rank: int, store: str) -> Yields:
+def _cases(rank: int, store: str) -> Iterator[Timed]:
     import torch
     import torch.distributed as dist
 

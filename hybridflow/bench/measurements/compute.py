@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from hybridflow.bench.measurements.base import (
@@ -28,18 +30,13 @@ COPY = 64 << 20
 )
 def compute(place: Place) -> Yields:
     """speed of the cores (a matrix product, a Python loop) and memory bandwidth"""
-    left = np.random.default_rng(1).random((SIZE, SIZE), dtype=np.float32)
-    right = np.random.default_rng(2).random((SIZE, SIZE), dtype=np.float32)
+    random = np.random.default_rng(1)
+    left, right = random.random((2, SIZE, SIZE), dtype=np.float32)
     out = np.empty((SIZE, SIZE), np.float32)
     source = np.ones(COPY, np.uint8)
     target = np.zeros(COPY, np.uint8)
 
-    def product() -> None:
-        np.matmul(left, right, out=out)
-
-    def copy() -> None:
-        np.copyto(target, source)
-
+    product = partial(np.matmul, left, right, out=out)
     by_product = Side("a matrix product", product)
     yield Timed(
         {"compute/product": product},
@@ -52,7 +49,7 @@ def compute(place: Place) -> Yields:
     yield Timed({"compute/loop": loop}, yardstick=by_product, bound=0.08)
     place.meet("compute-copy")
     yield Timed(
-        {"memory/copy": copy},
+        {"memory/copy": partial(np.copyto, target, source)},
         yardstick=by_product,
         amount=2 * COPY / 1e9,
         unit="GB/s",

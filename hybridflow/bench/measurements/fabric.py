@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 from functools import partial
-from typing import Any
 
 from hybridflow.bench.measurements.base import Place, Yields, measurement, synchronized
 from hybridflow.bench.result import Metric, NotRun, measured
@@ -113,10 +112,20 @@ def _best_pair(place: Place, backend: str, name: str, platform: Platform) -> Met
     device = platform.current_device()
     ours = torch.zeros(BYTES[backend], dtype=torch.uint8, device=device)
     theirs = torch.zeros_like(ours)
+
+    def exchange(partner: int) -> None:
+        if partner == place.rank:
+            return
+        send = dist.P2POp(dist.isend, ours, partner)
+        receive = dist.P2POp(dist.irecv, theirs, partner)
+        sides = [send, receive] if place.rank < partner else [receive, send]
+        for work in dist.batch_isend_irecv(sides):
+            work.wait()
+
     exchanges: dict[str, Call] = {}
     for pairs in partners(len(place.nodes))[:PAIRS]:
-        exchange = partial(_exchange, ours, theirs, pairs[place.rank], place.rank)
-        exchanges[str(pairs[place.rank])] = synchronized(exchange)
+        partner = pairs[place.rank]
+        exchanges[str(partner)] = synchronized(partial(exchange, partner))
     # otherwise a pair would also wait for its members' previous partners
     meet = synchronized(dist.barrier)
     seconds = interleaved(exchanges, ROUNDS, _WARM_UP, before=meet)
@@ -124,15 +133,3 @@ def _best_pair(place: Place, backend: str, name: str, platform: Platform) -> Met
     fastest = [min(of_round) for of_round in zip(*seconds.values(), strict=True)]
     rates = [ours.nbytes / 1e9 / one for one in fastest]
     return measured(name, "GB/s", rates, "higher", bound=0.2)
-
-
-def _exchange(ours: Any, theirs: Any, partner: int, rank: int) -> None:
-    import torch.distributed as dist
-
-    if partner == rank:
-        return
-    send = dist.P2POp(dist.isend, ours, partner)
-    receive = dist.P2POp(dist.irecv, theirs, partner)
-    sides = [send, receive] if rank < partner else [receive, send]
-    for work in dist.batch_isend_irecv(sides):
-        work.wait()

@@ -36,13 +36,7 @@ def generation(place: Place) -> Yields:
 
     folder = place.local / "model"
     folder.mkdir()
-    config = MODEL | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "dtype": "float32",
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     spec = EngineSpec(name="bench", model_path=str(folder), dtype="float32")
     random = np.random.default_rng(1)
     engine = ENGINES.get(RolloutConfig().engine)(

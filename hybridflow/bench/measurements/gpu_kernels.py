@@ -3,6 +3,8 @@ limits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from hybridflow.bench.measurements.base import Place, Yields, measurement
@@ -29,10 +31,8 @@ def gpu_kernels(place: Place, tokens: int = 8192) -> Yields:
     source = torch.zeros(BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
 
-    def copy() -> None:
-        target.copy_(source)
-
-    for name, (call, nbytes) in _memory_bound(source, target).items():
+    copy = partial(target.copy_, source)
+    for name, call, nbytes in _memory_bound(source, target):
         limit = Side("a copy of the minimum bytes", copy, scale=nbytes / (2 * BYTES))
         yield _case(name, call, limit)
     yield from _log_probs(tokens, device)
@@ -46,9 +46,8 @@ def _case(name: str, call: Call, limit: Side) -> Timed:
     return Timed(calls, limit, peers=[Side("torch", only_torch()(call))])
 
 
-def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
-    """Return the memory-bound operations, keyed by name, each with the minimum number of bytes read
-    and written."""
+def _memory_bound(body: Any, target: Any) -> Iterator[tuple[str, Call, int]]:
+    """Yield the memory-bound operations, each with the minimum number of bytes read and written."""
     import torch
 
     from hybridflow_kernels.digest import digest
@@ -74,20 +73,14 @@ def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
     tokens = int(lengths.sum())
     lengths = lengths.to(body.device)
     rewards, state_values, log_ratios = torch.randn(3, tokens, device=body.device)
-    return {
-        "checksum": (lambda: digest(body, 7), BYTES),
-        "pack fp32 as bf16": (lambda: cast.pack(target, 7), 3 * BYTES),
-        "pack bf16 as fp8": (lambda: quantized.pack(narrow, 7), BYTES + values.end),
-        "scatter bf16": (lambda: back.scatter(body, 7), 2 * BYTES),
-        "GAE": (
-            lambda: gae(rewards, state_values, lengths, gamma=1.0, lam=0.95),
-            16 * tokens,
-        ),
-        "V-trace": (
-            lambda: vtrace(rewards, state_values, log_ratios, lengths, gamma=0.99),
-            20 * tokens,
-        ),
-    }
+    yield "checksum", partial(digest, body, 7), BYTES
+    yield "pack fp32 as bf16", partial(cast.pack, target, 7), 3 * BYTES
+    yield "pack bf16 as fp8", partial(quantized.pack, narrow, 7), BYTES + values.end
+    yield "scatter bf16", partial(back.scatter, body, 7), 2 * BYTES
+    estimate = partial(gae, rewards, state_values, lengths, gamma=1.0, lam=0.95)
+    yield "GAE", estimate, 16 * tokens
+    trace = partial(vtrace, rewards, state_values, log_ratios, lengths, gamma=0.99)
+    yield "V-trace", trace, 20 * tokens
 
 
 def _log_probs(tokens: int, device: Any) -> Yields:
@@ -106,12 +99,9 @@ def _log_probs(tokens: int, device: Any) -> Yields:
     best = (best_values, torch.empty_like(best_values, dtype=torch.int64))
     ones = torch.ones(tokens, device=device)
     options: dict[str, Any] = {"temperature": 1.0, "chunk": 1024}
-
-    def forward() -> tuple[Any, Any]:
-        return partial_sums(hidden, weight, targets, with_entropy=True, **options)
-
-    def with_best() -> None:
-        partial_sums(hidden, weight, targets, with_entropy=False, best=best, **options)
+    sums_of = partial(partial_sums, hidden, weight, targets, **options)
+    forward = partial(sums_of, with_entropy=True)
+    with_best = partial(sums_of, with_entropy=False, best=best)
 
     def with_gradients() -> None:
         tops, sums = forward()
@@ -121,8 +111,7 @@ def _log_probs(tokens: int, device: Any) -> Yields:
             hidden, weight, targets, upstream, grad_weight_VH=grad_weight, **options
         )
 
-    def product() -> None:
-        torch.mm(hidden, weight.t(), out=logits)
+    product = partial(torch.mm, hidden, weight.t(), out=logits)
 
     def three_products() -> None:
         product()

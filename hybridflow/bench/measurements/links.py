@@ -9,6 +9,7 @@ import socketserver
 import threading
 from contextlib import ExitStack, suppress
 from functools import partial
+from typing import Any
 
 from hybridflow.bench.measurements.base import Place, Yields, measurement
 from hybridflow.bench.rounds import Side, Timed
@@ -49,13 +50,12 @@ def links(place: Place) -> Yields:
         place.meet("links-done")  # other nodes may still be sending to this one
 
 
-def _listen(stack: ExitStack, address: str) -> tuple[str, int]:
+def _listen(stack: ExitStack, address: str) -> Any:
     """Accept connections until the stack is closed. Returns the address and port."""
     server = stack.enter_context(_Server((address, 0), _Reader))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     stack.callback(server.shutdown)
-    host, port = server.socket.getsockname()
-    return host, port
+    return server.server_address
 
 
 class _Server(socketserver.ThreadingTCPServer):

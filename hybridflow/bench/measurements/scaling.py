@@ -22,19 +22,24 @@ def scaling(place: Place) -> Yields:
     alone = None
     ranks = 1
     while ranks <= len(os.sched_getaffinity(0)):
-        words = ["cluster=one-process", "actor=tiny", "rollout=tiny"]
-        words += [f"cluster.procs_per_node={ranks}", f"rollout.num_engines={ranks}"]
+        words = [
+            "cluster=one-process",
+            "actor=tiny",
+            "rollout=tiny",
+            f"cluster.procs_per_node={ranks}",
+            f"rollout.num_engines={ranks}",
+        ]
         try:
             records, _ = train_recipe(place, f"ranks{ranks}", words)
         except ResourceError as error:
             yield NotRun(f"scaling to {ranks}", str(error))
             return
-        rate = tuple(map(tokens_per_second, records[1:]))
+        rate = list(map(tokens_per_second, records[1:]))
         alone = alone or statistics.median(rate)
         yield measured(f"scale/{ranks} ranks", "tokens/s", rate)
         efficiency = statistics.median(rate) / alone / ranks
         yield measured(f"scale/efficiency of {ranks} ranks", "of one rank", efficiency)
-        shares = tuple(float(record["controller/share"]) for record in records[1:])
+        shares = [float(record["controller/share"]) for record in records[1:]]
         yield measured(
             f"scale/controller with {ranks} ranks",
             "of a step",

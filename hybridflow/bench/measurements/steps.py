@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.bench.measurements.base import Place, Yields, measurement
-from hybridflow.bench.result import Metric, measured
+from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import loop, repeated
 from hybridflow.errors import ResourceError
 from hybridflow.observe.jsonl import read_jsonl
 
 RECIPE = "tiny-moe-grpo"
 RUNS = 3
+_LOOPS = "a hundred plain Python loops"
 STEPS = 4  # the first step of a run warms up
 _SETTINGS = (
     "cluster=in-process",
@@ -37,6 +38,8 @@ _SETTINGS = (
 @measurement("steps", "full", timeout_s=540)
 def steps(place: Place) -> Yields:
     """GRPO steps of the tiny recipe: time per phase, and time until the first step has finished"""
+    from hybridflow.config.load import dump_yaml, load_config
+
     seconds: dict[str, list[float]] = defaultdict(list)
     loops = []
     rate = []
@@ -53,23 +56,21 @@ def steps(place: Place) -> Yields:
                     seconds[name.removeprefix("timing_s/")].append(float(value))
             rate.append(tokens_per_second(record))
     yield measured("full/tokens", "tokens/s", rate)
+    yardstick = (_LOOPS, loops)
     for name, values in seconds.items():
         if len(values) == len(loops):  # omit phases that some steps do not have
-            yield _with_loops(f"full/{name}", values, loops, 0.25)
-    yield _with_loops("full/start to end of first step", firsts, starts, 0.05)
-    yield {"recipe": hashlib.sha256(_resolved_recipe().encode()).hexdigest()}
+            yield measured(
+                f"full/{name}", "s", values, "lower", yardstick=yardstick, bound=0.25
+            )
+    first_step = "full/start to end of first step"
+    yield measured(first_step, "s", firsts, "lower", yardstick=(_LOOPS, starts))
+    recipe = dump_yaml(load_config(RECIPE, list(_SETTINGS)))
+    yield {"recipe": hashlib.sha256(recipe.encode()).hexdigest()}
 
 
 def tokens_per_second(record: Mapping[str, Any]) -> float:
     """Return the tokens per second of a step over all its ranks."""
     return float(record["perf/total_num_tokens"]) / float(record["perf/time_per_step"])
-
-
-def _with_loops(
-    name: str, values: Sequence[float], loops: Sequence[float], bound: float
-) -> Metric:
-    yardstick = ("a hundred plain Python loops", loops)
-    return measured(name, "s", values, "lower", yardstick=yardstick, bound=bound)
 
 
 def train_recipe(
@@ -87,18 +88,24 @@ def train_recipe(
 
 
 def train(
-    folder: Path, name: str, words: Sequence[str], **options: Any
+    folder: Path,
+    name: str,
+    words: Sequence[str],
+    before: Sequence[str] = (),
+    timeout_s: float | None = None,
 ) -> tuple[list[dict[str, Any]], float]:
     """Run `hybridflow train` in `folder`. Returns the per-step records, and the seconds from the
     start of the command to the end of the first step.
 
     Args:
         folder: contains the run folder `name`.
-        options: passed to `output_of`.
+        before: words in front of the command, which set its environment.
+        timeout_s: limit for the whole run.
     """
-    command = [sys.executable, "-P", "-m", "hybridflow.cli.main", "train"]
+    program = [sys.executable, "-P", "-m", "hybridflow.cli.main", "train"]
+    command = [*before, *program, *words, f"name={name}"]
     begun = time.time()
-    output_of([*command, *words, f"name={name}"], "hybridflow train", folder, **options)
+    output_of(command, "hybridflow train", folder, timeout_s)
     records = []
     for record in read_jsonl(folder / name / "metrics.jsonl"):
         if record["phase"] == "train":
@@ -107,11 +114,7 @@ def train(
 
 
 def output_of(
-    command: Sequence[str],
-    what: str,
-    folder: Path,
-    environment: Mapping[str, str] | None = None,
-    timeout_s: float | None = None,
+    command: Sequence[str], what: str, folder: Path, timeout_s: float | None = None
 ) -> str:
     """Run a command in a folder and return its output.
 
@@ -120,7 +123,6 @@ def output_of(
     """
     done = subprocess.run(
         command,
-        env=environment,
         capture_output=True,
         text=True,
         check=False,
@@ -138,9 +140,3 @@ def _loop_seconds() -> float:
     start = time.perf_counter()
     repeated(loop, 100)()
     return time.perf_counter() - start
-
-
-def _resolved_recipe() -> str:
-    from hybridflow.config.load import dump_yaml, load_config
-
-    return dump_yaml(load_config(RECIPE, list(_SETTINGS)))

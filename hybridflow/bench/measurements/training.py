@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import Place, Yields, measurement
+from hybridflow.bench.measurements.base import Place, Yields, measurement, synchronized
 from hybridflow.bench.result import measured
 from hybridflow.bench.rounds import Side, Timed, repeated
 
@@ -14,6 +15,10 @@ from hybridflow.bench.rounds import Side, Timed, repeated
 # on two cores.
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "dtype": "float32",
+    "eos_token_id": 1,
+    "pad_token_id": 0,
     "num_hidden_layers": 4,
     "hidden_size": 256,
     "num_attention_heads": 8,
@@ -42,28 +47,18 @@ def training(place: Place) -> Yields:
     from hybridflow.workers.losses import sft_loss
 
     platform = Platform.detect()
-    policy = _policy(platform)
-    batch = _batch()
-    left = torch.randn(PRODUCT, PRODUCT, device=platform.device())
-    right = torch.randn(PRODUCT, PRODUCT, device=platform.device())
-
-    def step() -> None:
-        policy.train_mini_batch(
-            batch,
-            sft_loss,
-            columns=(),
-            max_tokens=SEQUENCES * TOKENS,
-            temperature=1.0,
-            with_entropy=False,
-        )
-        platform.synchronize()
-
-    products = repeated(lambda: left @ right, PRODUCTS)
-
-    def product() -> None:
-        products()
-        platform.synchronize()
-
+    left, right = torch.randn(2, PRODUCT, PRODUCT, device=platform.device())
+    product = synchronized(repeated(lambda: left @ right, PRODUCTS))
+    update = partial(
+        _policy(platform).train_mini_batch,
+        _batch(),
+        sft_loss,
+        columns=(),
+        max_tokens=SEQUENCES * TOKENS,
+        temperature=1.0,
+        with_entropy=False,
+    )
+    step = synchronized(update)
     flops = _flops()
     # seconds of a step's matrix products
     limit = Side("bare products", product, scale=flops / (PRODUCTS * 2 * PRODUCT**3))
@@ -111,7 +106,8 @@ def _flops() -> float:
     from hybridflow.planning.sizes import layer_shapes
 
     each = float(MODEL["hidden_size"] * MODEL["vocab_size"])
-    for layer in layer_shapes(family_of(MODEL)):
+    decoder: Any = family_of(MODEL)
+    for layer in layer_shapes(decoder):
         each += layer.core * layer.pairs(TOKENS)
         each += sum(one.flops for one in (*layer.attention, *layer.mlp))
     return 3 * SEQUENCES * TOKENS * each
