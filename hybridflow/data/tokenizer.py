@@ -16,6 +16,7 @@ from hybridflow.config.outside_json import read_outside_json
 from hybridflow.data.chat_template import ChatTemplate, Exchange
 from hybridflow.data.chat_trial import TEXTS, render_all, trial
 from hybridflow.data.plain_text import PlainText, whole_text
+from hybridflow.data.tekken_files import is_tekken_folder, read_tekken
 from hybridflow.data.tiktoken_files import is_tiktoken_folder, read_tiktoken
 from hybridflow.errors import DataError
 
@@ -379,6 +380,8 @@ def _read(folder: Path) -> Any:
     """
     if is_tiktoken_folder(folder):
         return read_tiktoken(folder)
+    if is_tekken_folder(folder):
+        return read_tekken(folder)
     try:
         if (folder / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast

@@ -82,6 +82,22 @@ KIMI_TEMPLATE = (
     "'system' }}|>{{ message['role'] }}<|im_middle|>{{ message['content'] }}<|im_end|>{%- endfor "
     "-%}{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"
 )
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN_SPECIALS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]"),
+    *("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+)
+TEKKEN_TEMPLATE = (
+    "{{- bos_token }}{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST]' + m.content + "
+    "'[/INST]' }}{%- elif m.role == 'system' %}{{- '[SYSTEM_PROMPT]' + m.content + "
+    "'[/SYSTEM_PROMPT]' }}{%- else %}{{- m.content + eos_token }}{%- endif %}{%- endfor %}"
+)
 _KIMI_SPECIALS = {
     0: "[BOS]",
     1: "[EOS]",
@@ -384,14 +400,44 @@ def _pairs(vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(found)]
 
 
-def _tiktoken(form: Form, folder: Path) -> dict[str, int]:
-    """`tiktoken.model`: base64 and rank of each token, the bytes first."""
-    trained = _trained(form.splits, 480)
+def write_tekken(folder: Path) -> None:
+    """A `tekken.json` as Mistral publishes it (its fields, its pattern), and a chat template.
+
+    40 ids are for special tokens, of which `TEKKEN_SPECIALS` are named. The last 30 ordinary tokens
+    exceed the size of the vocabulary, and have no ids.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = _ranked((TEKKEN_SPLIT,))
+    config = {
+        "pattern": TEKKEN_SPLIT,
+        "num_vocab_tokens": len(lines),
+        "default_vocab_size": 40 + len(lines) - 30,
+        "default_num_special_tokens": 40,
+        "version": "v11",
+    }
+    vocab = [{"rank": n, "token_bytes": line, "token_str": None} for n, line in enumerate(lines)]
+    specials = [
+        {"rank": rank, "token_str": token, "is_control": True}
+        for rank, token in enumerate(TEKKEN_SPECIALS)
+    ]
+    whole = {"config": config, "vocab": vocab, "special_tokens": specials}
+    (folder / "tekken.json").write_text(json.dumps(whole))
+    (folder / "chat_template.jinja").write_text(TEKKEN_TEMPLATE)
+
+
+def _ranked(splits: Sequence[str]) -> list[str]:
+    """Tokens in base64 in the order of their ranks, the bytes first."""
+    trained = _trained(splits, 480)
     letters = {letter: number for number, letter in enumerate(_byte_letters())}
     tokens = sorted(trained.get_vocab().items(), key=lambda item: (len(item[0]) > 1, item[1]))
-    lines = [
+    return [
         base64.b64encode(bytes(letters[letter] for letter in token)).decode() for token, _ in tokens
     ]
+
+
+def _tiktoken(form: Form, folder: Path) -> dict[str, int]:
+    """`tiktoken.model`: base64 and rank of each token."""
+    lines = _ranked(form.splits)
     (folder / "tiktoken.model").write_text(
         "".join(f"{line} {rank}\n" for rank, line in enumerate(lines))
     )

@@ -5,71 +5,28 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from pathlib import Path
 
 import pytest
-import regex
 
 from hybridflow.data.tiktoken_files import is_tiktoken_folder, parts_of, read_tiktoken
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import DataError
 from tests.published.texts import mixed_texts
 from tests.published.tokenizers import KIMI_RESERVED, KIMI_SPLIT, write_tokenizer
+from tests.unit.data.rank_oracle import RankOracle
 
 
-class Oracle:
-    """tiktoken's algorithm: special tokens first, then pieces of the pattern, then merges by lowest
-    rank."""
-
-    def __init__(self, folder: Path) -> None:
-        lines = [line.split() for line in (folder / "tiktoken.model").read_bytes().splitlines()]
-        self.ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-        named = json.loads((folder / "tokenizer_config.json").read_text())["added_tokens_decoder"]
-        first = len(self.ranks)
-        self.specials = {
-            named.get(str(number), {"content": f"<|reserved_token_{number}|>"})["content"]: number
-            for number in range(first, first + KIMI_RESERVED)
-        }
-        longest = sorted(self.specials, key=len, reverse=True)
-        self.split = re.compile("(" + "|".join(map(re.escape, longest)) + ")")
-        self.pattern = regex.compile(KIMI_SPLIT, regex.V1)
-        self.merged: dict[bytes, list[int]] = {}
-
-    def encode(self, text: str, *, specials: bool = True) -> list[int]:
-        ids: list[int] = []
-        for part in self.split.split(text) if specials else [text]:
-            if specials and part in self.specials:
-                ids.append(self.specials[part])
-                continue
-            for piece in self.pattern.findall(part):
-                ids += self.pairs(piece.encode())
-        return ids
-
-    def pairs(self, piece: bytes) -> list[int]:
-        if piece not in self.merged:
-            self.merged[piece] = self.merge(piece)
-        return self.merged[piece]
-
-    def merge(self, piece: bytes) -> list[int]:
-        if piece in self.ranks:
-            return [self.ranks[piece]]
-        parts = [bytes([byte]) for byte in piece]
-        while True:
-            found = [
-                (rank, at)
-                for at in range(len(parts) - 1)
-                if (rank := self.ranks.get(parts[at] + parts[at + 1])) is not None
-            ]
-            if not found:
-                return [self.ranks[part] for part in parts]
-            rank = min(found)[0]
-            at = 0
-            # the leftmost first; a merge makes no pair of the same rank to its left
-            while at < len(parts) - 1:
-                if self.ranks.get(parts[at] + parts[at + 1]) == rank:
-                    parts[at : at + 2] = [parts[at] + parts[at + 1]]
-                at += 1
+def oracle_of(folder: Path) -> RankOracle:
+    lines = [line.split() for line in (folder / "tiktoken.model").read_bytes().splitlines()]
+    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    named = json.loads((folder / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+    first = len(ranks)
+    specials = {
+        named.get(str(number), {"content": f"<|reserved_token_{number}|>"})["content"]: number
+        for number in range(first, first + KIMI_RESERVED)
+    }
+    return RankOracle(ranks, specials, KIMI_SPLIT)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.full)])
 def test_ids_are_those_of_the_published_rules_on_mixed_texts(count: int, folder: Path) -> None:
-    oracle = Oracle(folder)
+    oracle = oracle_of(folder)
     found = read_tiktoken(folder)
     specials = (
         "<|im_end|>",
@@ -111,7 +68,7 @@ def test_ids_are_those_of_the_published_rules_on_mixed_texts(count: int, folder:
     ["", "ſ's", "don'ſ", "A" * 4000, "é" * 999, "中" * 1500, "1" * 1000, " " * 2000, "\n" * 999],
 )
 def test_ids_of_texts_at_the_pattern_s_edges(text: str, folder: Path) -> None:
-    assert read_tiktoken(folder).encode(text, add_special_tokens=False) == Oracle(folder).encode(
+    assert read_tiktoken(folder).encode(text, add_special_tokens=False) == oracle_of(folder).encode(
         text
     )
 
@@ -133,14 +90,14 @@ def test_long_texts_and_runs_are_cut_as_the_published_code_cuts_them(
     parts = list(parts_of(text))
     assert "".join(parts) == text and [len(part) for part in parts] == lengths
     if 0 < len(text) < 30_000:
-        oracle = Oracle(folder)
+        oracle = oracle_of(folder)
         expected = [token for part in parts for token in oracle.encode(part)]
         assert read_tiktoken(folder).encode(text, add_special_tokens=False) == expected
 
 
 def test_the_loaded_tokenizer_knows_its_special_tokens(folder: Path) -> None:
     found = load_tokenizer(folder)
-    first = len(Oracle(folder).ranks)
+    first = len(oracle_of(folder).ranks)
     assert is_tiktoken_folder(folder)
     assert (found.eos_id, found.pad_id, found.vocab_size) == (
         first + 1,
