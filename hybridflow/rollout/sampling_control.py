@@ -7,23 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged, objects
+from hybridflow.batch import DataProto, objects
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.packing import RESPONSE_MASK
-
-
-def sampled_tokens(batch: DataProto) -> np.ndarray:
-    """Return the number of unmasked sampled tokens in each response, [B]."""
-    mask = batch.jagged(RESPONSE_MASK)
-    sums = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
-    return sums[mask.offsets[1:]] - sums[mask.offsets[:-1]]
-
-
-def without_rows(batch: DataProto, left_out: np.ndarray) -> DataProto:
-    """Clear the response mask of the rows selected by `left_out`, [B] bool."""
-    mask = batch.jagged(RESPONSE_MASK)
-    kept = mask.values & ~np.repeat(left_out, mask.lengths)
-    return batch.with_columns(**{RESPONSE_MASK: Jagged(kept, mask.offsets)})
+from hybridflow.data.packing import sampled_tokens, without_rows
 
 
 def without_overlong(batch: DataProto) -> DataProto:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.nonfinite import describe
+from hybridflow.algorithms.losses import describe
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.mcore import bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed import Cut, build_micro_batches

@@ -21,11 +21,11 @@ from hybridflow.config.schema import (
     RolloutConfig,
     RunConfig,
 )
+from hybridflow.data.packing import without_rows
 from hybridflow.rollout.sampling_control import (
     DynamicSampling,
     groups_that_differ,
     without_overlong,
-    without_rows,
 )
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.advantages import Advantages
