@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from hybridflow.algorithms.rewards import sums_of_rows
+from hybridflow.algorithms.estimators.base import sums_of_rows
 from hybridflow.errors import NonFiniteError
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -176,7 +176,7 @@ class NonfiniteWatch:
         mine = torch.stack([*found, torch.where(reduced, 0, -1)]).to(torch.int64)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
-        return _describe(torch.stack(everyone).tolist())
+        return describe_nonfinite(torch.stack(everyone).tolist())
 
 
 def not_finite(values: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ def not_finite(values: torch.Tensor) -> torch.Tensor:
     return ~torch.stack(torch.aminmax(values)).isfinite().all()
 
 
-def _describe(found: Sequence[Sequence[int]]) -> str:
+def describe_nonfinite(found: Sequence[Sequence[int]]) -> str:
     """Describe where the first non-finite values occurred. `found` [world][3] contains, for each
     rank and each kind of check, the first micro-batch with a non-finite value, or -1.
     """

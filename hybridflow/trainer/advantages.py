@@ -10,10 +10,14 @@ import numpy as np
 import torch
 
 from hybridflow.algorithms.entropy_control import EntropyControl, most_uncertain
-from hybridflow.algorithms.estimators.base import Samples
+from hybridflow.algorithms.estimators.base import (
+    Samples,
+    overlong_penalties,
+    sums_of_rows,
+    token_rewards,
+)
 from hybridflow.algorithms.kl_control import KlControl
 from hybridflow.algorithms.losses import kl_penalty
-from hybridflow.algorithms.rewards import overlong_penalties, sums_of_rows, token_rewards
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.entries import ESTIMATORS, FLOWS, estimator_options
