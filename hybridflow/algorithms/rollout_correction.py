@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hybridflow.algorithms.rewards import rows_of_tokens, sums_of_rows
+from hybridflow.algorithms.estimators.base import rows_of_tokens, sums_of_rows
 
 _SAFE = 20.0
 

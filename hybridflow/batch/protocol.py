@@ -26,6 +26,7 @@ import numpy.typing as npt
 from hybridflow.batch.columns import (
     Deferred,
     Held,
+    as_tensor,
     checked_column,
     checked_meta,
     concat_column,
@@ -40,6 +41,7 @@ from hybridflow.batch.columns import (
     shown,
     slice_column,
     take_column,
+    to_numpy,
 )
 from hybridflow.batch.jagged import Jagged, describe
 from hybridflow.errors import SchemaError
@@ -134,8 +136,6 @@ class DataProto:
 
         Otherwise equivalent to `with_columns`; bfloat16 tensors are tagged.
         """
-        from hybridflow.batch.torch_views import to_numpy
-
         columns: dict[str, Held] = {}
         tags = set()
         for name, tensor in tensors.items():
@@ -253,18 +253,16 @@ class DataProto:
         Clone a view before writing to it. A write would be visible to every batch that shares the
         memory, including the copy in Ray's object store.
         """
-        from hybridflow.batch.torch_views import view
-
         near = self.select([name]).fetch()
         column = near[name]
         is_bfloat16 = name in near._bfloat16
         if isinstance(column, Jagged):
-            return view(column.values, is_bfloat16), view(column.offsets)
+            return as_tensor(column.values, is_bfloat16), as_tensor(column.offsets)
         if column.dtype == object:
             raise SchemaError(
                 f"column {name!r} contains Python objects and cannot be converted to a tensor"
             )
-        return view(column, is_bfloat16)
+        return as_tensor(column, is_bfloat16)
 
     def equals(self, other: DataProto) -> bool:
         """Return True if both batches have equal columns (in any order), rows, types, tags and

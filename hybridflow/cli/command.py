@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.config.outside_text import printable
 from hybridflow.errors import ConfigError
+from hybridflow.observe.printable import printable
 from hybridflow.process.extras import KERNELS, require
 from hybridflow.process.importing import without_collection
 from hybridflow.process.obstacles import require_none

@@ -1,14 +1,9 @@
-"""Untrusted text: read with a size limit and from regular files only, and printed without control
-characters."""
+"""Untrusted files, read with a size limit and from regular files only."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
-
-# control characters except tab and newline, bidirectional marks, and line separators
-_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def read_outside_bytes(path: Path, most_bytes: int) -> bytes:
@@ -41,9 +36,3 @@ def is_inside(path: Path, folder: Path) -> bool:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):
         return False
-
-
-def printable(text: str) -> str:
-    """Escape characters that move the cursor, set colours or change the writing direction, for
-    example as \\x1b."""
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

@@ -191,15 +191,17 @@ def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_pixels(batch: DataProto, dataset: Any) -> DataProto:
-    """Return the batch with its encoded images converted to the columns `PIXELS` and `GRIDS`.
+    """Return the batch, which has the column `COLUMN`, with its encoded images converted to the
+    columns `PIXELS` and `GRIDS`.
 
-    A batch without encoded images is returned unchanged. Equal images are decoded once.
+    If the dataset has no image reader, the batch is returned unchanged. Equal images are decoded
+    once.
 
     Raises:
         DataError: an image cannot be decoded; the message names its row.
     """
     reader: ImageReader | None = getattr(dataset, "images", None)
-    if reader is None or COLUMN not in batch:
+    if reader is None:
         return batch
     rows = [tuple(images) for images in batch[COLUMN].tolist()]
     first: dict[tuple[bytes, ...], int] = {}

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hybridflow.batch import SUPPORT, SUPPORT_IDS, SUPPORT_SIZES, DataProto, Jagged, Supports
+from hybridflow.batch import (
+    SUPPORT,
+    SUPPORT_IDS,
+    SUPPORT_SIZES,
+    DataProto,
+    Jagged,
+    Supports,
+)
 from hybridflow.data.balancing import Costs, balance, checked_costs
 from hybridflow.errors import ConfigError
 
@@ -305,3 +312,17 @@ def unpack(
         for sample, part in zip(micro.samples.tolist(), parts, strict=True):
             rows[sample] = part
     return Jagged.from_rows(rows, dtype)
+
+
+def sampled_tokens(batch: DataProto) -> np.ndarray:
+    """Return the number of unmasked sampled tokens in each response, [B]."""
+    mask = batch.jagged(RESPONSE_MASK)
+    sums = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
+    return sums[mask.offsets[1:]] - sums[mask.offsets[:-1]]
+
+
+def without_rows(batch: DataProto, left_out: np.ndarray) -> DataProto:
+    """Clear the response mask of the rows selected by `left_out`, [B] bool."""
+    mask = batch.jagged(RESPONSE_MASK)
+    kept = mask.values & ~np.repeat(left_out, mask.lengths)
+    return batch.with_columns(**{RESPONSE_MASK: Jagged(kept, mask.offsets)})

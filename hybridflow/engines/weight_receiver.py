@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from hybridflow.device.platform import Platform
-from hybridflow.engines.control import DESCRIBE, RECEIVE, Control
 from hybridflow.engines.kept_adapters import keep
 from hybridflow.engines.layout_tracer import TracedLayout, trace_layout
 from hybridflow.errors import WeightSyncError
@@ -27,7 +26,17 @@ from hybridflow.models.served_adapters import ServedAdapters
 from hybridflow.reshard.layout import PADDING, Catalog, RankLayout
 from hybridflow.sync import session
 from hybridflow.sync.schedule import RECEIVER, Schedule, layout_digest, post_layout, schedule_key
-from hybridflow.sync.session import ABORT, COMMIT, Board, Order, RankReport, problem_of
+from hybridflow.sync.session import (
+    ABORT,
+    COMMIT,
+    DESCRIBE,
+    RECEIVE,
+    Board,
+    Control,
+    Order,
+    RankReport,
+    problem_of,
+)
 from hybridflow.sync.staging import ReceiveStaging, rectangle
 from hybridflow.sync.stream import receive_stream
 from hybridflow.sync.transports import open_receiver

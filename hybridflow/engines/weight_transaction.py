@@ -12,17 +12,20 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Protocol, cast
 
-from hybridflow.engines.control import DESCRIBE, RECEIVE, Control, PauseMode
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError, EngineSilent, WeightSyncError
 from hybridflow.process.store import StoreError
 from hybridflow.sync import session
 from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import (
+    DESCRIBE,
+    RECEIVE,
     REPORT_GRACE_S,
     Board,
+    Control,
     Order,
     Outcome,
+    PauseMode,
     RankReport,
     answer_deadline,
 )

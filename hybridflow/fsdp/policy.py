@@ -16,8 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridflow.algorithms.losses import OF_TEACHER, LossFunction, Metrics
-from hybridflow.algorithms.nonfinite import Watch, not_applied
+from hybridflow.algorithms.losses import (
+    OF_TEACHER,
+    LossFunction,
+    Metrics,
+    NonfiniteWatch,
+    not_applied,
+)
 from hybridflow.algorithms.vocab_parallel import Scoring
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import OptimConfig
@@ -145,7 +150,7 @@ class FsdpPolicy(HoldsReference):
         if self.optimizer is None:
             raise RuntimeError("update called before set_optimizer")
         micro_batches = self._micro_batches(batch, max_tokens, columns)
-        watch = Watch(len(micro_batches), self.device)
+        watch = NonfiniteWatch(len(micro_batches), self.device)
         self.optimizer.zero_grad()
         merged = self.accumulate(
             micro_batches, loss, self._scoring(temperature, with_entropy), watch
@@ -163,7 +168,7 @@ class FsdpPolicy(HoldsReference):
         micro_batches: Sequence[MicroBatch],
         loss: LossFunction,
         scoring: Scoring,
-        watch: Watch,
+        watch: NonfiniteWatch,
     ) -> Metrics:
         """Run the forward and backward passes of one mini-batch.
 
@@ -214,7 +219,7 @@ class FsdpPolicy(HoldsReference):
         ]
 
     @contextmanager
-    def _watched(self, watch: Watch, number: int) -> Iterator[None]:
+    def _watched(self, watch: NonfiniteWatch, number: int) -> Iterator[None]:
         embedding = self.model.causal.model.embed_tokens
         handle = embedding.register_forward_hook(
             lambda module, inputs, output: watch.gradient_of(output, number)

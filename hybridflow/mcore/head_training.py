@@ -24,7 +24,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.algorithms.nonfinite import not_finite
+from hybridflow.algorithms.losses import not_finite
 from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, top_log_probs
 from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.mcore.model import wrap_for_training

@@ -105,7 +105,7 @@ class Optimizer:
         Returns (applied, gradient norm before clipping, learning rate used).
 
         Gradients must be finite: Megatron checks for NaN only if it scales the loss, while
-        `nonfinite` always checks.
+        `losses.NonfiniteWatch` always checks.
         """
         # the first update of a warm-up has rate lr / warmup, not 0
         self.scheduler.step(increment=1)

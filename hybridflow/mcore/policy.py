@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.algorithms.nonfinite import not_applied
+from hybridflow.algorithms.losses import not_applied
 from hybridflow.algorithms.vocab_parallel import Scoring
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.derived import tokens_multiple, virtual_pipeline_size
 from hybridflow.config.schema import OptimConfig, ParallelConfig
-from hybridflow.data.image_tokens import ImageTokens, check_images
+from hybridflow.data.image_tokens import IMAGES, ImageTokens, check_images
 from hybridflow.data.packing import (
     check_token_ids,
     lengths_read,
@@ -323,7 +323,8 @@ class Policy(HoldsReference):
         the same meaning as in `lengths_read`, `heads` as in `build_micro_batches`.
         """
         check_token_ids(batch, self.family.vocab_size)
-        check_images(batch, self.images)
+        if any(name in batch for name in IMAGES):
+            check_images(batch, self.images)
         cut = self._cut()
         lengths = lengths_read(sequence_lengths(batch), last_token)
         # the interleaved schedule runs micro-batches in groups of the number of stages
@@ -377,7 +378,14 @@ class Policy(HoldsReference):
 
     def described(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
         """Return `local_parameters` of this rank, including its prediction heads."""
-        return local_parameters(self.stages, self.family, self.heads)
+        held = held_weights(self.stages, self.heads)
+        return {name: (held[name], local) for name, local in self._map.items()}
+
+    @functools.cached_property
+    def _map(self) -> dict[str, LocalTensor]:
+        """The descriptions of this rank's tensors, compared with the model once."""
+        found = local_parameters(self.stages, self.family, self.heads)
+        return {name: local for name, (_, local) in found.items()}
 
     def release_copies(self) -> None:
         """Free the copies made by `parameters`."""

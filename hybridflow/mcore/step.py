@@ -1,7 +1,7 @@
 """Forward passes and training steps over packed micro-batches, under any of Megatron's pipeline
 schedules.
 
-Each pass watches for non-finite values (`algorithms.nonfinite`): in the gradients that enter and
+Each pass watches for non-finite values (`losses.NonfiniteWatch`): in the gradients that enter and
 leave each stage, and in the flat gradient buffers.
 """
 
@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.algorithms import nonfinite
+from hybridflow.algorithms import losses
 from hybridflow.algorithms.losses import OF_TEACHER, TEACHER_IDS
 from hybridflow.algorithms.vocab_parallel import (
     Scoring,
@@ -33,7 +33,7 @@ from hybridflow.mcore.packed import MicroBatch
 from hybridflow.mcore.parallel import context_rank, device, gather_tokens, is_last_stage
 
 
-class Watch(nonfinite.Watch):
+class Watch(losses.NonfiniteWatch):
     """Checks one mini-batch for non-finite values, at three points in each of this rank's
     stages.
     """

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from hybridflow.config.outside_text import printable
+from hybridflow.observe.printable import printable
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OURS = "hybridflow_handler"

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from hybridflow.config.outside_text import printable
+from hybridflow.observe.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

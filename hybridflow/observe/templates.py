@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.config.outside_text import printable
+from hybridflow.observe.printable import printable
 
 if TYPE_CHECKING:
     import jinja2

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.entries import TRACKERS
-from hybridflow.config.outside_text import printable
+from hybridflow.observe.printable import printable
 from hybridflow.observe.trackers.base import CatchesUp, ShowsRollouts, Sink
 
 _POLL_S = 1.0

@@ -18,7 +18,8 @@ from hybridflow.config.schema import RewardConfig, RunConfig
 from hybridflow.config.val_sets import VAL_SET, tag, val_sets
 from hybridflow.data.custom import Prompts, open_prompts
 from hybridflow.data.dataset import PreferenceDataset
-from hybridflow.data.images import with_pixels
+from hybridflow.data.images import COLUMN, with_pixels
+from hybridflow.data.packing import without_rows
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dispatch import DataflowStep
 from hybridflow.errors import ConfigError
@@ -35,7 +36,6 @@ from hybridflow.rollout.answer_statistics import answer_statistics
 from hybridflow.rollout.conversations import TURN_REWARDS
 from hybridflow.rollout.dumps import dump_batch
 from hybridflow.rollout.protocols import ROOM, Rollouts
-from hybridflow.rollout.sampling_control import without_rows
 
 SCORING = DataflowStep(
     "reward",
@@ -312,7 +312,9 @@ class Validator:
         """Return a validation set's prompts, each repeated once per sample."""
         dataset = self.datasets[name]
         samples = self.sets[name].samples
-        batch = with_pixels(dataset.batch(np.arange(len(dataset))), dataset)
+        batch = dataset.batch(np.arange(len(dataset)))
+        if COLUMN in batch:
+            batch = with_pixels(batch, dataset)
         if (most := self.sets[name].sampling.max_new_tokens) is not None:
             batch = batch.with_columns(**{ROOM: np.full(len(batch), most)})
         if name:

@@ -34,7 +34,7 @@ from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts, open_sampler
-from hybridflow.data.images import with_pixels
+from hybridflow.data.images import COLUMN, with_pixels
 from hybridflow.rollout.evaluation import Scorer, Scoring
 from hybridflow.rollout.protocols import Rollouts, Sample
 from hybridflow.rollout.requests import concat
@@ -282,7 +282,9 @@ class Groups:
         if not rows:
             return
         versions, begun = self._taken_up(len(rows), version)
-        batch = with_pixels(self.dataset.batch(np.array(rows, np.int64)), self.dataset)
+        batch = self.dataset.batch(np.array(rows, np.int64))
+        if COLUMN in batch:
+            batch = with_pixels(batch, self.dataset)
         batch = self.keep(batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(n))
         samples = self.engines.begin(batch, training=True, begun=begun)
         for number, index in enumerate(rows):

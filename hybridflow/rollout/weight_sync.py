@@ -61,6 +61,7 @@ class SliceSync:
         self._restarts = [0] * config.rollout.num_engines
         # derived from the devices of the policy's ranks; the driver's machine may have none
         self._transport = ""
+        self._keeps_messages = False
         self._staged = True
         self._attempts = 0
         self._at = ("", 0)
@@ -81,6 +82,7 @@ class SliceSync:
         self._transport = chosen(
             self.sync_config.transport, platform, derived.shares_devices(self.config)
         )
+        self._keeps_messages = TRANSPORTS.get(self._transport).keeps_messages
         self._staged = derived.is_staged(self.config, platform.kind)
         self._at = await self._call(PolicyWorker.open_sync_store)
         described = await self.engines.group.call(
@@ -223,7 +225,7 @@ class SliceSync:
         """Return the maximum number of messages in flight: as many as fit into the staging memory,
         or all messages if the engine's ranks stage them in shared memory."""
         plan = self._facts(number)
-        if TRANSPORTS.get(self._transport).keeps_messages and self._staged:
+        if self._keeps_messages and self._staged:
             return max(2, plan.messages[number])
         share = self.sync_config.staging_bytes // len(self._sessions)
         return max(2, min(_MOST_SLOTS, share // plan.message_bytes[number]))

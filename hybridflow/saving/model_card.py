@@ -18,11 +18,11 @@ from typing import Any
 from hybridflow.config.build import to_plain
 from hybridflow.config.model_config import flattened
 from hybridflow.config.outside_json import read_outside_json
-from hybridflow.config.outside_text import printable
 from hybridflow.config.outside_yaml import read_outside_yaml
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import HybridFlowError, naming
 from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.observe.printable import printable
 from hybridflow.saving.store import CheckpointStore, Retention
 
 CARD = "README.md"

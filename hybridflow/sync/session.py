@@ -11,6 +11,9 @@ In a sync each engine has an `Order`, and a `Board` of keys for that order:
 
 `decide` is a single compare-and-set, so either all ranks of an engine copy or none do, regardless
 of which one reaches a deadline first.
+
+An engine's worker calls HybridFlow's code inside the engine's ranks with a `Control`. How it is
+delivered depends on the kind of engine.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import client_store
@@ -323,3 +326,42 @@ def refuse(order: Order, reason: str) -> Outcome:
     with suppress(RuntimeError, WeightSyncError):
         Board.open(order).call_off(reason)
     return Outcome(order.engine, order.number, "refused", f"{order.describe()}: {reason}")
+
+
+DESCRIBE = "describe"
+RECEIVE = "receive"
+PauseMode = Literal["abort", "retract", "in_place"]  # treatment of requests in flight
+
+
+@dataclass(frozen=True)
+class Control:
+    """A command to the engine's ranks.
+
+    Attributes:
+        action: DESCRIBE or RECEIVE.
+        host, port: address of the weight-sync store.
+        timeout_s: maximum duration of each wait in seconds.
+        report: prefix of the store keys under which ranks post their reports.
+        first_rank: index of the engine's first rank in the plan.
+        ranks: number of ranks in the engine.
+        order: the weights to receive; only for RECEIVE.
+    """
+
+    action: str
+    host: str
+    port: int
+    timeout_s: float
+    report: str
+    first_rank: int
+    ranks: int
+    order: Order | None = None
+
+    def to_json(self) -> str:
+        """Serialize to one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Control:
+        """Parse the result of `to_json`."""
+        data: Mapping[str, Any] = json.loads(text)
+        return cls(**{**data, "order": Order.from_dict(data["order"]) if data["order"] else None})

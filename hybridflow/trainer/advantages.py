@@ -10,20 +10,23 @@ import numpy as np
 import torch
 
 from hybridflow.algorithms.entropy_control import EntropyControl, most_uncertain
-from hybridflow.algorithms.estimators.base import Samples
+from hybridflow.algorithms.estimators.base import (
+    Samples,
+    overlong_penalties,
+    sums_of_rows,
+    token_rewards,
+)
 from hybridflow.algorithms.kl_control import KlControl
 from hybridflow.algorithms.losses import kl_penalty
-from hybridflow.algorithms.rewards import overlong_penalties, sums_of_rows, token_rewards
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.entries import ESTIMATORS, FLOWS, estimator_options
 from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.packing import RESPONSE_MASK
+from hybridflow.data.packing import RESPONSE_MASK, sampled_tokens
 from hybridflow.dispatch import DataflowStep
 from hybridflow.errors import DataError, FlowError
 from hybridflow.rewards.verifiers.base import PART_REWARDS, finite_number
-from hybridflow.rollout.sampling_control import sampled_tokens
 from hybridflow.trainer.metrics import spread
 from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
 

@@ -14,6 +14,7 @@ is offloaded and engines keep their memory, a phase does nothing.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -39,7 +40,7 @@ class Devices:
     """
 
     def __init__(self, pool_of: Callable[[str], str], timeline: Timeline) -> None:
-        self._pool_of = pool_of
+        self._pool_of = functools.cache(pool_of)  # a placement does not change
         self._timeline = timeline
         # locks are acquired in call order
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)

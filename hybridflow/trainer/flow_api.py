@@ -11,9 +11,9 @@ import numpy as np
 
 from hybridflow.batch import DataProto
 from hybridflow.config.role_table import CRITICS
+from hybridflow.data.packing import without_rows
 from hybridflow.errors import FlowError
 from hybridflow.flows.base import ROLES
-from hybridflow.rollout.sampling_control import without_rows
 from hybridflow.trainer.flow_calls import (
     Noting,
     Pending,

@@ -225,6 +225,7 @@ class TrainedPolicy:
         self.run = run
         self.role = role
         self.name = name
+        self._scores_later = derived.scores_later_rows(run.config)
         # {step: log-probs of the rows that its first update does not report}
         self._later: dict[int, asyncio.Task[DataProto]] = {}
 
@@ -260,7 +261,7 @@ class TrainedPolicy:
                 squared = self._sum_pi_squared(batch, scoring)
                 tasks.append(run.begin("actor", "sum_pi_squared", squared))
             return Call(run, name, batch, [*tasks, *self._of_reference(batch)])
-        if not derived.scores_later_rows(run.config):
+        if not self._scores_later:
             return Call(run, name, batch, self._of_reference(batch))
         later = run.begin("actor", "old_log_prob", self.role.later_log_probs(batch, run.seed))
         self._later = {run.step: later}
@@ -277,7 +278,7 @@ class TrainedPolicy:
         trained = run.training_on(checked_batch(batch, f"{self.name}.update"), name)
         later = self._later.get(run.step)
         is_scored = "old_log_probs" in batch if run.scores_first else later is not None
-        if not is_scored and (run.scores_first or derived.scores_later_rows(run.config)):
+        if not is_scored and (run.scores_first or self._scores_later):
             raise FlowError(
                 f"{name}: the old log-probs have not been computed; call `await "
                 f"run.{self.name}.log_probs(batch)` first"

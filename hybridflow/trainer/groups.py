@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,10 @@ class PolicyGroup(ModelGroup):
         ]
 
     def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
+        return self._update_reads
+
+    @cached_property
+    def _update_reads(self) -> Sequence[str]:
         return update_step(self.config).reads
 
 

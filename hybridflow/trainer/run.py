@@ -101,6 +101,7 @@ class FlowRun:
         self.is_tracing = is_tracing
         self.flow = FLOWS.get(name)
         self.options = flow_options(trainer.config.algorithm)
+        self._scores_before = derived.scores_before_update(trainer.config)
         self.metrics: dict[str, float] = {}
         self.called: set[str] = set()
         self.doubts: list[str] = []
@@ -274,10 +275,7 @@ class FlowRun:
     def scores_first(self) -> bool:
         """True if a separate pass computes old log-probs for all rows of this step; otherwise the
         first update reports them for its rows."""
-        return (
-            derived.scores_before_update(self.config)
-            or self.step <= self.config.trainer.critic_warmup
-        )
+        return self._scores_before or self.step <= self.config.trainer.critic_warmup
 
     def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run work for a role (`actor` for the policy) once the role's devices are free."""

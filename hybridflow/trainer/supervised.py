@@ -14,7 +14,7 @@ import numpy as np
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import RewardTrainingConfig, SftConfig
 from hybridflow.data.dataset import PreferenceDataset, SftDataset
-from hybridflow.data.images import with_pixels
+from hybridflow.data.images import COLUMN, with_pixels
 from hybridflow.data.sampler import ResumableSampler
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.observe.trackers.base import Phase
@@ -81,7 +81,9 @@ class SupervisedTrainer:
         ):
             while self.step < self.config.steps:
                 started = time.perf_counter()
-                batch = with_pixels(self.dataset.batch(next(self.sampler)), self.dataset)
+                batch = self.dataset.batch(next(self.sampler))
+                if COLUMN in batch:
+                    batch = with_pixels(batch, self.dataset)
                 [update] = await self.model.update(type(self).train, batch)
                 self.step += 1
                 loss = update.means.get("loss", float("nan"))

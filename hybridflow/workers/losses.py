@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from hybridflow.algorithms.estimators.base import sums_of_rows
 from hybridflow.algorithms.losses import (
     OF_TEACHER,
     TEACHER_IDS,
@@ -22,7 +23,6 @@ from hybridflow.algorithms.losses import (
     unbiased_kl,
 )
 from hybridflow.algorithms.policy_losses.base import Tokens
-from hybridflow.algorithms.rewards import sums_of_rows
 from hybridflow.algorithms.rollout_correction import (
     importance_weights,
     kept_tokens,

@@ -73,7 +73,7 @@ class PolicyWorker(RoleWorker):
         )
         self.rank = context.rank
         self._profiler = RankProfiler(config.trainer.profile)
-        self._losses: dict[str | None, PolicyLoss] = {}  # by the column of old log-probs
+        self._losses: dict[bool, PolicyLoss] = {}
         self._noted: DataProto | None = None
         self._store: MasterStore | None = None
         self._sender = WeightSender(context.rank, self.model.sent_tensors)
@@ -124,8 +124,7 @@ class PolicyWorker(RoleWorker):
     def _update(self, batch: DataProto, rows_per_update: int, notes: bool) -> list[Report]:
         config = self.spec.config
         reports = list[Report]()
-        old = derived.old_log_probs_column(config)
-        loss = self._loss_with(None if notes and old == "old_log_probs" else old)
+        loss = self._loss(notes)
         for mini_batch in batch.split(rows_per_update):
             noted = Noted(loss) if notes and not reports else None
             sums, info = self.model.train_mini_batch(
@@ -141,12 +140,14 @@ class PolicyWorker(RoleWorker):
             reports.append({"sums": sums, "info": info})
         return reports
 
-    def _loss_with(self, old: str | None) -> PolicyLoss:
-        """Return the policy loss that reads this column as old log-probs, the same in every
-        step."""
-        if old not in self._losses:
-            self._losses[old] = PolicyLoss(self.config, old)
-        return self._losses[old]
+    def _loss(self, notes: bool) -> PolicyLoss:
+        """Return the policy loss, which is made once. With `notes`, its updates note the log-probs
+        that later ones read."""
+        if notes not in self._losses:
+            old = derived.old_log_probs_column(self.spec.config)
+            old = None if notes and old == "old_log_probs" else old
+            self._losses[notes] = PolicyLoss(self.config, old)
+        return self._losses[notes]
 
     @register(Dispatch.DP, reads=("uid",), writes=("old_log_probs", "entropys"))
     def take_update_log_probs(self, batch: DataProto) -> DataProto | None:

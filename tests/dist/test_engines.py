@@ -25,10 +25,10 @@ from hybridflow.batch import ROUTES, DataProto, Jagged, with_free_end, write_par
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines import guard
 from hybridflow.engines.base import Completion, Extras
-from hybridflow.engines.control import Control
 from hybridflow.engines.sglang.engine import EngineClient, SglangEngine
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
+from hybridflow.sync.session import Control
 from tests.dist.harness.asking import generating
 from tests.dist.harness.ranks import run_ranks
 from tests.dist.harness.rounding import FACTOR, distance

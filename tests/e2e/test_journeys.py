@@ -3,6 +3,7 @@ one step."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,12 +27,13 @@ MOST_FILES = {PROMPT: 105, WEIGHT: 53}
 
 
 @pytest.fixture(scope="module")
-def entered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, set[str]]:
-    """The files that step 2 of the main job entered, by journey."""
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], set[str]]:
+    """The files that step 2 of the main job entered, by journey and by how: in a call, or in a
+    coroutine that goes on from an earlier step, such as the flow."""
     folder = tmp_path_factory.mktemp("journeys")
-    traced = folder / "traced"
-    traced.mkdir()
-    (traced / "journey").write_bytes(b"\0")
+    entered = folder / "entered"
+    entered.mkdir()
+    (entered / "journey").write_bytes(b"\0")
     prepare("arithmetic", folder / "data", None, load_config("tiny-moe-grpo").data.prepare.options)
     words = [
         "--config-name=tiny-moe-grpo",
@@ -41,30 +43,32 @@ def entered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, set[str]]:
         "trainer.val_before_train=false",
         f"output_dir={folder}",
     ]
-    site = {"TRACED": str(traced), "PYTHONPATH": str(Path(__file__).parent / "tracing")}
+    site = {"TRACED": str(entered), "PYTHONPATH": str(Path(__file__).parent / "tracing")}
     with Run(folder / "output", "train", *words, site=site) as run:
         assert run.end(500) == 0, run.err[-3000:]
-    found: dict[str, set[str]] = {journey: set() for journey in OF_BYTE.values()}
-    for file in traced.glob("[0-9]*"):
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for file in entered.glob("[0-9]*"):
         for line in file.read_text().splitlines():
-            journey, _, name = line.partition(" ")
+            journey, how, name = line.split(" ", 2)
             path = Path(name)
             if path.is_relative_to(PACKAGE) and path.relative_to(PACKAGE).parts[0] != "observe":
-                found[OF_BYTE[journey]].add(str(path.relative_to(PACKAGE)))
+                found[OF_BYTE[journey], how].add(str(path.relative_to(PACKAGE)))
     return found
 
 
 @pytest.mark.parametrize("journey", JOURNEYS)
 def test_the_document_names_files_that_the_run_enters(
-    journey: str, entered: Mapping[str, set[str]]
+    journey: str, traced: Mapping[tuple[str, str], set[str]]
 ) -> None:
-    known = entered[journey] | (entered[FIRST_WEIGHTS] if journey == WEIGHT else set())
+    known = traced[journey, "call"] | traced[journey, "resume"]
+    if journey == WEIGHT:
+        known |= traced[FIRST_WEIGHTS, "call"]
     assert [file for file in steps(journey) if file not in known] == []
 
 
 @pytest.mark.parametrize("journey", JOURNEYS)
 def test_a_step_does_not_enter_more_files_than_before(
-    journey: str, entered: Mapping[str, set[str]]
+    journey: str, traced: Mapping[tuple[str, str], set[str]]
 ) -> None:
-    found = sorted(entered[journey])
+    found = sorted(traced[journey, "call"])
     assert len(found) <= MOST_FILES[journey], f"{len(found)} files: {found}"

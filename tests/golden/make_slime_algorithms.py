@@ -21,7 +21,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils import loss as slime
 from slime.utils import distributed_utils, ppo_utils
 
-from hybridflow.algorithms.rewards import sums_of_rows
+from hybridflow.algorithms.estimators.base import sums_of_rows
 from tests.golden.algorithm_inputs import PEER_CASES, Case, drawn, projected
 
 OUT = Path(__file__).with_name("slime_algorithms.json")

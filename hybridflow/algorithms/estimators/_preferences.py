@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.estimators.base import Groups, Samples
-from hybridflow.algorithms.rewards import sums_of_rows
+from hybridflow.algorithms.estimators.base import Groups, Samples, sums_of_rows
 
 if TYPE_CHECKING:
     import torch

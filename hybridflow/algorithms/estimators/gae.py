@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
-from hybridflow.algorithms.rewards import sums_of_rows
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator, sums_of_rows
 from hybridflow.algorithms.whitening import whiten
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from hybridflow.algorithms.estimators._preferences import (
     Pairs,
     log_ratios,
 )
-from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
-from hybridflow.algorithms.rewards import sums_of_rows
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator, sums_of_rows
 
 
 @estimator(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow.algorithms.estimators.base import Estimate, Groups, Samples, estimator
-from hybridflow.algorithms.rewards import sums_of_rows
+from hybridflow.algorithms.estimators.base import Estimate, Groups, Samples, estimator, sums_of_rows
 
 
 @estimator("opo", compares_samples=True)

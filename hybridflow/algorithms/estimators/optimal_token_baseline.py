@@ -3,8 +3,13 @@ to their accumulated gradient."""
 
 from __future__ import annotations
 
-from hybridflow.algorithms.estimators.base import Estimate, Groups, Samples, estimator
-from hybridflow.algorithms.rewards import rows_of_tokens
+from hybridflow.algorithms.estimators.base import (
+    Estimate,
+    Groups,
+    Samples,
+    estimator,
+    rows_of_tokens,
+)
 
 
 @estimator(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hybridflow.algorithms.rewards import rows_of_tokens, sums_of_rows
+from hybridflow.algorithms.estimators.base import rows_of_tokens, sums_of_rows
 from hybridflow.config.entries import POLICY_LOSSES, NoOptions, TokenLoss
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hybridflow.algorithms.estimators.base import rows_of_tokens, sums_of_rows
 from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
-from hybridflow.algorithms.rewards import rows_of_tokens, sums_of_rows
 
 # bounds of a sequence's log-ratio; a token's are +-20
 _LEAST = math.log(1e-8)

@@ -23,13 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hybridflow.batch import Supports
 from hybridflow.engines.base import ENGINES, Load, TokenRequests
-from hybridflow.engines.control import Control, PauseMode
 from hybridflow.engines.served_engine import ServedEngine, ServerClient
 from hybridflow.engines.server import command_line
 from hybridflow.engines.sglang.server import (
@@ -43,6 +42,9 @@ from hybridflow.engines.sglang.server_changes import LOG_PROBS, SUPPORT_IDS, SUP
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError
 from hybridflow.process.rendezvous import master_store
+
+if TYPE_CHECKING:
+    from hybridflow.sync.session import Control, PauseMode
 
 
 def payload(control: Control) -> list[str]:

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from hybridflow.engines.control import Control
 from hybridflow.engines.weight_receiver import WeightReceiver
+from hybridflow.sync.session import Control
 
 _log = logging.getLogger(__name__)
 _receiver: WeightReceiver | None = None

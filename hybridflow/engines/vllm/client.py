@@ -9,15 +9,17 @@ contrary to the specification of `Completion`, so such requests are rejected.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hybridflow.engines.base import TokenRequests
-from hybridflow.engines.control import Control, PauseMode
 from hybridflow.engines.served_engine import ServerClient
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError
+
+if TYPE_CHECKING:
+    from hybridflow.sync.session import Control, PauseMode
 
 RPC = "take_weight_message"  # method of `worker.WeightExtension`
 # prefix that vLLM adds to request names (scale_out/token_in_token_out/serving.py)

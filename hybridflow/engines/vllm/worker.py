@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from hybridflow.engines.control import Control
 from hybridflow.engines.weight_receiver import WeightReceiver
 from hybridflow.models.layout import whole
 from hybridflow.reshard.layout import Catalog, RankLayout
 from hybridflow.sync import session
 from hybridflow.sync.schedule import layout_digest, post_layout
-from hybridflow.sync.session import Board
+from hybridflow.sync.session import Board, Control
 from hybridflow.sync.stream import receive_stream
 
 _log = logging.getLogger(__name__)

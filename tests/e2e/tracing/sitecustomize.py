@@ -4,7 +4,8 @@ Python that starts with this folder on PYTHONPATH.
 Byte 0 of the file `$TRACED/journey` is the current journey, shared by all processes: 1 a prompt's,
 2 a weight's, 3 that of the first weights, which opens the sessions, 0 none. The driver sets it when
 it enters certain functions and phases. Each process appends the files that it enters to
-`$TRACED/PID`.
+`$TRACED/PID`: `JOURNEY call FILE`, or `JOURNEY resume FILE` for a coroutine or generator that goes
+on where it stood.
 """
 
 from __future__ import annotations
@@ -39,29 +40,30 @@ class Tracer:
         self.folder = folder
         with open(os.path.join(folder, "journey"), "rb+") as file:
             self.journey = mmap.mmap(file.fileno(), 1)
-        self.seen: set[tuple[int, str]] = set()
+        self.seen: set[tuple[int, str, str]] = set()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event != "call":
             return
         code = frame.f_code
         if code.co_flags & _RESUMABLE and frame.f_lasti > begin_of(code):
-            return  # a coroutine or generator that goes on where it stood was entered before
+            return self.note("resume", code.co_filename)
         if "/hybridflow/observe/" in code.co_filename:
             self.set_journey(code.co_name, frame.f_locals)
         elif code.co_name in ("prepare", "sync") and code.co_filename.endswith(
             "/rollout/weight_sync.py"
         ):
             self.journey[0] = self.journey[0] or FIRST_WEIGHTS
+        self.note("call", code.co_filename)
+
+    def note(self, how: str, name: str) -> None:
+        """Write a file of the package down, once for each journey and way to enter it."""
         journey = self.journey[0]
-        if (
-            journey
-            and "/hybridflow/" in code.co_filename
-            and (journey, code.co_filename) not in self.seen
-        ):
-            self.seen.add((journey, code.co_filename))
+        entry = (journey, how, name)
+        if journey and "/hybridflow/" in name and entry not in self.seen:
+            self.seen.add(entry)
             with open(os.path.join(self.folder, str(os.getpid())), "a", encoding="utf-8") as file:
-                file.write(f"{journey} {code.co_filename}\n")
+                file.write(f"{journey} {how} {name}\n")
 
     def set_journey(self, name: str, found: dict[str, Any]) -> None:
         """Follow the driver's timeline: its phases begin in `Timeline.begin` and end in

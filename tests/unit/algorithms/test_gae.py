@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridflow.algorithms.estimators.base import token_rewards
 from hybridflow.algorithms.kl_control import KlControl
 from hybridflow.algorithms.losses import aggregate, kl_penalty
-from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
 from hybridflow.algorithms.whitening import whiten
 from hybridflow_kernels.scans import gae

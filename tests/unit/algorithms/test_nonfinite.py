@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.nonfinite import not_finite
+from hybridflow.algorithms.losses import not_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from hybridflow.algorithms.entropy_control import most_uncertain
-from hybridflow.algorithms.estimators.base import Samples
+from hybridflow.algorithms.estimators.base import Samples, sums_of_rows
 from hybridflow.algorithms.estimators.gae import GaeOptions
 from hybridflow.algorithms.estimators.grpo import ScaledOptions, grpo
 from hybridflow.algorithms.estimators.reinforce_plus_plus import ReinforcePlusPlusOptions
-from hybridflow.algorithms.rewards import sums_of_rows
 from hybridflow.config.entries import ESTIMATORS
 from hybridflow.config.schema import ActorConfig
 from hybridflow.config.schema_rewards import RolloutCorrectionConfig

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.algorithms.estimators.base import Samples
+from hybridflow.algorithms.estimators.base import Samples, sums_of_rows
 from hybridflow.algorithms.losses import aggregate, kl_penalty
 from hybridflow.algorithms.policy_losses.base import Tokens
-from hybridflow.algorithms.rewards import sums_of_rows
 from hybridflow.algorithms.rollout_correction import importance_weights, kept_tokens
 from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
 from hybridflow.trainer.mismatch import divergences, ratio_sums

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from hybridflow.engines.control import DESCRIBE, RECEIVE, Control
 from hybridflow.engines.sglang import weight_receiver
 from hybridflow.models.layout import ParallelShape
 from hybridflow.models.weights import RandomWeights
@@ -18,7 +17,16 @@ from hybridflow.reshard.layout import megatron_layout, rank_tensors
 from hybridflow.sync import session
 from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.sync.sender import WeightSender
-from hybridflow.sync.session import ABORT, Board, Order, Outcome, RankReport
+from hybridflow.sync.session import (
+    ABORT,
+    DESCRIBE,
+    RECEIVE,
+    Board,
+    Control,
+    Order,
+    Outcome,
+    RankReport,
+)
 from hybridflow.sync.transports.base import Endpoint
 from tests.unit.reshard.reshard_cases import decoder_of
 

@@ -21,12 +21,11 @@ import pytest
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines import token_stream, weight_transaction
 from hybridflow.engines.base import ENGINES, NO_EXTRAS, Engine, Extras, TokenRequests, WeightSpan
-from hybridflow.engines.control import Control
 from hybridflow.engines.sglang.engine import EngineClient
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError, EngineSilent
-from hybridflow.sync.session import Outcome
+from hybridflow.sync.session import Control, Outcome
 from hybridflow.workers.requests import CUT_SHORT, EngineRequests
 from tests.engine_weights import weights_checksum
 from tests.unit.engines.stub import KEY, Stub, answer_of, streamed

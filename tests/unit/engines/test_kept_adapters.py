@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridflow.config.schema import LoraConfig
-from hybridflow.engines.control import DESCRIBE, Control
 from hybridflow.engines.kept_adapters import keep
 from hybridflow.engines.layout_tracer import trace_layout
 from hybridflow.engines.weight_receiver import WeightReceiver
@@ -33,6 +32,7 @@ from hybridflow.sync.schedule import (
     sync_catalog,
 )
 from hybridflow.sync.sender import WeightSender
+from hybridflow.sync.session import DESCRIBE, Control
 from tests.unit.engines.bench import HOST, WAIT_S, Bench
 from tests.unit.reshard.reshard_cases import decoder_of
 

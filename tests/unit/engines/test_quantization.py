@@ -17,13 +17,13 @@ from torch import nn
 
 from hybridflow.config.load import load_config
 from hybridflow.device.platform import Platform
-from hybridflow.engines.control import DESCRIBE, Control
 from hybridflow.engines.sglang import weight_receiver
 from hybridflow.errors import ConfigError, ModelError, WeightSyncError
 from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.reshard.layout import Catalog, megatron_layout
 from hybridflow.sync import session
 from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
+from hybridflow.sync.session import DESCRIBE, Control
 from hybridflow.trainer import app, assets
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.workers.rollout import check_node

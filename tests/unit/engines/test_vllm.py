@@ -18,7 +18,6 @@ import torch
 
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.base import ENGINES, Completion, TokenRequests
-from hybridflow.engines.control import DESCRIBE, Control
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.engines.vllm import door
 from hybridflow.engines.vllm.client import VllmClient
@@ -32,6 +31,7 @@ from hybridflow.engines.vllm.worker import (
 from hybridflow.engines.weight_receiver import WeightReceiver
 from hybridflow.errors import EngineError, EngineSilent
 from hybridflow.sync import session
+from hybridflow.sync.session import DESCRIBE, Control
 from tests.unit.engines.bench import FAMILY, HOST, WAIT_S, Bench, Engine
 
 RECORDED = json.loads((Path(__file__).parent / "vllm_answers.json").read_text(encoding="utf-8"))[

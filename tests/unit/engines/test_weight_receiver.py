@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.engines.control import DESCRIBE, Control
 from hybridflow.engines.sglang import weight_receiver
 from hybridflow.sync import session
-from hybridflow.sync.session import ABORT
+from hybridflow.sync.session import ABORT, DESCRIBE, Control
 from tests.unit.engines.bench import FAMILY, HOST, PAD, WAIT_S, Bench, Engine
 
 

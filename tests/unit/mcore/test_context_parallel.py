@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.nonfinite import describe
+from hybridflow.algorithms.losses import describe_nonfinite
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.mcore import bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed import Cut, build_micro_batches
@@ -73,8 +73,14 @@ def test_every_response_token_is_predicted_once_from_the_row_before_it() -> None
 
 def test_what_is_not_finite_is_described_by_its_likeliest_cause() -> None:
     fine = [-1, -1, -1]
-    assert describe([fine, fine]) == ""
-    assert "the loss is not finite: rank 1 micro-batch 2" in describe([[-1, 2, 0], [2, 2, 0]])
-    assert "a gradient is not finite: rank 0 micro-batch 4" in describe([[-1, 4, 0], [-1, -1, 0]])
-    assert "the reduced gradients on rank 1 are not finite" in describe([fine, [-1, -1, 0]])
-    assert "and 2 more ranks" in describe([[0, -1, -1]] * 6)
+    assert describe_nonfinite([fine, fine]) == ""
+    assert "the loss is not finite: rank 1 micro-batch 2" in describe_nonfinite(
+        [[-1, 2, 0], [2, 2, 0]]
+    )
+    assert "a gradient is not finite: rank 0 micro-batch 4" in describe_nonfinite(
+        [[-1, 4, 0], [-1, -1, 0]]
+    )
+    assert "the reduced gradients on rank 1 are not finite" in describe_nonfinite(
+        [fine, [-1, -1, 0]]
+    )
+    assert "and 2 more ranks" in describe_nonfinite([[0, -1, -1]] * 6)

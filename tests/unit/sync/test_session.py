@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hybridflow.engines.control import RECEIVE, Control
 from hybridflow.errors import WeightSyncError
 from hybridflow.models.layout import ParallelShape
 from hybridflow.process.rendezvous import master_store
@@ -30,7 +29,16 @@ from hybridflow.sync.schedule import (
     post_layout,
     schedule_key,
 )
-from hybridflow.sync.session import ABORT, COMMIT, Announcement, Board, Order, RankReport
+from hybridflow.sync.session import (
+    ABORT,
+    COMMIT,
+    RECEIVE,
+    Announcement,
+    Board,
+    Control,
+    Order,
+    RankReport,
+)
 from hybridflow.sync.transports.base import Endpoint
 from tests.unit.reshard.reshard_cases import decoder_of
 

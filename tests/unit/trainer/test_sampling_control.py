@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.rewards import overlong_penalties
+from hybridflow.algorithms.estimators.base import overlong_penalties
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.entries import ESTIMATORS
 from hybridflow.config.schema import (
@@ -21,15 +21,15 @@ from hybridflow.config.schema import (
     RolloutConfig,
     RunConfig,
 )
-from hybridflow.rollout.sampling_control import (
-    DynamicSampling,
-    groups_that_differ,
-    without_overlong,
-    without_rows,
-)
+from hybridflow.data.packing import without_rows
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.advantages import Advantages
-from hybridflow.trainer.samples import Sampled
+from hybridflow.trainer.samples import (
+    DynamicSampling,
+    Sampled,
+    groups_that_differ,
+    without_overlong,
+)
 from tests.unit.trainer.worlds import PROMPTS, N, World, config_of, records, trainer_of
 
 
