@@ -25,6 +25,7 @@ class TokenRequests:
         max_new_tokens: maximum length of each response.
         stop_token_ids: tokens that end a response; the response includes this token.
         extras: optional outputs in addition to tokens and log-probs.
+        images: the images of each prompt; empty if no prompt has images.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -32,6 +33,7 @@ class TokenRequests:
     max_new_tokens: Sequence[int]
     stop_token_ids: Sequence[int]
     extras: Extras = NO_EXTRAS
+    images: Sequence[PromptImages] = ()
 
 
 class Asking(Protocol):
@@ -154,9 +156,16 @@ class _InThread:
         if not numbers:
             return
         rows = [asked.prompts[number] for number in numbers]
+        images = [asked.images[number] for number in numbers] if asked.images else []
         try:
             found = generated(
-                self._engine, rows, asked.sampling, limit, asked.stop_token_ids, asked.extras
+                self._engine,
+                rows,
+                asked.sampling,
+                limit,
+                asked.stop_token_ids,
+                asked.extras,
+                images,
             )
         except EngineError as error:
             self._begun = dict(zip(numbers, error.begun, strict=False))

@@ -11,7 +11,7 @@ import requests
 
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.asking import TokenRequests, Told
-from hybridflow.engines.base import NO_EXTRAS, Completion, Extras
+from hybridflow.engines.base import NO_EXTRAS, Completion, Extras, PromptImages
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError, EngineSilent
 
@@ -79,6 +79,7 @@ class ServerClient:
         max_new_tokens: int,
         stop_token_ids: Sequence[int] = (),
         extras: Extras = NO_EXTRAS,
+        images: Sequence[PromptImages] = (),
     ) -> list[Completion]:
         """Generate one response per prompt (`Engine.generate`). To sample a prompt several times,
         repeat it.
@@ -90,7 +91,8 @@ class ServerClient:
         found: list[Completion | None] = [None] * len(prompts)
         limits = [max_new_tokens] * len(prompts)
         asked = self.ask(
-            TokenRequests(prompts, sampling, limits, stop_token_ids, extras), found.__setitem__
+            TokenRequests(prompts, sampling, limits, stop_token_ids, extras, images),
+            found.__setitem__,
         )
         try:
             asked.done.result()
@@ -103,14 +105,18 @@ class ServerClient:
         """Send the requests and return immediately (see `TokenStreams.ask`).
 
         Raises:
-            EngineError: a prompt is empty.
+            EngineError: a prompt is empty, or has images that this kind of server does not read.
         """
         rows = [[int(token) for token in prompt] for prompt in requests.prompts]
         empty = [i for i, row in enumerate(rows) if not row]
         if empty:
             raise EngineError(f"prompt {empty[0]} is empty", engine=self.name)
+        if requests.images and not self.tokens.reads_images:
+            raise EngineError(
+                "images are not supported; set rollout.engine=sglang", engine=self.name
+            )
         parameters = [self._parameters(requests, limit) for limit in requests.max_new_tokens]
-        asked = Asked(rows, parameters, requests.extras, told)
+        asked = Asked(rows, parameters, requests.extras, told, requests.images)
         self.tokens.ask(asked)
         return asked
 

@@ -10,7 +10,7 @@ from typing import Any
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines import weight_transaction
 from hybridflow.engines.asking import Asking, TokenRequests, Told
-from hybridflow.engines.base import Completion, Extras
+from hybridflow.engines.base import Completion, Extras, PromptImages
 from hybridflow.engines.server import ServerProcess
 from hybridflow.engines.spec import check_tokens, model_config
 from hybridflow.sync.schedule import EngineLayout
@@ -46,11 +46,14 @@ class ServedEngine(ServerProcess):
         *,
         with_routes: bool = False,
         with_support: bool = False,
+        images: Sequence[PromptImages] = (),
     ) -> list[Completion]:
         """Generate through `ServerClient.generate`."""
         check_tokens(prompts, self.vocabulary, self.spec.name)
         extras = Extras(with_routes, with_support)
-        return self.client.generate(prompts, sampling, max_new_tokens, stop_token_ids, extras)
+        return self.client.generate(
+            prompts, sampling, max_new_tokens, stop_token_ids, extras, images
+        )
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
         """Send requests through `ServerClient.ask`."""

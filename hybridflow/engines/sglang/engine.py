@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ class SglangEngine(ServedEngine):
     """One SGLang server."""
 
     client_class = EngineClient
+
+    @cached_property
+    def client(self) -> EngineClient:
+        """The server's client. Valid after `start`."""
+        client = EngineClient(
+            self.url, self.admin_key, self.spec.request_timeout_s, name=self.spec.name
+        )
+        client.tokens.image_dtype = self.spec.dtype
+        return client
 
     def load(self) -> Load:
         """Return the server's load."""

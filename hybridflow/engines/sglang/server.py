@@ -36,6 +36,8 @@ MODEL_FILES = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     # no own file: transformers' modules around SGLang's attention and linear layers
     "SeedOssForCausalLM": "transformers",
 }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.batch import Supports
+from hybridflow.engines.sglang.image_data import encode
 from hybridflow.engines.sglang.packed_answers import LOG_PROBS, SUPPORT_IDS, SUPPORT_SIZES
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError
@@ -29,6 +30,8 @@ _ACCEPTED = "spec_correct_drafts_histogram"
 class SglangStreams(TokenStreams):
     """Token requests to one SGLang server."""
 
+    reads_images = True
+    image_dtype = "float32"  # of the server's vision tower
     # of the requests that ended since `take_prefix_hits`. The server's own rate is only computed
     # with --enable-metrics, which needs prometheus_client
     _prompt_tokens = 0
@@ -84,6 +87,9 @@ class SglangStreams(TokenStreams):
             "return_logprob": True,
             "stream": True,
         }
+        if asked.images:
+            images = [asked.images[number] for number in numbers]
+            body["image_data"] = encode(images, self.image_dtype)
         wanted = {
             "return_routed_experts": asked.extras.routes,
             "return_sampling_mask": asked.extras.support,

@@ -13,6 +13,7 @@ from hybridflow.engines.sglang.closed_paths import close_paths
 from hybridflow.engines.sglang.closed_sockets import close_sockets
 from hybridflow.engines.sglang.cpu_plugin import models
 from hybridflow.engines.sglang.packed_answers import pack_answers
+from hybridflow.engines.sglang.received_images import receive_images
 
 
 def register() -> None:
@@ -22,6 +23,7 @@ def register() -> None:
     close_sockets()
     close_paths()
     pack_answers()
+    receive_images()
     if not cpu_plugin.wanted():
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
