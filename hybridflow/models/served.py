@@ -144,10 +144,10 @@ def _tower(family: Any, config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     if tower is None:
         return
-    heads = tower.sizes["num_heads"]
     ranks = rollout.tensor // rollout.data_parallel_attention
-    if heads % ranks:
-        yield (
-            f"with {ranks} attention ranks in an engine (rollout.tensor={rollout.tensor}): they do "
-            f"not divide vision_config.num_heads={heads}; choose a divisor of {heads}"
-        )
+    for name in ("num_heads", "intermediate_size"):
+        if (size := tower.sizes[name]) % ranks:
+            yield (
+                f"with rollout.tensor={rollout.tensor}: the {ranks} ranks of an engine's attention "
+                f"do not divide vision_config.{name}={size}; choose a divisor of {size}"
+            )

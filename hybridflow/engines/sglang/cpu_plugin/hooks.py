@@ -46,6 +46,11 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", plain_rotary, HookType.AROUND
     )
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
+        keep_tower_width,
+        HookType.AFTER,
+    )
     pool = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
     HookRegistry.register(f"{pool}._init_kv_copy_and_warmup", no_slot_copies, HookType.REPLACE)
     group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
@@ -158,6 +163,16 @@ def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return get_rope(
         *args[:8], **{name: value for name, value in kwargs.items() if name != "device"}
     )
+
+
+def keep_tower_width(model_config: Any, *_: Any) -> None:
+    """Undo the padding of the vision tower's MLPs to a multiple of 32, which only SGLang's own CPU
+    kernels need, and which its loader does not support on this platform
+    (sglang/srt/layers/linear.py:551)."""
+    tower = getattr(model_config.hf_config, "vision_config", None)
+    width = getattr(tower, "original_intermediate_size", None)
+    if width is not None:
+        tower.intermediate_size = width
 
 
 def no_slot_copies(pool: Any) -> None:
