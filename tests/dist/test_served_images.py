@@ -20,8 +20,12 @@ from hybridflow.config.schema import SamplingConfig
 from hybridflow.data.image_tokens import ImageTokens
 from hybridflow.engines.asking import TokenRequests
 from hybridflow.engines.base import Completion, PromptImages, prompt_images
+from hybridflow.engines.hf.engine import checkpoint_tensors
 from hybridflow.errors import EngineError
+from hybridflow.models import family_of
+from hybridflow.models.causal import allocate, causal_on_meta
 from tests.dist.cases.vision import batch_with_images
+from tests.dist.harness.sync_senders import tensors_of
 from tests.dist.harness.sync_world import SyncWorld
 from tests.engine_weights import load_weights_from_disk, weights_checksum
 from tests.models import IMAGE_TOKEN, VISIONS
@@ -31,6 +35,15 @@ BATCH = batch_with_images(5)
 PROMPTS = [row.tolist() for row in BATCH.jagged("prompt_ids")]
 IMAGES = prompt_images(BATCH)
 TOKENS = ImageTokens(IMAGE_TOKEN, 2)
+# SGLang pads experts to multiples of 32 on CPUs
+_MIXTURE = VISIONS["qwen3_vl_moe"]
+MODELS = {
+    "qwen3_vl": VISIONS["qwen3_vl"],
+    "qwen3_vl_moe": {
+        **_MIXTURE,
+        "text_config": {**_MIXTURE["text_config"], "moe_intermediate_size": 32},
+    },
+}
 BOUND = 1e-4
 PATIENCE_S = 240.0
 MOST = 200
@@ -46,7 +59,7 @@ def world(
 ) -> Iterator[SyncWorld]:
     kind, engines = request.param
     shape = {"ranks": 2, "tensor": 2}
-    built = SyncWorld(VISIONS[kind], shape, engines, tmp_path_factory.mktemp("images"))
+    built = SyncWorld(MODELS[kind], shape, engines, tmp_path_factory.mktemp("images"))
     try:
         yield built
     finally:
@@ -54,10 +67,15 @@ def world(
 
 
 def model_of(world: SyncWorld, seed: int) -> Any:
-    from transformers import AutoModelForImageTextToText
-
-    folder = world.exported(seed)
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    """transformers' model with the weights of a seed."""
+    weights = tensors_of(world.model, seed)
+    model = causal_on_meta(family_of(world.model), torch.float32)
+    allocate(model, torch.device("cpu"))
+    with torch.no_grad():
+        for name, tensor in checkpoint_tensors(model):
+            tensor.copy_(weights.pop(name))
+    assert not weights
+    return model.eval()
 
 
 @torch.no_grad()

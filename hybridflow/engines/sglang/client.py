@@ -29,6 +29,7 @@ class EngineClient(ServerClient):
     """HTTP client of one SGLang server."""
 
     streams = SglangStreams
+    tokens: SglangStreams
 
     def _parameters(self, requests: TokenRequests, limit: int) -> dict[str, Any]:
         return {

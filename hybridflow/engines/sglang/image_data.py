@@ -53,10 +53,10 @@ def encode(images: Sequence[PromptImages], dtype: str) -> dict[str, Any]:
         dtype: one of `DTYPES`; the dtype of the engine's vision tower.
     """
     numbers: dict[str, int] = {}
-    table = []
-    rows = []
+    table: list[dict[str, Any]] = []
+    rows: list[list[int]] = []
     for one in images:
-        row = []
+        row: list[int] = []
         end = 0
         for grid in one.grids.tolist():
             start, end = end, end + grid[0] * grid[1] * grid[2]
