@@ -88,10 +88,14 @@ def test_two_steps_with_images_and_a_server(tmp_path: Path) -> None:
         assert 0 < record["rollout/logprob_diff/max"] < 1e-5
 
 
-def test_a_conversation_keeps_the_images_of_its_prompt(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cluster", ["in-process", pytest.param("one-process", marks=pytest.mark.full)]
+)
+def test_a_conversation_keeps_the_images_of_its_prompt(cluster: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TWICE)
     folder = train(
         tmp_path,
+        f"cluster={cluster}",
         "trainer.total_steps=1",
         "trainer.test_every_steps=0",
         "data.prepare.options={num_train: 64, num_test: 16}",

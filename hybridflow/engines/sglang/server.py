@@ -97,6 +97,10 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         # the default backend's graphs cannot release their memory, so the server would crash at
         # start-up (sglang/srt/model_executor/runner_backend/breakable_cuda_graph_backend.py:92)
         arguments["cuda-graph-backend-prefill"] = "disabled"
+    if _read_config(spec.model_path).get("vision_config"):
+        # otherwise a tower in CUDA graphs interpolates position embeddings unlike transformers
+        # (sglang/srt/models/qwen3_vl.py:524)
+        arguments["enable-precise-embedding-interpolation"] = True
     if not has_weights(spec.model_path):
         arguments["load-format"] = "dummy"
     if spec.pipeline > 1:

@@ -169,10 +169,9 @@ def keep_tower_width(model_config: Any, *_: Any) -> None:
     """Undo the padding of the vision tower's MLPs to a multiple of 32, which only SGLang's own CPU
     kernels need, and which its loader does not support on this platform
     (sglang/srt/layers/linear.py:551)."""
-    tower = getattr(model_config.hf_config, "vision_config", None)
-    width = getattr(tower, "original_intermediate_size", None)
-    if width is not None:
-        tower.intermediate_size = width
+    tower: Any = getattr(model_config.hf_config, "vision_config", None)
+    if hasattr(tower, "original_intermediate_size"):
+        tower.intermediate_size = tower.original_intermediate_size
 
 
 def no_slot_copies(pool: Any) -> None:
