@@ -112,9 +112,7 @@ class ServerClient:
         if empty:
             raise EngineError(f"prompt {empty[0]} is empty", engine=self.name)
         if requests.images and not self.tokens.reads_images:
-            raise EngineError(
-                "images are not supported; set rollout.engine=sglang", engine=self.name
-            )
+            raise EngineError("this kind of engine does not receive images", engine=self.name)
         parameters = [self._parameters(requests, limit) for limit in requests.max_new_tokens]
         asked = Asked(rows, parameters, requests.extras, told, requests.images)
         self.tokens.ask(asked)
