@@ -129,19 +129,11 @@ def leave_out_processors(*_: Any, **__: Any) -> None:
 def own_tokenizer() -> Any:
     """Return the tokenizer in place of transformers' processor, whose image and video processors
     need torchvision. None if the server does not tokenise."""
-    from sglang.srt.runtime_context import get_model, get_serving
+    from sglang.srt.runtime_context import get_serving
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     serving = get_serving()
-    if serving.skip_tokenizer_init:
-        return None
-    return get_tokenizer(
-        serving.tokenizer_path,
-        tokenizer_mode=serving.tokenizer_mode,
-        trust_remote_code=get_model().trust_remote_code,
-        revision=get_model().revision,
-        tokenizer_backend=serving.tokenizer_backend,
-    )
+    return None if serving.skip_tokenizer_init else get_tokenizer(serving.tokenizer_path)
 
 
 def tokenizer_alone(*_: Any, **__: Any) -> Any:

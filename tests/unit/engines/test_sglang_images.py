@@ -98,7 +98,7 @@ def test_a_request_is_bounded_by_the_bytes_of_its_images(monkeypatch: pytest.Mon
 
 def test_other_servers_refuse_images() -> None:
     client = VllmClient("http://127.0.0.1:1", "key", name="engine-3")
-    with pytest.raises(EngineError, match="engine-3.*does not receive images"):
+    with pytest.raises(EngineError, match=r"engine-3.*does not receive images"):
         client.ask(TokenRequests(PROMPTS, None, [4] * 8, [], images=IMAGES), lambda *_: None)  # type: ignore[arg-type]
 
 
