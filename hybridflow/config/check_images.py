@@ -7,9 +7,9 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.model_config import MULTIMODAL, VISION_MODELS
-from hybridflow.config.schema import RunConfig
+from hybridflow.config.schema import RolloutConfig, RunConfig
 
-_WORKS = "rollout.engine=hf with cluster=in-process"
+_SERVER = RolloutConfig().engine  # the only server that receives images
 
 
 def problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
@@ -30,8 +30,9 @@ def problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
             f"in config.json); set model.path to {VISION_MODELS}, or data.image_key=null to train "
             "on the text alone"
         )
-    if derived.generates(config) and not config.cluster.in_process:
-        yield f"{key}: only an engine in the trainer's process can receive images; set {_WORKS}"
+    engine = config.rollout.engine
+    if derived.generates(config) and not config.cluster.in_process and engine != _SERVER:
+        yield f"{key}: rollout.engine={engine} does not receive images; set it to {_SERVER}"
     if data.answers == "pairs":
         yield f"{key} is not supported with data.answers=pairs; set one of them to its default"
     if config.trainer.rollouts_from is not None:

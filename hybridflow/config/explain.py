@@ -119,6 +119,7 @@ def _rollout(config: RunConfig) -> list[str]:
             f"{config.rollout.max_running_requests} at a time"
         ),
         f"  sampling  = {_sampling(config)}",
+        *_images(config),
         f"  staleness = trainer.max_staleness {config.trainer.max_staleness}: {_staleness(config)}",
     ]
 
@@ -131,6 +132,18 @@ def _sampling(config: RunConfig) -> str:
         "and entropies, also the reference's, are over each token's candidates, without the "
         "log-prob kernel"
     )
+
+
+def _images(config: RunConfig) -> list[str]:
+    key = config.data.image_key
+    if key is None:
+        return []
+    how = (
+        "read by the engine in this process"
+        if config.cluster.in_process
+        else "sent to an engine as patches, once for all samples of a prompt"
+    )
+    return [f"  images    = column data.image_key {key}: {how}"]
 
 
 def _staleness(config: RunConfig) -> str:

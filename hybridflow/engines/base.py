@@ -185,6 +185,7 @@ class TokenRequests:
         max_new_tokens: maximum length of each response.
         stop_token_ids: tokens that end a response; the response includes this token.
         extras: optional outputs in addition to tokens and log-probs.
+        images: the images of each prompt; empty if no prompt has images.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -192,6 +193,7 @@ class TokenRequests:
     max_new_tokens: Sequence[int]
     stop_token_ids: Sequence[int]
     extras: Extras = NO_EXTRAS
+    images: Sequence[PromptImages] = ()
 
 
 class Asking(Protocol):

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Self
 import requests
 
 from hybridflow.config.schema import SamplingConfig
-from hybridflow.engines.base import NO_EXTRAS, Asking, Completion, Extras, TokenRequests, Told
+from hybridflow.engines.base import (
+    NO_EXTRAS,
+    Asking,
+    Completion,
+    Extras,
+    PromptImages,
+    TokenRequests,
+    Told,
+)
 from hybridflow.engines.server import ServerProcess, direct_session
 from hybridflow.engines.spec import check_tokens, model_config
 from hybridflow.engines.token_stream import Asked, TokenStreams
@@ -78,6 +86,7 @@ class ServerClient:
         max_new_tokens: int,
         stop_token_ids: Sequence[int] = (),
         extras: Extras = NO_EXTRAS,
+        images: Sequence[PromptImages] = (),
     ) -> list[Completion]:
         """Generate one response per prompt (`Engine.generate`). To sample a prompt several times,
         repeat it.
@@ -89,7 +98,8 @@ class ServerClient:
         found: list[Completion | None] = [None] * len(prompts)
         limits = [max_new_tokens] * len(prompts)
         asked = self.ask(
-            TokenRequests(prompts, sampling, limits, stop_token_ids, extras), found.__setitem__
+            TokenRequests(prompts, sampling, limits, stop_token_ids, extras, images),
+            found.__setitem__,
         )
         try:
             asked.done.result()
@@ -102,14 +112,16 @@ class ServerClient:
         """Send the requests and return immediately (see `TokenStreams.ask`).
 
         Raises:
-            EngineError: a prompt is empty.
+            EngineError: a prompt is empty, or has images that this kind of server does not read.
         """
         rows = [[int(token) for token in prompt] for prompt in requests.prompts]
         empty = [i for i, row in enumerate(rows) if not row]
         if empty:
             raise EngineError(f"prompt {empty[0]} is empty", engine=self.name)
+        if requests.images and not self.tokens.reads_images:
+            raise EngineError("this kind of engine does not receive images", engine=self.name)
         parameters = [self._parameters(requests, limit) for limit in requests.max_new_tokens]
-        asked = Asked(rows, parameters, requests.extras, told)
+        asked = Asked(rows, parameters, requests.extras, told, requests.images)
         self.tokens.ask(asked)
         return asked
 
@@ -198,11 +210,14 @@ class ServedEngine(ServerProcess):
         *,
         with_routes: bool = False,
         with_support: bool = False,
+        images: Sequence[PromptImages] = (),
     ) -> list[Completion]:
         """Generate through `ServerClient.generate`."""
         check_tokens(prompts, self.vocabulary, self.spec.name)
         extras = Extras(with_routes, with_support)
-        return self.client.generate(prompts, sampling, max_new_tokens, stop_token_ids, extras)
+        return self.client.generate(
+            prompts, sampling, max_new_tokens, stop_token_ids, extras, images
+        )
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
         """Send requests through `ServerClient.ask`."""

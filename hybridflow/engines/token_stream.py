@@ -14,7 +14,7 @@ import base64
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -24,11 +24,13 @@ import numpy as np
 import orjson
 
 from hybridflow.batch import Supports
-from hybridflow.engines.base import Completion, Extras, Told, WeightSpan
+from hybridflow.engines.base import Completion, Extras, PromptImages, Told, WeightSpan
 from hybridflow.errors import EngineError, EngineSilent
 
 FINISH_REASONS = ("stop", "length", "abort")
 _ABORT_S = 5.0
+# of the patches in one HTTP request, before encoding; a prompt with more is sent alone
+_IMAGE_BYTES = 64 << 20
 Value = TypeVar("Value")
 
 
@@ -138,8 +140,10 @@ class Asked:
         parameters: Sequence[dict[str, Any]],
         extras: Extras,
         told: Told,
+        images: Sequence[PromptImages] = (),
     ) -> None:
         self.prompts = prompts
+        self.images = images  # of each prompt; empty if no prompt has images
         self.parameters = parameters
         self.extras = extras
         self.told = told
@@ -211,6 +215,7 @@ class TokenStreams:
 
     _loop: asyncio.AbstractEventLoop | None
     path = "/generate"
+    reads_images = False
 
     # ---- implemented by each kind of server
 
@@ -273,10 +278,7 @@ class TokenStreams:
     # ---- in the loop's thread
 
     async def _answer(self, asked: Asked) -> None:
-        parts = [
-            range(len(asked.prompts))[i : i + self.batch_size]
-            for i in range(0, len(asked.prompts), self.batch_size)
-        ]
+        parts = list(_parts(asked, self.batch_size))
         asked.task = asyncio.current_task()
         tasks = [
             asyncio.ensure_future(self._exchange(asked, part))
@@ -447,3 +449,19 @@ class TokenStreams:
                 )
                 self._thread.start()
             return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+def _parts(asked: Asked, most: int) -> Iterator[range]:
+    """Divide the prompts into consecutive HTTP requests of at most `most` prompts and, unless a
+    prompt alone has more, `_IMAGE_BYTES` of patches.
+    """
+    sizes = [one.pixels.nbytes for one in asked.images] or [0] * len(asked.prompts)
+    start = total = 0
+    for end, size in enumerate(sizes):
+        if end > start and (end - start == most or total + size > _IMAGE_BYTES):
+            yield range(start, end)
+            start = end
+            total = 0
+        total += size
+    if start < len(sizes):
+        yield range(start, len(sizes))

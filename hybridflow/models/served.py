@@ -40,14 +40,14 @@ def check_served(family: Any, config: RunConfig) -> None:
     engine = config.rollout.engine
     kind = family.hf["model_type"]
     is_apart = derived.generates(config) and not config.cluster.in_process
-    if tower_of(family) is not None and is_apart:
+    if tower_of(family) is not None and is_apart and engine != _ENGINE:
         raise ModelError(
-            f"rollout.engine={engine} runs in a separate process and does not receive the vision "
-            f"tower of model_type={kind}; {_OTHER}"
+            f"rollout.engine={engine} does not receive the vision tower of model_type={kind}; set "
+            f"it to {_ENGINE}"
         )
     if engine != _ENGINE or not derived.generates(config):
         return
-    found = (_windows, _embeddings, _heads, _rotary, _sparse_layers, _shapes, _drafts)
+    found = (_windows, _embeddings, _heads, _rotary, _sparse_layers, _shapes, _tower, _drafts)
     for problem in (line for check in found for line in check(family, config)):
         raise ModelError(f"rollout.engine={engine} does not support model_type={kind} {problem}")
 
@@ -136,3 +136,18 @@ def _shapes(family: Any, config: RunConfig) -> Iterator[str]:
         for key in ("pipeline", "data_parallel_attention"):
             if (size := getattr(rollout, key)) > 1:
                 yield f"with rollout.{key}={size}; set it to 1"
+
+
+def _tower(family: Any, config: RunConfig) -> Iterator[str]:
+    """Check that the engine's ranks can share the vision tower, which is split like attention."""
+    tower = tower_of(family)
+    rollout = config.rollout
+    if tower is None:
+        return
+    ranks = rollout.tensor // rollout.data_parallel_attention
+    for name in ("num_heads", "intermediate_size"):
+        if (size := tower.sizes[name]) % ranks:
+            yield (
+                f"with rollout.tensor={rollout.tensor}: the {ranks} ranks of an engine's attention "
+                f"do not divide vision_config.{name}={size}; choose a divisor of {size}"
+            )

@@ -4,9 +4,12 @@ devices are known, and workers only check their own node."""
 from __future__ import annotations
 
 from hybridflow.config import derived
-from hybridflow.config.schema import RunConfig
+from hybridflow.config.schema import RolloutConfig, RunConfig
 from hybridflow.errors import ConfigError
 from hybridflow.sync.transports.base import TRANSPORTS
+
+_SERVER = RolloutConfig().engine
+_DELTA_NETS = ("qwen3_next", "qwen3_5")  # beginnings of model_types with gated delta nets
 
 
 def check_devices(config: RunConfig, kind: str) -> None:
@@ -24,6 +27,8 @@ def check_devices(config: RunConfig, kind: str) -> None:
             "trainer.profile.tool=nsys requires the CUDA profiler, but this run uses CPUs; set "
             "tool=torch"
         )
+    if kind == "cpu" and _is_served(config):
+        _check_model(str(derived.run_hf_config(config).get("model_type")))
     if kind == "cpu" and config.rollout.quantization == "fp8":
         # sglang/srt/layers/quantization/fp8_utils.py:1809 and fp8.py:827
         raise ConfigError(
@@ -32,6 +37,22 @@ def check_devices(config: RunConfig, kind: str) -> None:
             "Triton (which has no CPU driver) or AMX kernels; set rollout.quantization=null; "
             "`hybridflow reshard plan --engine-dtype fp8` plans and verifies such a transfer on "
             "any machine"
+        )
+
+
+def _is_served(config: RunConfig) -> bool:
+    is_apart = derived.generates(config) and not config.cluster.in_process
+    return is_apart and config.rollout.engine == _SERVER
+
+
+def _check_model(model_type: str) -> None:
+    """Raise ConfigError if SGLang cannot serve this model on CPUs."""
+    if model_type.startswith(_DELTA_NETS):
+        # sglang/srt/arg_groups/mamba_hook.py:120
+        raise ConfigError(
+            f"rollout.engine={_SERVER} requires GPUs for model_type={model_type}, because it "
+            "cannot store the states of gated delta nets on CPUs; set rollout.engine=hf with "
+            "cluster=in-process"
         )
 
 

@@ -376,9 +376,16 @@ class _InThread:
         if not numbers:
             return
         rows = [asked.prompts[number] for number in numbers]
+        images = [asked.images[number] for number in numbers] if asked.images else []
         try:
             found = generated(
-                self._engine, rows, asked.sampling, limit, asked.stop_token_ids, asked.extras
+                self._engine,
+                rows,
+                asked.sampling,
+                limit,
+                asked.stop_token_ids,
+                asked.extras,
+                images,
             )
         except EngineError as error:
             self._begun = dict(zip(numbers, error.begun, strict=False))

@@ -32,6 +32,7 @@ from hybridflow.engines.base import (
     Load,
     ReportsLoad,
     TokenRequests,
+    prompt_images,
 )
 from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.spec import EngineSpec, has_weights, model_config
@@ -208,9 +209,10 @@ class RolloutWorker:
 
         A stop token is included in the response.
 
-        Each row includes max_new_tokens and a ticket, which identifies its response in `collect`.
-        If the engine is lost, or has not received complete weights since its last start, nothing is
-        sent and the rows finish with the reason `CUT_SHORT`.
+        Each row includes max_new_tokens, a ticket, which identifies its response in `collect`, and
+        its images (`data.image_tokens`) if the run has images. If the engine is lost, or has not
+        received complete weights since its last start, nothing is sent and the rows finish with the
+        reason `CUT_SHORT`.
         """
         prompts = batch.jagged("prompt_ids")
         requests = TokenRequests(
@@ -219,6 +221,7 @@ class RolloutWorker:
             batch["max_new_tokens"].tolist(),
             list(stop_token_ids),
             extras,
+            prompt_images(batch),
         )
         tickets = batch["ticket"].tolist()
         start = self._serving_start()

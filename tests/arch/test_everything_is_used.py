@@ -34,6 +34,8 @@ CALLED_FROM_OUTSIDE = {
     "elapsed_time": "Megatron, on the stand-in for torch.cuda's events",
     "get_replay_topk": "Megatron's routers (moe/moe_utils.py)",
     "backward_dw": "Megatron's schedules, on every linear",
+    "process_mm_data_async": "SGLang, on its image processor (managers/tokenizer_manager.py)",
+    "clear_preprocess_cache": "SGLang, on its image processor (managers/tokenizer_manager.py)",
 }
 
 

@@ -70,10 +70,32 @@ def test_two_steps_with_images(model: str, frozen: bool, tmp_path: Path) -> None
     assert exported.config.image_token_id == 17 and exported.dtype is torch.float32
 
 
-def test_a_conversation_keeps_the_images_of_its_prompt(tmp_path: Path) -> None:
+def test_two_steps_with_images_and_a_server(tmp_path: Path) -> None:
+    """The tower that a Megatron process trains reaches an SGLang engine, and both agree on every
+    token. Samples of a prompt share its image."""
+    folder = train(
+        tmp_path,
+        "cluster=one-process",
+        "trainer.total_steps=2",
+        "trainer.test_every_steps=0",
+        "data.prepare.options={num_train: 64, num_test: 16}",
+        "data.train_batch_size=8",
+        "data.max_response_length=4",
+    )
+    records = [one for one in read_jsonl(folder / "metrics.jsonl") if one["phase"] == "train"]
+    assert [one["step"] for one in records] == [1, 2]
+    for record in records:
+        assert 0 < record["rollout/logprob_diff/max"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "cluster", ["in-process", pytest.param("one-process", marks=pytest.mark.full)]
+)
+def test_a_conversation_keeps_the_images_of_its_prompt(cluster: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TWICE)
     folder = train(
         tmp_path,
+        f"cluster={cluster}",
         "trainer.total_steps=1",
         "trainer.test_every_steps=0",
         "data.prepare.options={num_train: 64, num_test: 16}",
@@ -102,6 +124,11 @@ def test_images_for_a_text_model_are_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_questions_about_drawings_are_learned(seed: int, tmp_path: Path) -> None:
     learns(train(tmp_path, f"seed={seed}", timeout_s=1500))
+
+
+@pytest.mark.full
+def test_questions_are_learned_with_a_server(tmp_path: Path) -> None:
+    learns(train(tmp_path, "cluster=one-process", timeout_s=1800))
 
 
 @pytest.mark.full

@@ -20,6 +20,7 @@ import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -31,6 +32,7 @@ from hybridflow.batch import Supports
 from hybridflow.engines.base import ENGINES, Load, TokenRequests
 from hybridflow.engines.served_engine import ServedEngine, ServerClient
 from hybridflow.engines.server import command_line
+from hybridflow.engines.sglang.image_data import encode
 from hybridflow.engines.sglang.server import (
     KEYS,
     LOADER,
@@ -75,6 +77,8 @@ _ACCEPTED = "spec_correct_drafts_histogram"
 class SglangStreams(TokenStreams):
     """Token requests to one SGLang server."""
 
+    reads_images = True
+    image_dtype = "float32"  # of the server's vision tower
     # of the requests that ended since `take_prefix_hits`. The server's own rate is only computed
     # with --enable-metrics, which needs prometheus_client
     _prompt_tokens = 0
@@ -130,6 +134,9 @@ class SglangStreams(TokenStreams):
             "return_logprob": True,
             "stream": True,
         }
+        if asked.images:
+            images = [asked.images[number] for number in numbers]
+            body["image_data"] = encode(images, self.image_dtype)
         wanted = {
             "return_routed_experts": asked.extras.routes,
             "return_sampling_mask": asked.extras.support,
@@ -178,6 +185,7 @@ class EngineClient(ServerClient):
     """HTTP client of one SGLang server."""
 
     streams = SglangStreams
+    tokens: SglangStreams
 
     def _parameters(self, requests: TokenRequests, limit: int) -> dict[str, Any]:
         return {
@@ -312,6 +320,15 @@ class SglangEngine(ServedEngine):
     """One SGLang server."""
 
     client_class = EngineClient
+
+    @cached_property
+    def client(self) -> EngineClient:
+        """The server's client. Valid after `start`."""
+        client = EngineClient(
+            self.url, self.admin_key, self.spec.request_timeout_s, name=self.spec.name
+        )
+        client.tokens.image_dtype = self.spec.dtype
+        return client
 
     def load(self) -> Load:
         """Return the server's load."""

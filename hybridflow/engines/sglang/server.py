@@ -38,6 +38,8 @@ MODEL_FILES = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     # no own file: transformers' modules around SGLang's attention and linear layers
     "SeedOssForCausalLM": "transformers",
 }
@@ -97,6 +99,10 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         # the default backend's graphs cannot release their memory, so the server would crash at
         # start-up (sglang/srt/model_executor/runner_backend/breakable_cuda_graph_backend.py:92)
         arguments["cuda-graph-backend-prefill"] = "disabled"
+    if _read_config(spec.model_path).get("vision_config"):
+        # otherwise a tower in CUDA graphs interpolates position embeddings unlike transformers
+        # (sglang/srt/models/qwen3_vl.py:524)
+        arguments["enable-precise-embedding-interpolation"] = True
     if not has_weights(spec.model_path):
         arguments["load-format"] = "dummy"
     if spec.pipeline > 1:

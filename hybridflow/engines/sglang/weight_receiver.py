@@ -15,6 +15,7 @@ accept requests, and earlier requests have finished.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -78,7 +79,23 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 def receiver_of(model: torch.nn.Module) -> WeightReceiver:
     """Create this rank's receiver."""
     # tests replace `_rank_in_engine`
-    return WeightReceiver(model, lambda: _rank_in_engine(), recompute_derived_weights)  # noqa: PLW0108
+    return WeightReceiver(model, lambda: _rank_in_engine(), finish_load)  # noqa: PLW0108
+
+
+def finish_load(model: Any) -> None:
+    """Update this rank after the last write to its weights. Every HybridFlow loader that writes
+    parameters itself must call this function."""
+    recompute_derived_weights(model)
+    forget_image_features()
+
+
+def forget_image_features() -> None:
+    """Discard the outputs of the old vision tower. SGLang keeps them by the hash of their image,
+    and does not discard them with cached prefixes (sglang/srt/managers/mm_schedule.py:21)."""
+    schedule = sys.modules.get("sglang.srt.managers.mm_schedule")
+    cache = getattr(schedule, "embedding_cache", None)
+    if cache is not None:
+        cache.clear()
 
 
 def recompute_derived_weights(model: Any) -> None:
@@ -88,8 +105,7 @@ def recompute_derived_weights(model: Any) -> None:
     SGLang's `load_weights` does this for the layers whose `kv_b_proj` is among the call's tensors.
     After a custom loader, `end_weight_update` skips it
     (sglang/srt/managers/scheduler_components/weight_updater.py:331), and the engine would keep the
-    old derived weights. Every HybridFlow loader that writes parameters itself must therefore call
-    this function after its last write.
+    old derived weights.
     """
     # the same condition as in SGLang's own loaders (model_loader/loader.py:315)
     finish = getattr(model, "post_load_weights", None)

@@ -21,12 +21,12 @@ from tests.models import DENSE, MULTIMODAL, VISION, VISIONS
 
 def run_of(hf: dict[str, Any] = VISION, **sections: Any) -> RunConfig:
     data = sections.pop("data", {})
-    in_process = sections.pop("in_process", True)
+    engine = sections.pop("engine", "hf")
     return RunConfig(
         data=DataConfig(image_key="images", **data),
         model=ModelConfig(hf_config=hf),
-        rollout=RolloutConfig(engine="hf"),
-        cluster=ClusterConfig(in_process=in_process),
+        rollout=RolloutConfig(engine=engine),
+        cluster=ClusterConfig(in_process=engine == "hf"),
         **sections,
     )
 
@@ -37,7 +37,7 @@ def said(config: RunConfig) -> list[str]:
 
 def test_a_run_with_images_is_accepted() -> None:
     for hf in VISIONS.values():
-        assert said(run_of(hf)) == []
+        assert said(run_of(hf)) == said(run_of(hf, engine="sglang")) == []
     assert said(RunConfig(model=ModelConfig(hf_config=DENSE))) == []
 
 
@@ -51,8 +51,8 @@ def test_a_run_with_images_is_accepted() -> None:
             "model.path to a vision-language model (model_type qwen3_vl, qwen3_vl_moe, qwen3_5, ",
         ),
         (
-            run_of(in_process=False),
-            "only an engine in the trainer's process can receive images; set",
+            run_of(engine="vllm"),
+            "rollout.engine=vllm does not receive images; set it to sglang",
         ),
         (
             run_of(MULTIMODAL["gemma3"]),

@@ -71,6 +71,15 @@ def test_every_role_is_explained(override: str, said: str) -> None:
     )
 
 
+def test_where_images_go_is_explained() -> None:
+    for words, said in (([], "in this process"), (["cluster=one-process"], "sent to an engine as")):
+        origins = Origins.find("tiny-vlm-grpo", words, config_dirs(None))
+        text = explain(load_config("tiny-vlm-grpo", words), origins)
+        assert said in lines(text, "images ")
+    origins = Origins.find("tiny-moe-grpo", [], config_dirs(None))
+    assert "images" not in explain(load_config("tiny-moe-grpo"), origins)
+
+
 def test_engines_over_several_nodes_say_where_their_ranks_lie() -> None:
     words = ["rollout.tensor=4", "rollout.expert=2", "rollout.nodes_per_engine=2"]
     text = explain(

@@ -103,6 +103,19 @@ def test_kernels_that_write_between_gpus_are_refused_on_a_cpu() -> None:
         check_devices(config, "cpu")
 
 
+def test_gated_delta_nets_are_refused_in_servers_on_a_cpu() -> None:
+    words = ["model=tiny-vlm-hybrid", "cluster=one-process"]
+    config = load_config("tiny-vlm-grpo", words)
+    check_devices(config, "cuda")
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.engine=sglang requires GPUs for model_type=qwen3_5, .*rollout\.engine=hf",
+    ):
+        check_devices(config, "cpu")
+    for others in (["cluster=one-process"], ["model=tiny-vlm-hybrid"]):
+        check_devices(load_config("tiny-vlm-grpo", others), "cpu")
+
+
 def test_what_carries_weights_to_engines_on_the_trainers_gpus() -> None:
     for words in (
         ["rollout.pool=actor"],

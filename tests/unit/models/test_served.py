@@ -12,7 +12,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models import family_of
 from hybridflow.models.published import published, published_names
 from hybridflow.models.served import check_served
-from tests.models import FAMILIES, NOT_SYNCED
+from tests.models import FAMILIES, NOT_SYNCED, VISION
 
 LONG = DataConfig(max_prompt_length=20, max_response_length=12)
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
@@ -76,3 +76,13 @@ def test_engines_that_a_model_cannot_be_cut_into_are_refused() -> None:
         check("olmo3", {}, pipeline=2)
     with pytest.raises(ModelError, match=r"model_type=gpt_oss with rollout\.expert=2; set it to 1"):
         check("gpt_oss", {}, tensor=2, expert=2)
+
+
+def test_a_tower_is_served_by_ranks_that_divide_it() -> None:
+    family = family_of(VISION)
+    for rollout in ({"tensor": 2}, {"tensor": 4, "data_parallel_attention": 2}):
+        check_served(family, RunConfig(rollout=RolloutConfig(**rollout)))
+    with pytest.raises(ModelError, match=r"rollout\.tensor=4: the 4 ranks .*num_heads=2"):
+        check_served(family, RunConfig(rollout=RolloutConfig(tensor=4)))
+    with pytest.raises(ModelError, match=r"vllm does not receive the vision tower .*sglang"):
+        check_served(family, RunConfig(rollout=RolloutConfig(engine="vllm")))

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridflow.engines.sglang import cpu_plugin
 from hybridflow.engines.sglang.cpu_plugin import models
+from hybridflow.engines.sglang.received_images import receive_images
 from hybridflow.engines.sglang.server_changes import close_paths, close_sockets, pack_answers
 
 
@@ -20,6 +21,7 @@ def register() -> None:
     close_sockets()
     close_paths()
     pack_answers()
+    receive_images()
     if not cpu_plugin.wanted():
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -41,6 +43,11 @@ def register() -> None:
     )
     HookRegistry.register(
         "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", plain_rotary, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
+        keep_tower_width,
+        HookType.AFTER,
     )
     pool = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
     HookRegistry.register(f"{pool}._init_kv_copy_and_warmup", no_slot_copies, HookType.REPLACE)
@@ -154,6 +161,15 @@ def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return get_rope(
         *args[:8], **{name: value for name, value in kwargs.items() if name != "device"}
     )
+
+
+def keep_tower_width(model_config: Any, *_: Any) -> None:
+    """Undo the padding of the vision tower's MLPs to a multiple of 32, which only SGLang's own CPU
+    kernels need, and which its loader does not support on this platform
+    (sglang/srt/layers/linear.py:551)."""
+    tower: Any = getattr(model_config.hf_config, "vision_config", None)
+    if hasattr(tower, "original_intermediate_size"):
+        tower.intermediate_size = tower.original_intermediate_size
 
 
 def no_slot_copies(pool: Any) -> None:
