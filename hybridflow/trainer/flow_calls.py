@@ -19,6 +19,7 @@ from hybridflow.errors import FlowError
 from hybridflow.observe.progress import duration
 
 T = TypeVar("T")
+_FIRST_S = 60.0  # the interval doubles with each message
 
 
 class Noting(Protocol):
@@ -216,9 +217,6 @@ def refuse_nonfinite(batch: DataProto, name: str, step: int) -> None:
         f"step {step}: the flow set the column {name} to a non-finite value in row "
         f"{', '.join(map(str, rows[:5].tolist()))}{more} of {len(batch)}"
     )
-
-
-_FIRST_S = 60.0  # the interval doubles with each message
 
 
 class FlowWatch:
