@@ -27,6 +27,7 @@ Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 TEACHER_LOG_PROBS = "teacher_top_log_probs"
 TEACHER_IDS = "teacher_top_ids"
 OF_TEACHER = "policy_of_teacher_top"
+_PLACES = ("the loss", "a gradient", "the reduced gradients")  # each can cause the next
 
 
 class ResponseTokens(Protocol):
@@ -133,9 +134,6 @@ def forward_kl_topk(teacher_log_probs_TK: torch.Tensor, log_probs_TK: torch.Tens
     size, the sum is the exact divergence.
     """
     return (teacher_log_probs_TK.exp() * (teacher_log_probs_TK - log_probs_TK)).sum(-1)
-
-
-_PLACES = ("the loss", "a gradient", "the reduced gradients")  # each can cause the next
 
 
 class NonfiniteWatch:

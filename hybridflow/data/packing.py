@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 Lengths = np.ndarray | Sequence[int]
+RESPONSE_MASK = "response_mask"  # jagged bool: response tokens that the policy sampled
 
 
 def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.ndarray]:
@@ -179,9 +180,6 @@ def _split_to(bins: list[np.ndarray], sizes: np.ndarray, wanted: int) -> list[np
 
 def _ordered(bins: list[np.ndarray]) -> list[np.ndarray]:
     return sorted(bins, key=lambda members: int(members[0]))
-
-
-RESPONSE_MASK = "response_mask"  # jagged bool: response tokens that the policy sampled
 
 
 class Packed(Protocol):

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from hybridflow.sync.schedule import EngineLayout
     from hybridflow.sync.session import Order, Outcome
 
+ENGINES: Registry[Callable[[EngineSpec, Path, Callable[[], None]], Engine]] = Registry(
+    ENGINE.kind, ENGINE.package, "rollout.engine", packages=True
+)
+
 
 @dataclass(frozen=True)
 class WeightSpan:
@@ -166,11 +170,6 @@ class LocalEngine(Engine, Protocol):
         """Call `fill` to write this version into the engine's tensors {Hugging Face name: tensor},
         and return the result of `fill`. If `fill` fails, the engine rejects requests until a later
         call succeeds."""
-
-
-ENGINES: Registry[Callable[[EngineSpec, Path, Callable[[], None]], Engine]] = Registry(
-    ENGINE.kind, ENGINE.package, "rollout.engine", packages=True
-)
 
 
 Told = Callable[[int, Completion], None]

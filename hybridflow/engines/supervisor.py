@@ -21,6 +21,7 @@ from hybridflow.process.restart_limit import RestartLimit
 UP = "up"
 STARTING = "starting"
 FAILED = "failed"
+_EVERY_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,6 @@ class EngineSupervisor:
             self._prepare(self.engine)
         except (HybridFlowError, OSError) as error:
             self._failure = self._failure or f"restart failed: {error}"
-
-
-_EVERY_S = 0.2
 
 
 class LoadWatch:

@@ -73,6 +73,7 @@ class WeightReceiver:
         self._pointers: dict[str, int] = {}
         self._transposed: frozenset[str] = frozenset()
         self._schedule: Schedule | None = None
+        self._planned = ""  # digest of the schedule's layout
         self._channel: ReceiveChannel | None = None
         self._session = ""
         self._staging = ReceiveStaging(-1)
@@ -232,7 +233,8 @@ class WeightReceiver:
                     board.store, schedule_key(order.plan, RECEIVER, rank), order.endpoint.timeout_s
                 )
             )
-        if layout_digest(self._schedule.layout) not in self._parts:
+            self._planned = layout_digest(self._schedule.layout)
+        if self._planned not in self._parts:
             raise WeightSyncError(
                 "the weight layout has changed since the plan was made; restart the engine"
             )

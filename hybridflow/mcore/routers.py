@@ -55,6 +55,10 @@ from hybridflow.mcore.packed import MicroBatch
 from hybridflow.mcore.parallel import device, is_last_stage, tensor_share
 from hybridflow.models.layout import LocalTensor
 
+_LEAST_SUM = 1e-12
+AUX = "actor/router_aux_loss"
+Z = "actor/router_z_loss"
+
 
 def routers_of(stages: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
     """Return (name within the chunk, router) for every router in this rank's model chunks."""
@@ -167,9 +171,6 @@ class _Corrected:
         router.local_tokens_per_expert -= (output[1] & ~real.unsqueeze(1)).sum(dim=0)
 
 
-_LEAST_SUM = 1e-12
-
-
 def allow_biased_softmax() -> None:
     """Make Megatron's router support an expert bias with softmax scores. Idempotent."""
     original = megatron_router.topk_routing_with_score_function
@@ -219,10 +220,6 @@ def _biased_softmax(
     weights = (weights / weights.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)).to(logits.dtype)
     nothing = torch.zeros_like(logits)
     return nothing.scatter(-1, chosen, weights), nothing.bool().scatter(-1, chosen, True)
-
-
-AUX = "actor/router_aux_loss"
-Z = "actor/router_z_loss"
 
 
 class RouterLosses:

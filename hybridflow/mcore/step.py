@@ -32,6 +32,14 @@ from hybridflow.mcore.model import output_weight
 from hybridflow.mcore.packed import MicroBatch
 from hybridflow.mcore.parallel import context_rank, device, gather_tokens, is_last_stage
 
+Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
+# (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)
+LossFunction = Callable[
+    [torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]
+]
+# (micro-batch, the model's output [1, t, ...]) -> the same
+OutputLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Metrics]]
+
 
 class Watch(losses.NonfiniteWatch):
     """Checks one mini-batch for non-finite values, at three points in each of this rank's
@@ -66,15 +74,6 @@ class Watch(losses.NonfiniteWatch):
             for chunk in chunks
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         )
-
-
-Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
-# (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)
-LossFunction = Callable[
-    [torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]
-]
-# (micro-batch, the model's output [1, t, ...]) -> the same
-OutputLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Metrics]]
 
 
 def forward(

@@ -36,6 +36,7 @@ from hybridflow.workers.rollout import RolloutWorker
 _MOST_SLOTS = 8  # more would not fit in the cache and would not help
 # added to deadlines inside a call, so that those expire first: their messages are better
 _MARGIN_S = 30.0
+log = logging.getLogger(__name__)
 
 
 class SliceSync:
@@ -244,9 +245,6 @@ def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
     return Outcome(
         outcome.engine, outcome.number, outcome.status, error, outcome.nbytes, outcome.seconds
     )
-
-
-log = logging.getLogger(__name__)
 
 
 class RestartingSync:

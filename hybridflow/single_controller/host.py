@@ -34,6 +34,9 @@ from hybridflow.process.children import (
 )
 from hybridflow.single_controller.stored import Header, Request
 
+_WORTH_A_SPAN_S = 0.001
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+
 
 class Colocated:
     """A worker that contains one worker per role, in the order of `roles`. Use `colocated` to
@@ -107,10 +110,6 @@ def address_of(worker_class: type, method: Callable[..., Any], role: str | None)
 
 def _owns(worker_class: type, method: Callable[..., Any], spec: MethodSpec) -> bool:
     return any(vars(base).get(spec.name) is method for base in inspect.getmro(worker_class))
-
-
-_WORTH_A_SPAN_S = 0.001
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 @dataclass(frozen=True)

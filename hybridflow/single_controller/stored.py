@@ -19,6 +19,8 @@ import numpy as np
 from hybridflow.batch import Column, DataProto, Deferred, Jagged
 from hybridflow.errors import DataError, HybridFlowError
 
+INLINE_BYTES = 64 << 10  # result columns up to this size are sent to the driver immediately
+
 
 @dataclass(frozen=True)
 class Header:
@@ -135,9 +137,6 @@ def gather(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
         [part.rows(index[part_of == i] - starts[i]) for i, part in enumerate(parts)]
     )
     return taken.reorder(np.argsort(np.argsort(part_of, kind="stable")))
-
-
-INLINE_BYTES = 64 << 10  # result columns up to this size are sent to the driver immediately
 
 
 @dataclass(frozen=True, eq=False)

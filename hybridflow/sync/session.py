@@ -38,6 +38,9 @@ ABORT = "abort"
 REPORT_GRACE_S = 5.0
 _GO = "go"
 _NOTHING = "nothing"
+DESCRIBE = "describe"
+RECEIVE = "receive"
+PauseMode = Literal["abort", "retract", "in_place"]  # treatment of requests in flight
 
 
 @dataclass(frozen=True)
@@ -326,11 +329,6 @@ def refuse(order: Order, reason: str) -> Outcome:
     with suppress(RuntimeError, WeightSyncError):
         Board.open(order).call_off(reason)
     return Outcome(order.engine, order.number, "refused", f"{order.describe()}: {reason}")
-
-
-DESCRIBE = "describe"
-RECEIVE = "receive"
-PauseMode = Literal["abort", "retract", "in_place"]  # treatment of requests in flight
 
 
 @dataclass(frozen=True)

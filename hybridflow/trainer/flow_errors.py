@@ -15,8 +15,7 @@ from hybridflow.batch import DataProto
 from hybridflow.config.registry import describe_error, line_of
 from hybridflow.config.role_table import CRITICS, ROLES
 from hybridflow.errors import HybridFlowError, SchemaError
-from hybridflow.trainer.flow_api import FlowApi, Steps
-from hybridflow.trainer.flow_calls import Call, Pending, Updating
+from hybridflow.trainer.flow_api import Call, FlowApi, Pending, Steps, Updating
 from hybridflow.trainer.flow_roles import CALLS, Critic, TrainedPolicy
 
 _NAMES: Mapping[type, str] = {

@@ -16,7 +16,7 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.errors import FlowError
 from hybridflow.rollout.answering import Prompt
 from hybridflow.trainer.devices import Devices
-from hybridflow.trainer.flow_calls import Call, Noting, Pending, Updating, checked_batch
+from hybridflow.trainer.flow_api import Call, Noting, Pending, Updating, checked_batch
 from hybridflow.trainer.groups import role_pass
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Trained

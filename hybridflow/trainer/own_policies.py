@@ -20,7 +20,7 @@ from hybridflow.rollout.answering import Prompt, samples
 from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices, Phases
-from hybridflow.trainer.flow_calls import (
+from hybridflow.trainer.flow_api import (
     Call,
     Noting,
     Pending,

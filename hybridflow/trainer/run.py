@@ -30,16 +30,9 @@ from hybridflow.rollout.answering import Prompt
 from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices, Phases
-from hybridflow.trainer.flow_api import FlowApi
-from hybridflow.trainer.flow_calls import (
-    Call,
-    FlowWatch,
-    Pending,
-    Updating,
-    joined,
-    refuse_nonfinite,
-)
+from hybridflow.trainer.flow_api import Call, FlowApi, Pending, Updating, joined, refuse_nonfinite
 from hybridflow.trainer.flow_roles import CALLS, TrainedPolicy
+from hybridflow.trainer.flow_watch import FlowWatch
 from hybridflow.trainer.own_policies import Learner, OwnPolicy, PolicyPart
 from hybridflow.trainer.profiling import StepProfiles
 from hybridflow.trainer.protocols import Policy, Role
@@ -108,7 +101,10 @@ class FlowRun:
         self._file = str(Path(name.rpartition(":")[0]).resolve()) if is_user_entry(name) else ""
         self._body: Any = None  # the coroutine
         self._watch = FlowWatch()
-        self.calling = self._watch.calling
+        # only the code of users is watched
+        self.calling: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self._file:
+            self.calling = self._watch.calling
         self._session = trainer.session
         self._profiled = () if is_tracing else trainer.config.trainer.profile.steps
         self._profiles = StepProfiles(trainer.policy, trainer.session, progress.message)

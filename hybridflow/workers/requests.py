@@ -25,6 +25,9 @@ from hybridflow.engines.base import (
 )
 from hybridflow.errors import EngineError
 
+CUT_SHORT = "cut short"  # finish reason of a response left incomplete because its engine was lost
+_NOTHING = Completion([], [], "abort", ())
+
 
 class BusyClock:
     """Accumulates the time during which an engine has requests, and the tokens that it generates.
@@ -66,9 +69,6 @@ class BusyClock:
             found["idle_share"] = 1.0 - self._busy / (now - self._from)
         self._from, self._busy, self.tokens = now, 0.0, 0
         return found
-
-
-CUT_SHORT = "cut short"  # finish reason of a response left incomplete because its engine was lost
 
 
 @dataclass(frozen=True)
@@ -295,9 +295,6 @@ class EngineRequests:
 
 def _is_done(part: _Part) -> bool:
     return part.asking is not None and part.asking.done.done()
-
-
-_NOTHING = Completion([], [], "abort", ())
 
 
 def generated(

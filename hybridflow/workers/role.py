@@ -24,6 +24,8 @@ from hybridflow.errors import MemoryExhaustedError
 from hybridflow.workers.backend import Model
 
 F = TypeVar("F", bound=Callable[..., Any])
+# one optimizer update: {sums: {metric: (sum, count)}, info: {grad_norm, lr, applied}}
+Report = dict[str, Any]
 
 
 def needs(*parts: Part) -> Callable[[F], F]:
@@ -162,10 +164,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
-
-
-# one optimizer update: {sums: {metric: (sum, count)}, info: {grad_norm, lr, applied}}
-Report = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -48,20 +48,6 @@ from hybridflow.process.rendezvous import master_store
 if TYPE_CHECKING:
     from hybridflow.sync.session import Control, PauseMode
 
-
-def payload(control: Control) -> list[str]:
-    """Return `serialized_named_tensors` for SGLang, one entry per rank.
-
-    SGLang accepts only pickles here (sglang/srt/managers/tp_worker.py:194). Its endpoint requires
-    the admin key and unpickles with an allow-list. HybridFlow only writes these pickles and never
-    reads any.
-    """
-    import torch
-
-    packed = pickle.dumps([(control.to_json(), torch.zeros(1, dtype=torch.uint8))])
-    return [base64.b64encode(packed).decode()] * control.ranks
-
-
 EVENT_TOKENS = 256  # tokens between events; the first token and the last also send one
 _REFUSED = 400  # statuses from this one upward mean that SGLang ended the request with an error
 # start of the error message if the next token's support is larger than --sampling-mask-max-tokens;
@@ -72,6 +58,21 @@ _OVERFLOW = "Sampling support exceeds"
 # (managers/tokenizer_manager.py:3171 and 3196)
 _DRAFTED = "spec_num_proposed_drafts"
 _ACCEPTED = "spec_correct_drafts_histogram"
+_LOAD_S = 5.0
+_SETTLE_S = 30  # time for the scheduler to release an answered batch
+
+
+def rank_messages(control: Control) -> list[str]:
+    """Return `serialized_named_tensors` for SGLang, one entry per rank.
+
+    SGLang accepts only pickles here (sglang/srt/managers/tp_worker.py:194). Its endpoint requires
+    the admin key and unpickles with an allow-list. HybridFlow only writes these pickles and never
+    reads any.
+    """
+    import torch
+
+    packed = pickle.dumps([(control.to_json(), torch.zeros(1, dtype=torch.uint8))])
+    return [base64.b64encode(packed).decode()] * control.ranks
 
 
 class SglangStreams(TokenStreams):
@@ -177,10 +178,6 @@ def _decoded(meta: Mapping[str, Any], name: str, kind: type) -> np.ndarray:
     return np.frombuffer(base64.b64decode(meta.get(name, "")), dtype=kind)
 
 
-_LOAD_S = 5.0
-_SETTLE_S = 30  # time for the scheduler to release an answered batch
-
-
 class EngineClient(ServerClient):
     """HTTP client of one SGLang server."""
 
@@ -280,7 +277,7 @@ class EngineClient(ServerClient):
                 sent, because SGLang would adopt the new name even if the loader failed.
         """
         body = {
-            "serialized_named_tensors": payload(control),
+            "serialized_named_tensors": rank_messages(control),
             "load_format": LOADER,
             "flush_cache": flush_cache,
         }

@@ -31,6 +31,15 @@ from hybridflow.process.secret import digest
 from hybridflow.process.signed_objects import sign_objects
 
 _OPEN = ("/health", "/ready", "/metrics")
+SCHEME = "hybridflow"  # of the rendezvous address of an engine over several nodes
+# in meta_info, base64 each: float32 log-prob of each output id; int32 size of each token's support;
+# int32 ids of the supports' tokens
+LOG_PROBS = "packed_log_probs"
+SUPPORT_SIZES = "packed_support_sizes"
+SUPPORT_IDS = "packed_support_ids"
+_LISTED = "output_token_logprobs"
+_SUPPORT = "output_token_sampling_mask"
+_AMONG = "output_token_sampling_logprobs"
 
 
 def close_paths() -> None:
@@ -68,9 +77,6 @@ def probed_by_key(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         return original(*args, **kwargs)
     finally:
         fastapi.FastAPI = plain  # type: ignore[misc]
-
-
-SCHEME = "hybridflow"  # of the rendezvous address of an engine over several nodes
 
 
 def close_sockets() -> None:
@@ -130,16 +136,6 @@ def meet(
     asked = parse_qs(at.query)
     client = client_store(str(at.hostname), int(at.port or 0), timeout.total_seconds())
     yield TorchStore(client), int(asked["rank"][0]), int(asked["world_size"][0])
-
-
-# in meta_info, base64 each: float32 log-prob of each output id; int32 size of each token's support;
-# int32 ids of the supports' tokens
-LOG_PROBS = "packed_log_probs"
-SUPPORT_SIZES = "packed_support_sizes"
-SUPPORT_IDS = "packed_support_ids"
-_LISTED = "output_token_logprobs"
-_SUPPORT = "output_token_sampling_mask"
-_AMONG = "output_token_sampling_logprobs"
 
 
 def pack_answers() -> None:

@@ -27,6 +27,15 @@ from hybridflow.errors import ConfigError
 _MOST = 1e30
 # extra values that are lists of numbers, one per turn or per token
 PART_REWARDS = ("turn_rewards", "token_rewards")
+# verifier argument and entry of extra_info: the text of the row's prompt
+PROMPT = "prompt"
+# likewise: whether that text ends inside a thinking block, where the response then starts; None:
+# unknown
+THINKING_OPEN = "thinking_open"
+# verifier argument: the deadline of the call, `reward.timeout_s`; None: no deadline
+TIMEOUT = "timeout_s"
+FACTS = {PROMPT, THINKING_OPEN, TIMEOUT}  # arguments about a row or a call, not options
+VERIFIERS: Registry[Verifier] = Registry(VERIFIER.kind, VERIFIER.package, "reward.verifiers")
 
 
 def finite_number(value: Any, factor: float = 1.0) -> float | None:
@@ -96,16 +105,6 @@ def shown(value: Any) -> str:
         return repr(str(value)[:120])
     except Exception as error:
         return f"a {type(value).__name__} that cannot be printed ({type(error).__name__})"
-
-
-# verifier argument and entry of extra_info: the text of the row's prompt
-PROMPT = "prompt"
-# likewise: whether that text ends inside a thinking block, where the response then starts; None:
-# unknown
-THINKING_OPEN = "thinking_open"
-# verifier argument: the deadline of the call, `reward.timeout_s`; None: no deadline
-TIMEOUT = "timeout_s"
-FACTS = {PROMPT, THINKING_OPEN, TIMEOUT}  # arguments about a row or a call, not options
 
 
 @dataclass(frozen=True)
@@ -228,9 +227,6 @@ def check_installed(entry: Verifier, what: str) -> None:
             f"{what} needs the Python package {package}, which is not installed; install it (pip "
             f"install {package}), or add your own verifier to reward.verifiers"
         )
-
-
-VERIFIERS: Registry[Verifier] = Registry(VERIFIER.kind, VERIFIER.package, "reward.verifiers")
 
 
 def verifier(

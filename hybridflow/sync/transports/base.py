@@ -31,6 +31,15 @@ from hybridflow_kernels.digest import digest as device_digest
 if TYPE_CHECKING:
     import torch
 
+DIGEST_BYTES = 8
+Digest = int | torch.Tensor  # an int for a CPU payload; int64 `[1]` on the device for a GPU payload
+# Tag of the last message to a peer in a sync, the one with the checksums. Bucket indices are below
+# 2^19.
+LAST_TAG = (1 << 31) - 1
+TRANSPORTS: Registry[Transport] = Registry(
+    TRANSPORT.kind, TRANSPORT.package, "rollout.sync.transport"
+)
+
 
 class Payload:
     """Memory from which a message is sent or into which it is received. Created once and reused in
@@ -51,10 +60,6 @@ class Payload:
         self.on_host = tensor.is_cpu
         # a payload may be a parameter that is offloaded between two syncs
         self.memory = memory_of(tensor) if tensor.is_cpu else memoryview(b"")
-
-
-DIGEST_BYTES = 8
-Digest = int | torch.Tensor  # an int for a CPU payload; int64 `[1]` on the device for a GPU payload
 
 
 def message_key(sender: int, receiver: int, tag: int) -> int:
@@ -93,11 +98,6 @@ def first_difference(digests: Sequence[Digest], sent: torch.Tensor) -> int | Non
     """
     wrong = (joined(digests, sent.device).view(torch.int64) != sent.view(torch.int64)).nonzero()
     return int(wrong[0]) if len(wrong) else None
-
-
-# Tag of the last message to a peer in a sync, the one with the checksums. Bucket indices are below
-# 2^19.
-LAST_TAG = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -266,8 +266,3 @@ class Transport:
     one_host: bool = False
     keeps_messages: bool = False
     parts: int = 1
-
-
-TRANSPORTS: Registry[Transport] = Registry(
-    TRANSPORT.kind, TRANSPORT.package, "rollout.sync.transport"
-)

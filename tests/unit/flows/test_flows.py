@@ -15,7 +15,7 @@ from hybridflow.batch import DataProto
 from hybridflow.config.entries import FLOWS
 from hybridflow.errors import ConfigError, FlowError, HybridFlowError, WorkerError
 from hybridflow.single_controller import block_on
-from hybridflow.trainer import flow_calls
+from hybridflow.trainer import flow_watch
 from tests.unit.flows.bodies import BEGIN, FIRST, GRPO, fitted, following, own
 from tests.unit.trainer.worlds import N, World, config_of, records, trainer_of
 
@@ -215,7 +215,7 @@ def test_a_flow_that_makes_no_call_for_long_is_named(
     capsys: pytest.CaptureFixture[str],
     wait: str,
 ) -> None:
-    monkeypatch.setattr(flow_calls, "_FIRST_S", 0.05)
+    monkeypatch.setattr(flow_watch, "_FIRST_S", 0.05)
     body = f"import asyncio, time\n{GRPO.strip()}\n    if step == 2:\n        {wait}(0.4)\n"
     config = config_of(tmp_path / "run", loggers=("jsonl", "console"))
     fitted(trainer_of(following(config, own(tmp_path, body)), World()))
