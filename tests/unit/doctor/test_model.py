@@ -268,6 +268,7 @@ def test_a_broken_folder_is_told_by_its_line(fault: Callable[[Path], None], tmp_
     assert all("Traceback" not in one.what for one in findings)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_parity")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_download_that_is_not_whole_names_the_command(fault: str, tmp_path: Path) -> None:
@@ -277,6 +278,7 @@ def test_a_download_that_is_not_whole_names_the_command(fault: str, tmp_path: Pa
     assert found.level == "error" and file.name in found.what and "hf download" in found.what
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_parity")
 def test_a_recipe_is_planned_for_the_folder_and_another_models_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
