@@ -16,6 +16,7 @@ from hybridflow.errors import ConfigError
 
 KEYS = dict(all_keys(RunConfig))
 CHOICES = {key: kind.choices for key, kind in KEYS.items() if kind.choices}
+RECIPES = {recipe.name: recipe.summary for recipe in list_recipes([shipped_config_dir()])}
 
 
 def message(*overrides: str, name: str = "e2e", config_dir: Path | None = None) -> str:
@@ -33,11 +34,11 @@ def own(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [recipe.name for recipe in list_recipes([shipped_config_dir()])])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_loads_and_says_what_it_is(recipe: str) -> None:
     config = load_config(recipe)
     assert config.name == recipe
-    assert next(r.summary for r in list_recipes([shipped_config_dir()]) if r.name == recipe)
+    assert RECIPES[recipe]
 
 
 @pytest.mark.slow

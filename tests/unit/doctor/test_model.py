@@ -104,7 +104,7 @@ GOOD: dict[str, Callable[[Path], object]] = {
     },
     **{one.__name__: one for one in (in_float32, without_query_rank)},
 }
-QUICK = ("kimi-k2", "thinking_opened")
+QUICK = ("kimi-k2",)
 
 
 def processor_s() -> float:
@@ -131,8 +131,6 @@ def test_a_good_folder_has_no_error(name: str, tmp_path: Path) -> None:
     assert [
         one for one in findings if one.level == "warning" and not one.remedy
     ] == [] and not code_ran(tmp_path)
-    if name == "thinking_opened":
-        assert "the prompt opens a thinking" in topics["chat template"].what
 
 
 # ---- broken ones: how, and the finding that says so
@@ -245,6 +243,13 @@ LONG = (with_an_endless_template, with_a_growing_normalizer)
 def quick_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     """The small copy is `GOOD`'s to look at."""
     monkeypatch.setattr("hybridflow.doctor.model._copy", lambda *arguments: iter(()))
+
+
+@pytest.mark.usefixtures("quick_parity")
+def test_a_thinking_that_the_prompt_opens_is_told(tmp_path: Path) -> None:
+    thinking_opened(tmp_path)
+    topics = by_topic(examine(tmp_path))
+    assert "the prompt opens a thinking" in topics["chat template"].what
 
 
 @pytest.mark.usefixtures("quick_parity")
