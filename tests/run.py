@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("tests/arch", "tests/unit")
 WHOLE_RUNS = ("tests/e2e", "tests/dist", "tests/faults", "tests/security", "tests/walks")
 MEMORY_GIB = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-# files of whole runs: each waits for a third of its time, and takes 3 GiB, few of them up to 8
+# files of whole runs: each waits for a quarter of its time; most take 2 GiB, and few up to 8
 AT_A_TIME = 3 if MEMORY_GIB > 20 else 2
 # in the order of the collection (tests/conftest.py)
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "2")

@@ -31,6 +31,7 @@ def test_no_python_is_started_with_the_working_directory_in_front() -> None:
     assert seen > 5
 
 
+@pytest.mark.slow
 def test_no_script_starts_python_with_the_working_directory_in_front() -> None:
     for path in (ROOT / "launch").rglob("*.sh"):
         bare = re.findall(

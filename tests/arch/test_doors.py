@@ -134,6 +134,7 @@ def test_the_check_sees_every_way_past_the_door(tmp_path: Path, line: str) -> No
     assert found == ["workers/a.py imports hybridflow.batch.columns"]
 
 
+@pytest.mark.slow
 def test_the_door_opens_without_what_files_and_tensors_need() -> None:
     code = (
         "import sys, hybridflow.batch as b; print(sorted({'torch', 'pyarrow', 'ray'} & "

@@ -49,6 +49,7 @@ def words(source: str) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_of_engine_is_named_in_its_own_room_alone(kind: str) -> None:
     found = {}

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.arch.files import ROOT, nodes, parse, python_files
 
 Definition = tuple[str, int]  # name, line
@@ -127,6 +129,7 @@ def unused(package: Path, callers: Sequence[Path], documents: Sequence[Path]) ->
     ]
 
 
+@pytest.mark.slow
 def test_every_public_name_has_a_caller() -> None:
     callers = python_files("benchmarks", "tests/dist", "tests/e2e")
     documents = [*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "setup.py"]

@@ -87,6 +87,7 @@ def test_the_check_sees_every_way_to_import(tmp_path: Path, line: str) -> None:
     assert violations(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_the_rooms_import_downwards_only() -> None:
     command = [
         sys.executable,
@@ -150,6 +151,7 @@ def circles(root: Path) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(ROOT) == []
 
@@ -164,6 +166,7 @@ def test_the_check_sees_a_circle_of_types_alone(tmp_path: Path) -> None:
     assert circles(tmp_path) == [["hybridflow.a", "hybridflow.b"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [

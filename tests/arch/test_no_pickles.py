@@ -92,6 +92,7 @@ def _is(node: ast.expr | None, value: bool) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
+@pytest.mark.slow
 def test_nothing_reads_pickles_or_runs_text() -> None:
     files = python_files(*TREES)
     assert len(files) > 100

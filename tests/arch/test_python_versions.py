@@ -100,6 +100,7 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_nothing_is_used_that_newer_pythons_took_out() -> None:
     files = python_files(*FOLDERS)
     assert len(files) > 500

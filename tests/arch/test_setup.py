@@ -95,6 +95,7 @@ def test_development_tools_come_on_top(tree: Tree) -> None:
     assert installs == ["requirements/dev.txt", TRACKERS, NEXT_MEGATRON]
 
 
+@pytest.mark.slow
 def test_the_other_lanes_megatron_is_unpacked_beside_the_cpu_lane_alone(tree: Tree) -> None:
     [unpacked] = [call for call in tree.setup("cpu", "dev")[1] if call.endswith(NEXT_MEGATRON)]
     assert (
@@ -137,6 +138,7 @@ def test_each_lane_takes_the_python_of_its_lock(
     assert len(made.read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     ["requirements/cpu.txt", "requirements/torch-cpu.txt", "requirements/build.txt", "setup.py"],

@@ -39,6 +39,7 @@ def test_generated_pages_are_up_to_date() -> None:
     assert outdated() == [], "run make docs"
 
 
+@pytest.mark.slow
 def test_every_key_has_a_meaning() -> None:
     rows = re.findall(r"^\| `.*$", keys.document(), re.MULTILINE)
     assert len(rows) > 200
@@ -138,6 +139,7 @@ def test_lists_and_tables_are_rewritten_and_code_is_not() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo-qwen3-235b-a22b-16x8", "tiny-distill"])
 def test_the_settings_of_a_recipe_are_those_that_a_run_has(name: str) -> None:
     from hybridflow.config.build import to_plain
@@ -158,6 +160,7 @@ def differences(ours: dict, whole: dict, path: str = "") -> Iterator[str]:  # ty
             yield f"{path}{key}"
 
 
+@pytest.mark.slow
 def test_a_warning_of_the_build_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,15 +12,18 @@ from tests.models import LONG_TESTS_FULL, SYNCED
 
 pytestmark = pytest.mark.slow
 FAMILIES = [name for name in SYNCED if name not in LONG_TESTS_FULL]
-BOTH_WAYS = ("llama", "deepseek_v3")  # the others have the second one in test-full
+# in `make test`: a dense family and one with latent attention in both ways, mixtures in the first
+BOTH_WAYS = ("llama", "deepseek_v3")
+FIRST_WAY = (*BOTH_WAYS, "qwen3_moe", "glm4_moe")
 
 
 def of_families(first: str, second: str) -> list[Any]:
     """(family, way) of every family in two ways."""
     found = []
     for family in FAMILIES:
-        marks = [] if family in BOTH_WAYS else [pytest.mark.full]
-        found += [pytest.param(family, first), pytest.param(family, second, marks=marks)]
+        for way, families in ((first, FIRST_WAY), (second, BOTH_WAYS)):
+            marks = [] if family in families else [pytest.mark.full]
+            found.append(pytest.param(family, way, marks=marks))
     return found
 
 

@@ -41,7 +41,14 @@ def one_process(model_type: str) -> dict[str, Any]:
     return one
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # its stages are those of the first one, in more chunks
+        pytest.param(layout, marks=[pytest.mark.full] if layout == "pp2-vpp2" else [])
+        for layout in LAYOUTS
+    ],
+)
 def test_replay_is_the_same_on_any_layout(layout: str) -> None:
     world, parallel, hf = LAYOUTS[layout]
     one = one_process(hf["model_type"])

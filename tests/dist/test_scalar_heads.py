@@ -64,7 +64,9 @@ def oracle(folder: Path, task: str) -> tuple[list[float], list[float]]:
             60,
             id="tied-score-tp2-pp2-without-sp",
         ),
-        pytest.param(FULL_DENSE, LLAMA, TOKENS, False, 60, id="llama-tp2-pp2"),
+        pytest.param(
+            FULL_DENSE, LLAMA, TOKENS, False, 60, id="llama-tp2-pp2", marks=pytest.mark.full
+        ),
         pytest.param(FULL_DENSE, QWEN2, SEQUENCE, False, 60, id="qwen2-score-tp2-pp2"),
     ],
 )

@@ -154,8 +154,9 @@ def test_every_layout_reaches_every_engine(world: SyncWorld) -> None:
         assert (weights_checksum(client), world.greedy(number)) == streamed, number
 
 
-@pytest.mark.full  # in `make test`, Megatron ranks reach engines in `tests/e2e/test_vertical.py`
-@pytest.mark.parametrize("family", sorted(SYNCED.keys() - {"qwen3_moe", "moonlight"}))
+@pytest.mark.parametrize(
+    "family", marked(sorted(SYNCED.keys() - {"qwen3_moe", "moonlight"}), IN_MAKE_TEST)
+)
 def test_megatron_ranks_of_a_family_reach_an_engine(tmp_path: Path, family: str) -> None:
     """Two tensor-parallel ranks that have trained a step; `test_weight_sync` has a Qwen3-MoE. The
     oracle of the weights is transformers on the ranks' own export."""

@@ -36,7 +36,7 @@ def train(folder: Path, *words: str, timeout_s: float = 300) -> Path:
     ("model", "frozen"),
     [
         ("tiny-vlm", True),
-        ("tiny-vlm", False),
+        pytest.param("tiny-vlm", False, marks=pytest.mark.full),
         pytest.param("tiny-vlm-hybrid", True, marks=pytest.mark.full),
         ("tiny-vlm-hybrid", False),
     ],

@@ -43,11 +43,16 @@ def urgent_job(jobs: Jobs, released: Path) -> str:
     )
 
 
-def test_a_job_runs_over_two_nodes_and_a_spare_takes_the_place_of_a_bad_one(jobs: Jobs) -> None:
-    """Without engines: tests/walks/test_cluster_user.py has a recipe over two nodes."""
+def test_a_spare_takes_the_place_of_a_bad_node_and_another_job_shares_the_others(
+    jobs: Jobs,
+) -> None:
+    """Without engines: tests/walks/test_cluster_user.py has a recipe over two nodes. The second job
+    is an array with a dependency, and its environment is unpacked onto the node's own disk."""
     name = "two steps"
     site = jobs.site("spare", python=wrong_clock(jobs))
     job = jobs.submit_sft(name, 2, "--site", site, "--spares", "1", "sft.steps=2")
+    array = ("--array", "3-3", "sft.steps=%a", "--dependency", f"after:{job}")
+    other = jobs.submit_sft("task %a", 1, "--site", jobs.site_with_archive("unpacked"), *array)
     assert jobs.end(job) == "COMPLETED", jobs.logs(job)
     assert "excluding n2: problem with n" in jobs.output(job) and jobs.steps(name) == [1, 2]
     last = jobs.attempts(job)[-1]["restart"]  # a start may have failed on a busy machine
@@ -58,6 +63,12 @@ def test_a_job_runs_over_two_nodes_and_a_spare_takes_the_place_of_a_bad_one(jobs
     assert (
         f"{last} node-n1 " in shown and f"{last} node-n3 " in shown and f"{last} driver " in shown
     )
+    assert jobs.end(other) == "COMPLETED", jobs.logs(other)
+    assert jobs.steps("task 3") == [1, 2, 3]
+    assert "0 driver " in jobs.run("logs", f"{other}_3") and "finished" in jobs.run(
+        "status", f"{other}_3"
+    )
+    assert left_behind(other) == []
 
 
 def test_a_job_goes_on_whatever_takes_its_nodes_or_its_processes(
@@ -114,26 +125,6 @@ def goes_on(jobs: Jobs, job: str, name: str, checkpoint: str = "") -> None:
     resumed = re.search(rf"resuming from runs/{name}/checkpoints/(\w+)", log.read_text())
     assert resumed and resumed[1] == (checkpoint or resumed[1]), log.read_text()
     jobs.in_loop(job, name, int(resumed[1].rpartition("_")[2]) + 2)
-
-
-def test_two_jobs_share_a_node(jobs: Jobs) -> None:
-    """The second one is an array with a dependency, and its environment is unpacked onto the node's
-    own disk."""
-    name = "first of a node"
-    job = jobs.submit_sft(name, 1)
-    array = ("--array", "3-3", "sft.steps=%a", "--dependency", f"after:{job}")
-    other = jobs.submit_sft("task %a", 1, "--site", jobs.site_with_archive("unpacked"), *array)
-    jobs.in_loop(job, name)
-    assert jobs.end(other) == "COMPLETED", jobs.logs(other)
-    assert jobs.steps("task 3") == [1, 2, 3]
-    assert "0 driver " in jobs.run("logs", f"{other}_3") and "finished" in jobs.run(
-        "status", f"{other}_3"
-    )
-    jobs.run("cancel", job)
-    assert jobs.end(job) == "CANCELLED"
-    steps = jobs.steps(name)
-    assert steps == list(range(1, len(steps) + 1))
-    assert left_behind(job) == left_behind(other) == []
 
 
 @pytest.mark.full

@@ -157,6 +157,7 @@ def test_every_example_is_run() -> None:
     assert set(EXAMPLES) == set(RUNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_an_example_works_from_a_file_of_ones_own(title: str, tmp_path: Path) -> None:
     assert len(EXAMPLES[title].splitlines()) <= MAX_LINES

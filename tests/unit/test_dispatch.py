@@ -266,6 +266,7 @@ def test_a_worker_module_needs_neither_ray_nor_torch() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_the_steps_of_the_main_job_find_their_columns(kl: float) -> None:
     pytest.importorskip("megatron.core")

@@ -141,6 +141,7 @@ def test_a_body_that_does_not_come_is_given_up(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "messages",
     [[{"role": "user", "content": "x" * 2_000_000}], QUESTION * 90_000],
@@ -198,6 +199,7 @@ def test_more_messages_than_there_is_room_for_end_the_conversation_unread(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_of_a_long_observation_only_what_is_kept_is_encoded(chatml: Tokenizer) -> None:
     """The cut is that of the whole text, and what it costs does not grow with the text."""
     draw = random.Random(0)

@@ -122,12 +122,14 @@ async def with_a_tool(client: openai.AsyncOpenAI) -> str:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
+@pytest.mark.slow
 def test_a_program_with_a_tool_is_answered(served: Served, tokenizer: Tokenizer) -> None:
     engine = Engine(tokenizer, CALL, "It is 408.")
     assert served(conversation(tokenizer, engine), with_a_tool) == "It is 408."
     assert "408" in tokenizer.decode(engine.asked[1][0])
 
 
+@pytest.mark.slow
 def test_a_program_with_a_tool_leaves_the_tokens_that_the_engine_saw(tokenizer: Tokenizer) -> None:
     engine = Engine(tokenizer, CALL, "It is 408.")
     held = conversation(tokenizer, engine)
@@ -228,6 +230,7 @@ def test_what_changes_no_answer_is_taken(
     assert "ignoring temperature, top_p, seed" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_answer_ends_before_a_text_of_stop(tokenizer: Tokenizer) -> None:
     async def program(client: openai.AsyncOpenAI) -> Any:
         first = await asked(client, QUESTION, stop=["\nObservation:", "END"], logprobs=True)
@@ -276,6 +279,7 @@ def test_results_and_questions_follow_an_answer_together(chatml: Tokenizer) -> N
     assert whole == [*chatml.encode(shown), *chatml.encode("Yes."), chatml.eos_id]
 
 
+@pytest.mark.slow
 def test_calls_are_told_as_the_request_wants_them(served: Served, chatml: Tokenizer) -> None:
     async def calls_of(**more: Any) -> Any:
         async def program(client: openai.AsyncOpenAI) -> Any:
@@ -443,6 +447,7 @@ def test_a_first_request_that_would_change_the_run_is_refused(
     through_conversation(conversation(chatml, Engine(chatml)), program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
@@ -496,6 +501,7 @@ def test_a_conversation_that_is_over_ends_the_loop_whatever_the_program_does(
         through_conversation(held, program)
 
 
+@pytest.mark.slow
 def test_a_key_opens_its_own_conversation_and_only_while_it_is_served(chatml: Tokenizer) -> None:
     async def run() -> None:
         server = CompletionServer()

@@ -41,6 +41,7 @@ async def talk(held: Conversation, *observations: Sequence[str]) -> None:
         await held.answer()
 
 
+@pytest.mark.slow
 def test_the_tokens_are_what_the_engine_saw_and_what_the_template_writes(
     tokenizer: Tokenizer,
 ) -> None:
@@ -80,6 +81,7 @@ def test_the_tokens_are_what_the_engine_saw_and_what_the_template_writes(
     assert text_of(tokenizer, whole[:-1]) == tokenizer.render_chat(messages[:-1]) + "It is 408."
 
 
+@pytest.mark.slow
 def test_a_tool_cannot_speak_for_another_role(tokenizer: Tokenizer) -> None:
     special = text_of(tokenizer, [tokenizer.eos_id])
     engine = Engine(tokenizer, "call", "done")
@@ -91,6 +93,7 @@ def test_a_tool_cannot_speak_for_another_role(tokenizer: Tokenizer) -> None:
     assert special in text_of(tokenizer, shown)
 
 
+@pytest.mark.slow
 def test_limits(tokenizer: Tokenizer) -> None:
     long = "x" * 500
     held = conversation(
@@ -110,6 +113,7 @@ def test_limits(tokenizer: Tokenizer) -> None:
     assert held.finish_reason == "length" and len(held.tokens) == 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [

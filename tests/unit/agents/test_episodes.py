@@ -64,6 +64,7 @@ def row(truth: str = "", **extra_info: Any) -> dict[str, Any]:
     return {"data_source": "x", "ground_truth": truth, "extra_info": extra_info}
 
 
+@pytest.mark.slow
 def test_episodes_of_several_processes_go_on_at_the_same_time(config: AgentConfig) -> None:
     async def play(episodes: Episodes, name: str) -> tuple[list[Step], str]:
         async with episodes.begin(row(greeting=name.encode())) as episode:
@@ -163,6 +164,7 @@ def test_an_environment_that_hangs_is_ended(config: AgentConfig) -> None:
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_processes_that_end_again_and_again_are_not_started_for_ever(config: AgentConfig) -> None:
     async def play() -> None:
         episodes = Episodes(config)
@@ -189,6 +191,7 @@ def test_the_game_says_where_the_number_is() -> None:
     assert [(step.reward, step.done) for step in said] == [(0.0, False)] * 5 + [(1.0, True)]
 
 
+@pytest.mark.slow
 def test_an_unknown_environment_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"rollout.agent.environment=gess: .*did you mean 'guess'"

@@ -178,6 +178,7 @@ def test_an_engines_error_is_the_servers_and_not_its_end(chatml: Tokenizer) -> N
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["another", "the kez", "the keyy", "the ke"])
 def test_another_key_opens_nothing(chatml: Tokenizer, key: str) -> None:
     async def run() -> None:

@@ -66,6 +66,7 @@ def test_grpo_by_hand() -> None:
     assert grpo_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
+@pytest.mark.slow
 @given(
     score=st.floats(-100, 100, width=32),
     size=st.integers(2, 64),
@@ -109,6 +110,7 @@ def ppo_loss(
     return ppo(tokens, PpoOptions(clip_ratio_high=high, clip_ratio_c=clip_c))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_c", [None, 3.0])
 @given(
     tokens=st.lists(
@@ -217,6 +219,7 @@ def mean_by_hand(rows: list[torch.Tensor], mode: str) -> torch.Tensor:
     ).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=12).filter(any),

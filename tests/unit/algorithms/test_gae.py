@@ -101,6 +101,7 @@ def test_a_fixed_coefficient_stays() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(lengths=LENGTHS, gamma=UNIT, lam=UNIT, seed=st.integers(0, 99))
 def test_it_equals_a_loop_over_tokens(
     lengths: list[int], gamma: float, lam: float, seed: int
@@ -119,6 +120,7 @@ def test_it_equals_a_loop_over_tokens(
             assert float(g[t]) == pytest.approx(running + float(v[t]), abs=2e-5)
 
 
+@pytest.mark.slow
 @given(lengths=LENGTHS, gamma=UNIT, seed=st.integers(0, 99))
 def test_with_lambda_1_the_return_is_the_discounted_reward_to_go(
     lengths: list[int], gamma: float, seed: int

@@ -127,6 +127,7 @@ def test_sequences_off_the_policy_with_negative_advantage_are_masked() -> None:
     assert masked > 100
 
 
+@pytest.mark.slow
 def test_the_unbiased_kl_is_weighted_by_the_ratio_and_has_the_gradient_of_the_divergence() -> None:
     """Against its formula; and in expectation over all tokens of a small vocabulary, where the
     gradient of the weighted estimate is that of the divergence, and that of k3 alone is not."""
@@ -193,6 +194,7 @@ def samples_of(seed: int, *, masked: bool = False) -> Samples:
     return Samples(scores, rewards, groups, lengths, mask, {"values": values})
 
 
+@pytest.mark.slow
 def test_advantages_by_the_deviation_of_the_batch() -> None:
     for seed in CASES:
         samples = samples_of(seed)
@@ -209,6 +211,7 @@ def test_advantages_by_the_deviation_of_the_batch() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_critic_may_learn_from_returns_of_another_lambda() -> None:
     for seed in CASES:
         samples = samples_of(seed)
@@ -274,6 +277,7 @@ def test_the_tokens_of_highest_entropy_are_those_above_the_quantile(share: float
         assert set(entropies[found.numpy()]) == set(ordered[len(ordered) - left :])
 
 
+@pytest.mark.slow
 def test_turns_are_compared_with_those_that_began_in_the_same_state() -> None:
     """Against a loop over answers of up to three turns, whose environment shows one of two texts
     before a turn."""

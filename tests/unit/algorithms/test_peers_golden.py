@@ -144,6 +144,7 @@ def rewards_of(case: Case) -> torch.Tensor:
     return rewards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [("gae", GaeOptions(0.9, 0.8)), ("reinforce_plus_plus", ReinforcePlusPlusOptions(0.9))],

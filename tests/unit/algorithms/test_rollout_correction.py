@@ -43,6 +43,7 @@ def loss_of(
     return new.grad, float(count), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", ["old_log_probs", None])
 def test_weights_multiply_the_loss_of_each_token(old: str | None) -> None:
     """At ratio 1 the gradient of a token is minus its weight; e is above the bound."""

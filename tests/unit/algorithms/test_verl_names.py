@@ -80,6 +80,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(max(map(len, NAMES.values()))))
 def test_names_of_verl_are_read_as_ours(number: int) -> None:
     """One name of each key at a time."""

@@ -107,6 +107,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 def test_logits_never_exist_for_more_than_a_chunk(group: Any) -> None:
     rows = 512
     hidden_size = 4

@@ -47,6 +47,7 @@ def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
     return float(ground_truth in solution_str)
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_is_named_where_the_run_begins(
     made: Callable[..., hf.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,6 +60,7 @@ def test_what_is_not_installed_is_named_where_the_run_begins(
             run.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "word", ["trainer.total_step=5", "actor.optim.lr=fast", "algorithm=groups"]
 )
@@ -91,6 +93,7 @@ def test_settings_win_in_their_order_and_sections_may_hold_objects(
     assert config.data.train_batch_size == 2 and config.data.val_files == ()
 
 
+@pytest.mark.slow
 def test_a_recipe_may_be_a_file_with_groups_beside_it(
     tmp_path: Path, made: Callable[..., hf.Run]
 ) -> None:
@@ -103,6 +106,7 @@ def test_a_recipe_may_be_a_file_with_groups_beside_it(
     assert (run.config.name, run.config.trainer.total_steps) == ("mine", 9)
 
 
+@pytest.mark.slow
 def test_rows_are_written_once_under_their_content(made: Callable[..., hf.Run]) -> None:
     run = made(data={"train": ROWS, "test": ROWS[:2]})
     [train], [test] = run.config.data.train_files, run.config.data.val_files
@@ -152,6 +156,7 @@ def test_a_model_replaces_the_recipes(tmp_path: Path, made: Callable[..., hf.Run
     assert "hf_config" not in str(error.value) and "model.tokenizer" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["function", "lambda", "closure", "object"])
 def test_a_function_is_found_here_and_nowhere_else(kind: str, made: Callable[..., hf.Run]) -> None:
     bonus = [1.0]
@@ -244,6 +249,7 @@ def test_what_a_run_cannot_do_before_it_starts(made: Callable[..., hf.Run]) -> N
     assert not run.folder.exists()
 
 
+@pytest.mark.slow
 def test_a_program_that_cannot_be_a_job_is_refused(
     made: Callable[..., hf.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

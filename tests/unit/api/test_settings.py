@@ -23,6 +23,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_a_value_is_read_back_as_it_was(value: Any) -> None:
     found = OverridesParser.create().parse_override(f"++a.b={text(value, 'a.b')}").value()
@@ -55,6 +56,7 @@ def test_a_path_is_a_text() -> None:
     assert text(Path("a b/c"), "k") == '"a b/c"'
 
 
+@pytest.mark.slow
 def test_checking_a_run_loads_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys, hybridflow as hf\n"

@@ -71,6 +71,7 @@ def rows_of(batch: DataProto, name: str) -> list[Any]:
 # --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(batches(min_rows=1), st.integers(1, 12))
 def test_concat_undoes_split_and_chunk(batch: DataProto, n: int) -> None:
     assert DataProto.concat(batch.split(n)).equals(batch)
@@ -80,6 +81,7 @@ def test_concat_undoes_split_and_chunk(batch: DataProto, n: int) -> None:
     assert [len(part) for part in batch.split(n)[:-1]] == [n] * (len(batch.split(n)) - 1)
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(1, 7))
 def test_unpad_undoes_pad_and_padding_is_cyclic(batch: DataProto, n: int) -> None:
     padded, added = batch.pad_to_divisor(n)
@@ -88,6 +90,7 @@ def test_unpad_undoes_pad_and_padding_is_cyclic(batch: DataProto, n: int) -> Non
     assert padded["uid"].tolist() == [i % len(batch) for i in range(len(padded))]
 
 
+@pytest.mark.slow
 @given(batches(), st.randoms(use_true_random=False))
 def test_reorder_with_the_inverse_gives_the_rows_back(batch: DataProto, random: Any) -> None:
     order = list(range(len(batch)))
@@ -98,6 +101,7 @@ def test_reorder_with_the_inverse_gives_the_rows_back(batch: DataProto, random: 
     assert shuffled.reorder(np.argsort(order)).equals(batch)
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(1, 4))
 def test_repeat_is_interleaved_and_every_nth_row_is_the_original(batch: DataProto, n: int) -> None:
     repeated = batch.repeat(n)
@@ -106,6 +110,7 @@ def test_repeat_is_interleaved_and_every_nth_row_is_the_original(batch: DataProt
         assert repeated.rows(slice(k, None, n)).equals(batch)
 
 
+@pytest.mark.slow
 @given(batches(), st.data())
 def test_rows_agree_with_numpy_for_every_kind_of_index(
     batch: DataProto, data: st.DataObject
@@ -127,6 +132,7 @@ def test_rows_agree_with_numpy_for_every_kind_of_index(
         assert got["texts"].tolist() == [batch["texts"][i] for i in expected]
 
 
+@pytest.mark.slow
 @given(batches(), st.sampled_from([1, 2]))
 def test_select_and_union_give_the_batch_back(batch: DataProto, overlap: int) -> None:
     names = batch.columns
@@ -138,6 +144,7 @@ def test_select_and_union_give_the_batch_back(batch: DataProto, overlap: int) ->
     assert batch.drop(names[:4]).columns == names[4:]
 
 
+@pytest.mark.slow
 @given(batches())
 def test_rename_there_and_back(batch: DataProto) -> None:
     renamed = batch.rename({"half": "uid2", "uid": "half2"})
@@ -149,6 +156,7 @@ def test_rename_there_and_back(batch: DataProto) -> None:
 # ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(batches())
 def test_table_and_pickle_round_trips(batch: DataProto) -> None:
     assert from_table(to_table(batch)).equals(batch)
@@ -280,6 +288,7 @@ def test_torch_view_outlives_the_batch() -> None:
     assert len(junk) == 20 and bool((tensor == 7).all())
 
 
+@pytest.mark.slow
 @given(batches(min_rows=2))
 def test_bfloat16_survives_everything(batch: DataProto) -> None:
     weights = torch.randn(len(batch), 3).bfloat16()

@@ -57,6 +57,7 @@ def test_a_slower_run_fails_by_name_and_an_equal_one_passes(tmp_path: Path, said
     assert "failed" in said(["compare", a, c / "result.json"], 1)
 
 
+@pytest.mark.slow
 def test_a_baseline_of_several_runs_judges_a_run_of_the_same_hardware(tmp_path: Path, said) -> None:  # type: ignore[no-untyped-def]
     runs = [save(tmp_path / f"run{seed}", seed) for seed in (1, 2, 3)]
     words = ["--baselines", tmp_path / "baselines"]
@@ -110,6 +111,7 @@ def test_what_is_wrong_is_one_message(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_reports_in_every_form(tmp_path: Path, said) -> None:  # type: ignore[no-untyped-def]
     save(tmp_path / "a", 1, nodes=("n1", "n2", "n3"))
     last = save(tmp_path / "b", 2, 1.4, nodes=("n1", "n2", "n3"))
@@ -156,6 +158,7 @@ def test_an_archive_has_results_and_logs_without_names_of_users(tmp_path: Path, 
         assert {(entry.uid, entry.uname) for entry in tar.getmembers()} == {(0, "")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "why"),
     [

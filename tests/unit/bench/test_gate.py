@@ -21,11 +21,13 @@ def slower(a: int, b: int, slow: dict[tuple[str, str], float] | None = None) -> 
     return [change.name for change in found.changes if change.verdict == "slower"]
 
 
+@pytest.mark.slow
 def test_equal_runs_compare_clean() -> None:
     clean = sum(slower(100 + i, 200 + i) == [] for i in range(TRIES))
     assert clean >= 19
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_a_fifth_slower_is_named() -> None:
     found = 0
     for i in range(TRIES):

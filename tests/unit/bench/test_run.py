@@ -60,6 +60,7 @@ def test_the_status_and_the_words_of_a_measurement_are_kept(tmp_path: Path) -> N
     assert (tmp_path / "log").read_bytes() == b"said\n"
 
 
+@pytest.mark.slow
 def test_following_a_flow_is_compared_with_its_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

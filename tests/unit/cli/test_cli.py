@@ -62,6 +62,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -89,6 +90,7 @@ def test_help_answers_at_once(words: list[str]) -> None:
     assert loaded - loads("-c", "")[1] <= sys.stdlib_module_names | {"hybridflow", "org"}
 
 
+@pytest.mark.slow
 def test_an_error_is_one_message_without_a_traceback() -> None:
     command = [
         sys.executable,
@@ -114,6 +116,7 @@ def test_a_traceback_comes_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
         main(["train", "--config-name", "nope"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -148,6 +151,7 @@ def test_a_bug_of_ours_keeps_its_traceback(
         main(["train", "--config-name", "e2e"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["train", "sft"])
 def test_a_job_gets_the_checked_configuration(job: str, calls: list[Any]) -> None:
     words = [
@@ -193,6 +197,7 @@ def test_overrides_without_a_recipe_are_refused(capsys: pytest.CaptureFixture[st
     assert "--config-name" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_print_config_prints_the_resolved_yaml_and_starts_nothing(
     calls: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -360,6 +365,7 @@ def test_wrong_sizes_of_a_plan_exit_as_other_user_errors(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_be_written_names_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

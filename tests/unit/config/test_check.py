@@ -33,6 +33,7 @@ TP2 = ("cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.se
 DRAFTS = ("actor.mtp.train=true", "rollout.speculative.method=mtp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["e2e", "tiny-moe-grpo"])
 def test_the_recipes_pass(name: str) -> None:
     assert found(name=name) == []
@@ -584,6 +585,7 @@ def plain() -> dict[str, Any]:
     return to_plain(small())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key", [key for key, kind in all_keys(RunConfig) if kind.type in (int, float)]
 )
@@ -632,6 +634,7 @@ def test_an_unknown_linear_is_refused_with_those_there_are() -> None:
         small("actor.lora.rank=8", "actor.lora.targets=[q_proj]")
 
 
+@pytest.mark.slow
 def test_sizes_of_a_model_folder_are_checked_too(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     overrides = ("model.path=model", "~model.hf_config", "rollout.tensor=2")
@@ -646,6 +649,7 @@ def test_sizes_of_a_model_folder_are_checked_too(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value", "is_refused"),
     [
@@ -733,6 +737,7 @@ def test_all_problems_come_at_once() -> None:
     assert "nowhere.py" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -768,6 +773,7 @@ def test_a_job_in_one_process_has_one_of_everything(
     assert lines == [] if expected is None else any(expected in line for line in lines), lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["router_aux_loss_coef", "router_z_loss_coef"])
 @pytest.mark.parametrize(
     ("others", "said"),
@@ -795,6 +801,7 @@ CLUSTERS = sorted(path.stem for path in shipped_config_dir().glob("*x8.yaml"))
 COVERING = ("grpo-llama-3.1-405b-28x8", "ppo-qwen3-30b-a3b-4x8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in COVERING else [pytest.mark.full]) for n in CLUSTERS]
 )

@@ -15,6 +15,7 @@ from tests.unit.config.small import found
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
+@pytest.mark.slow
 def test_no_whole_number_and_no_deadline_is_larger_than_what_carries_it() -> None:
     """Engines add their number to a seed of 32 bits; JSON, numpy and the system's clocks have
     bounds of their own."""
@@ -38,6 +39,7 @@ def test_no_whole_number_and_no_deadline_is_larger_than_what_carries_it() -> Non
     assert "at least 7.86432e+07" in found("cluster.object_store_bytes=1000")[0]  # Ray's own
 
 
+@pytest.mark.slow
 def test_paths_where_something_else_is_are_refused() -> None:
     Path("file").touch()
     Path("folder").mkdir()
@@ -67,6 +69,7 @@ def test_paths_where_something_else_is_are_refused() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Any], RolloutConfig]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_the_check_and_the_engines_layouts_accept_the_same_shapes(

@@ -34,6 +34,7 @@ def test_a_file_of_a_group_may_build_on_its_neighbour() -> None:
     assert origins.of("rollout.n") == "configs/rollout/tiny.yaml"
 
 
+@pytest.mark.slow
 def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Path) -> None:
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "mine.yaml").write_text("total_steps: 77\n")
@@ -46,6 +47,7 @@ def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Pa
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -80,6 +82,7 @@ def test_where_images_go_is_explained() -> None:
     assert "images" not in explain(load_config("tiny-moe-grpo"), origins)
 
 
+@pytest.mark.slow
 def test_engines_over_several_nodes_say_where_their_ranks_lie() -> None:
     words = ["rollout.tensor=4", "rollout.expert=2", "rollout.nodes_per_engine=2"]
     text = explain(
@@ -103,6 +106,7 @@ def test_it_needs_no_torch() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
+@pytest.mark.slow
 def test_epochs_are_steps_of_the_rows_that_there_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_size_recipes_follow_a_published_run_and_name_model_data_and_evaluation(
         assert corrects(config) or not (mixture or config.rollout.quantization), name
 
 
+@pytest.mark.slow
 def test_dr_grpo_is_the_whole_of_its_paper() -> None:
     config = small("algorithm=dr-grpo", "rollout.n=8")
     assert small().actor.kl_loss_coef > 0  # what the preset has to take away

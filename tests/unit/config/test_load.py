@@ -16,6 +16,7 @@ from hybridflow.errors import ConfigError
 
 KEYS = dict(all_keys(RunConfig))
 CHOICES = {key: kind.choices for key, kind in KEYS.items() if kind.choices}
+RECIPES = {recipe.name: recipe.summary for recipe in list_recipes([shipped_config_dir()])}
 
 
 def message(*overrides: str, name: str = "e2e", config_dir: Path | None = None) -> str:
@@ -32,13 +33,15 @@ def own(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("recipe", [recipe.name for recipe in list_recipes([shipped_config_dir()])])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_loads_and_says_what_it_is(recipe: str) -> None:
     config = load_config(recipe)
     assert config.name == recipe
-    assert next(r.summary for r in list_recipes([shipped_config_dir()]) if r.name == recipe)
+    assert RECIPES[recipe]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tiny-moe-grpo", "tiny-moe-ppo", "tiny-code-grpo"])
 def test_a_recipe_leaves_out_its_warm_start_when_it_is_told_to(recipe: str) -> None:
     """Steps that a recipe sets beside its group would stay."""
@@ -72,6 +75,7 @@ def test_every_group_file_can_be_chosen(group: Path) -> None:
         assert dataclasses.is_dataclass(getattr(config, group.name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", sorted({key.partition(".")[0] for key in KEYS}))
 def test_every_key_can_be_overridden_on_a_recipe_that_mentions_none(
     section: str, own: Path
@@ -112,6 +116,7 @@ def another(key: str, value: object) -> tuple[str, object]:
     return ("null", None) if value is None else ("abc", "abc")
 
 
+@pytest.mark.slow
 def test_overrides_win_over_the_recipe_and_the_rest_keeps_its_value() -> None:
     plain = load_config("e2e")
     changed = load_config("e2e", ["actor.optim.lr=5e-4", "trainer.total_steps=3"])
@@ -120,6 +125,7 @@ def test_overrides_win_over_the_recipe_and_the_rest_keeps_its_value() -> None:
     assert dataclasses.replace(changed, actor=plain.actor, trainer=plain.trainer) == plain
 
 
+@pytest.mark.slow
 def test_a_group_choice_works_whether_or_not_the_recipe_names_the_group(own: Path) -> None:
     assert not load_config("e2e", ["algorithm=dr-grpo"]).algorithm.norm_adv_by_std
     (own / "bare.yaml").write_text("name: bare\n")
@@ -168,6 +174,7 @@ def test_an_unknown_key_in_a_yaml_gets_the_same_message(own: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
@@ -197,6 +204,7 @@ def test_a_wrong_type_names_key_value_and_expected_type(
     assert [part for part in parts if part not in text] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", sorted(CHOICES))
 def test_choice_fields_list_their_choices(key: str) -> None:
     is_list = isinstance(value_at(RunConfig(), key), tuple)
@@ -240,6 +248,7 @@ def test_an_unknown_recipe_lists_those_that_exist(own: Path) -> None:
     assert all(name in text for name in ("e2e", "gsm8k-smoke", "mine"))
 
 
+@pytest.mark.slow
 def test_a_missing_mandatory_value_says_what_to_give() -> None:
     assert "set model.path=..." in message("model=folder")
 
@@ -258,6 +267,7 @@ def test_own_recipes_hide_shipped_ones_and_may_use_shipped_groups(own: Path) -> 
     assert not config.algorithm.norm_adv_by_std
 
 
+@pytest.mark.slow
 def test_own_group_files_replace_shipped_ones_under_a_shipped_recipe(own: Path) -> None:
     (own / "trainer").mkdir()
     (own / "trainer" / "smoke.yaml").write_text("total_steps: 17\n")
@@ -271,6 +281,7 @@ def test_a_missing_config_dir_is_named(own: Path) -> None:
     assert "nowhere" in message(config_dir=own / "nowhere")
 
 
+@pytest.mark.slow
 def test_interpolation_may_name_a_key_that_no_yaml_mentions(own: Path) -> None:
     (own / "bare.yaml").write_text(
         "name: bare\nactor:\n  ppo_mini_batch_size: ${data.train_batch_size}\n"
@@ -281,6 +292,7 @@ def test_interpolation_may_name_a_key_that_no_yaml_mentions(own: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_dump_reads_back_to_an_equal_configuration(tmp_path: Path) -> None:
     config = load_config(
         "tiny-moe-grpo",
@@ -304,6 +316,7 @@ def test_the_configuration_is_frozen() -> None:
         load_config("e2e").actor.ppo_mini_batch_size = 1  # type: ignore[misc]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

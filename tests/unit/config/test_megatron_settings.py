@@ -91,6 +91,7 @@ def test_a_setting_that_cannot_be_is_refused_with_its_reason(
     assert line.startswith(f"actor.megatron.{name}={value}: ") and why in line
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_before_it_starts_and_with_fsdp() -> None:
     words = ["+actor.megatron.context_parallel_size=2", "+actor.megatron.moe_router_dtyp=fp32"]
     with pytest.raises(ConfigError, match=r"(?s)actor\.parallel\.context.*moe_router_dtype\?"):

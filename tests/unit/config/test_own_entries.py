@@ -64,6 +64,7 @@ def test_each_kind_is_tried_in_a_process_of_its_own(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -98,6 +99,7 @@ def test_a_library_that_a_submitting_machine_lacks_is_no_fault_of_the_file(
     assert own_entries.main(asked) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takes", ["", ", with_support=False"])
 def test_an_engine_that_cannot_tell_supports_is_refused_where_they_are_needed(
     tmp_path: Path, takes: str

@@ -35,6 +35,7 @@ def given(folder: Path, roles: str, *words: str) -> RunConfig:
     return load_config("e2e", [flow, f"+roles={roles}", *words])
 
 
+@pytest.mark.slow
 def test_a_policy_has_the_settings_of_the_first_one_where_it_gives_no_others(
     tmp_path: Path,
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_policy_on_the_first_ones_base_has_its_ranks(tmp_path: Path) -> None:
     assert derived.devices_of(apart, "tester") == "tester"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tester", "words", "message"),
     [
@@ -140,6 +142,7 @@ def test_adapters_that_cannot_share_a_base_are_refused(
     assert any(re.search(message, line) for line in lines), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("roles", "words", "message"),
     [

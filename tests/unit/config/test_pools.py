@@ -10,6 +10,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 CRITIC = ("algorithm.adv_estimator=gae", "critic.placement=own")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

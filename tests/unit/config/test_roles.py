@@ -44,6 +44,7 @@ def test_the_recipes_pass() -> None:
     assert found(*PPO) == found(*OWN) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -111,6 +112,7 @@ def test_a_teacher_needs_processes_of_its_own() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "settings"),
     [
@@ -184,6 +186,7 @@ def test_a_teacher_speaks_the_language_of_the_policy() -> None:
     check_steps(load_config("e2e", settings))
 
 
+@pytest.mark.slow
 def test_distillation_needs_a_teacher_and_reads_what_it_writes() -> None:
     (Path(model_folder("teacher")) / "config.json").write_text('{"vocab_size": 16}')
     one = "actor.distillation.coef=0.5"
@@ -237,6 +240,7 @@ def test_reward_training_needs_pairs_that_fit() -> None:
     )
 
 
+@pytest.mark.slow
 def test_explain_says_where_they_live_and_how_the_reward_is_made() -> None:
     def text(*overrides: str) -> str:
         return explain(load_config("e2e", overrides), Origins(frozenset(), {}))

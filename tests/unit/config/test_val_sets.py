@@ -51,12 +51,14 @@ def test_a_set_is_as_the_unnamed_one_but_for_what_it_gives() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_folder_keeps_the_order_of_the_sets(tmp_path: Any) -> None:
     config = config_of(zebra={"files": ["z"]}, ant={"files": ["a"]})
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     assert list(val_sets(load_config("config", (), tmp_path))) == ["", "zebra", "ant"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "parts"),
     [

@@ -106,6 +106,7 @@ def added(tokenizer: Tokenizer, ids: list[int]) -> Counter[int]:
     return Counter(token for token in ids if token in tokenizer._hf.added_tokens_decoder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_a_conversation_goes_on_as_the_template_writes_it(
     case: tuple[str, Tokenizer], role: str

@@ -189,12 +189,14 @@ def test_a_malformed_value_is_named_with_file_row_and_column(tmp_path, tokenizer
         PromptDataset([_file(tmp_path, rows)], tokenizer, DataConfig())
 
 
+@pytest.mark.slow
 def test_the_row_number_is_right_beyond_one_read_batch(tmp_path, tokenizer):
     rows = [_row("1")] * 5000 + [_row("1", data_source=None)]
     with pytest.raises(DataError, match="row 5000, column 'data_source'"):
         PromptDataset([_file(tmp_path, rows)], tokenizer, DataConfig())
 
 
+@pytest.mark.slow
 def test_a_missing_column_is_named_with_those_there_are(tmp_path, tokenizer):
     path = _file(tmp_path, [{"question": "x", "data_source": "y"}])
     with pytest.raises(

@@ -35,6 +35,7 @@ def theirs(tokens: np.ndarray, grids: np.ndarray) -> np.ndarray:
     return np.asarray(found[:, 0].numpy())
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=4),
     texts=st.lists(st.integers(1, 5), min_size=5, max_size=5),

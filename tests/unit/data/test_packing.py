@@ -33,6 +33,7 @@ def _best_largest_sum(costs: list[int], ranks: int) -> int:
     )
 
 
+@pytest.mark.slow
 @given(lengths, st.integers(1, 9))
 def test_each_index_once_no_bin_empty_or_above_the_budget(sizes, min_bins):
     bins = pack(sizes, BUDGET, min_bins=min_bins)
@@ -41,6 +42,7 @@ def test_each_index_once_no_bin_empty_or_above_the_budget(sizes, min_bins):
     assert all((np.diff(members) > 0).all() for members in bins)
 
 
+@pytest.mark.slow
 @given(lengths, st.integers(1, 9))
 def test_number_of_bins_follows_min_bins(sizes, min_bins):
     plain = len(pack(sizes, BUDGET))
@@ -64,6 +66,7 @@ def test_best_fit_decreasing_bound_where_the_optimum_is_known(full_bins):
     assert len(pack(sizes, BUDGET)) <= 11 / 9 * len(filled) + 6 / 9
 
 
+@pytest.mark.slow
 @given(lengths, st.randoms())
 def test_the_plan_is_deterministic_and_the_order_does_not_change_its_size(sizes, random):
     once = pack(sizes, BUDGET, min_bins=3)
@@ -102,6 +105,7 @@ def test_arguments_that_are_not_positive_are_refused(arguments):
         pack(arguments.pop("lengths"), BUDGET, **arguments)
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0, 1e6), max_size=60), st.integers(1, 9))
 def test_balance_covers_each_index_once_within_mean_plus_dearest(costs, ranks):
     groups = balance(costs, ranks)
@@ -168,6 +172,7 @@ def test_every_layout_draws_the_same_rows_for_each_update(costs, seed):
         update_order(costs, 5, 12, (seed, 0))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 500), min_size=8, max_size=40, unique=True), st.randoms())
 def test_the_pieces_hold_the_same_sequences_whatever_order_they_come_in(costs, random):
     costs = costs[: len(costs) // 4 * 4]
@@ -180,6 +185,7 @@ def test_the_pieces_hold_the_same_sequences_whatever_order_they_come_in(costs, r
     assert pieces[0] == pieces[1]
 
 
+@pytest.mark.slow
 @given(st.lists(lengths, min_size=1, max_size=4))
 def test_every_rank_gets_the_same_number_of_micro_batches(by_rank):
     most = max(len(pack(sizes, BUDGET)) for sizes in by_rank)
@@ -213,6 +219,7 @@ def test_long_sequences_cost_more_than_their_tokens():
     assert moe.per_token == 2 * (64 * 16 * (4 + 4) * 2 + 3 * 64 * 64 + 64 * 8) + 64 * 100
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
 def test_balance_is_within_its_bound_of_the_optimum(costs, ranks):
     bound = 4 / 3 - 1 / (3 * ranks)

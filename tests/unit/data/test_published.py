@@ -120,6 +120,7 @@ def test_a_row_that_lacks_its_answer_is_named(tmp_path: Path) -> None:
         prepare("math500", tmp_path / "out", source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "dapo-math"])
 def test_a_group_of_data_is_one_key(cache: Path, name: str) -> None:
     config = load_config("grpo-qwen3-8b-1x8", [f"data={name}"])

@@ -38,6 +38,7 @@ def byte_folder(folder: Path, change: Edit) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_published_folder_is_read_and_its_code_is_not_run(family: str, tmp_path: Path) -> None:
     folder = published_folder(family, tmp_path)
@@ -56,6 +57,7 @@ def test_a_published_folder_is_read_and_its_code_is_not_run(family: str, tmp_pat
     assert not code_ran(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5", "mixtral", "qwen3"])
 def test_a_tokenizer_without_a_model_beside_it_is_what_its_file_says(
     family: str, tmp_path: Path
@@ -92,6 +94,7 @@ def test_a_pad_token_that_is_an_ordinary_token_is_read_as_one(tmp_path: Path) ->
     assert found.decode_response([*found.encode("100"), eos, zero]) == "100"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_all_ends_that_a_config_lists_stop(name: str, tmp_path: Path) -> None:
     folder = write_character_folder(tmp_path)
@@ -119,6 +122,7 @@ def test_the_token_behind_an_assistants_text_stops(tmp_path: Path) -> None:
     assert found.stop_ids == (specials["<|endoftext|>"], specials["<|im_end|>"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [
@@ -136,6 +140,7 @@ def test_templates_that_end_no_turn_add_no_stop(template: str | None, tmp_path: 
     assert load_tokenizer(tmp_path).stop_ids == (specials["<|endoftext|>"],)
 
 
+@pytest.mark.slow
 def test_a_normalizer_that_doubles_its_text_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +155,7 @@ def test_a_normalizer_that_doubles_its_text_is_refused(
         load_tokenizer(byte_folder(tmp_path, double))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["(a+)+$", "([b-d]+)+$", "(7*)*$", "( +)+$"])
 def test_a_pattern_that_backtracks_without_end_is_refused(pattern: str, tmp_path: Path) -> None:
     def split(content: dict[str, Any]) -> None:
@@ -190,6 +196,7 @@ def test_a_failure_inside_the_tokenizer_is_one_message(tmp_path: Path) -> None:
         found.encode("Ω" + "ab" * 29 + "a!")
 
 
+@pytest.mark.slow
 def test_the_trial_leaves_the_process_as_it_was(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

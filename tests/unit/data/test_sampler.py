@@ -15,6 +15,7 @@ def _stream(sampler: ResumableSampler, batches: int) -> list[list[int]]:
     return [next(sampler).tolist() for _ in range(batches)]
 
 
+@pytest.mark.slow
 @given(shapes)
 def test_every_row_comes_once_an_epoch_and_no_row_is_skipped(shape):
     num_rows, batch_size, shuffle, seed = shape
@@ -29,6 +30,7 @@ def test_every_row_comes_once_an_epoch_and_no_row_is_skipped(shape):
         )
 
 
+@pytest.mark.slow
 @given(shapes)
 @settings(max_examples=60)
 def test_killed_at_any_batch_the_sequence_equals_the_uninterrupted_one(shape):
@@ -114,6 +116,7 @@ def _kinds(num_rows: int, seed: int) -> list[dict[str, np.ndarray | None]]:
     ]
 
 
+@pytest.mark.slow
 @given(shapes)
 @settings(max_examples=30)
 def test_weighted_and_sorted_orders_resume_at_every_batch_of_two_epochs(shape):
@@ -129,6 +132,7 @@ def test_weighted_and_sorted_orders_resume_at_every_batch_of_two_epochs(shape):
             assert before + _stream(second, total - killed_after) == whole
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=30).filter(any), st.integers(0, 5))
 def test_a_row_comes_as_often_as_its_weight_says_rounded(weights, seed):
     num_rows = len(weights)

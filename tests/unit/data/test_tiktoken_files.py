@@ -36,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.full)])
 def test_ids_are_those_of_the_published_rules_on_mixed_texts(count: int, folder: Path) -> None:
     oracle = oracle_of(folder)

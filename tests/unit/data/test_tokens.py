@@ -111,6 +111,7 @@ def test_several_processes_make_the_tokens_of_one(
     assert Counted.calls == 8 + 39
 
 
+@pytest.mark.slow
 def test_the_first_wrong_row_is_named_whichever_process_finds_it(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -225,6 +226,7 @@ def _other_merges(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_what_tokens_follow_from_is_noticed(
     change: str, tmp_path: Path, tokenizer: Tokenizer
@@ -252,6 +254,7 @@ def test_a_template_that_shows_the_day_is_kept_for_the_day(
     assert len({before, day, tokenizer.identity()}) == 3
 
 
+@pytest.mark.slow
 def test_a_damaged_entry_is_made_again(tmp_path: Path, counted: Tokenizer, cache: Path) -> None:
     files = write(tmp_path / "data", rows_of(30))
     first = contents(PromptDataset(files, counted, CONFIG))
@@ -281,6 +284,7 @@ def test_a_cache_of_others_or_without_room_is_not_used(
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 def test_entries_that_were_not_used_for_longest_make_room(
     tmp_path: Path, tokenizer: Tokenizer, cache: Path, monkeypatch: Any
 ) -> None:

@@ -192,6 +192,7 @@ def test_a_flow_is_checked_before_its_job_waits_in_the_queue(
     assert "does not call run.reference" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_folder_without_weights_is_refused_before_its_job_waits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,7 +104,7 @@ GOOD: dict[str, Callable[[Path], object]] = {
     },
     **{one.__name__: one for one in (in_float32, without_query_rank)},
 }
-QUICK = ("kimi-k2", "thinking_opened")
+QUICK = ("kimi-k2",)
 
 
 def processor_s() -> float:
@@ -131,8 +131,6 @@ def test_a_good_folder_has_no_error(name: str, tmp_path: Path) -> None:
     assert [
         one for one in findings if one.level == "warning" and not one.remedy
     ] == [] and not code_ran(tmp_path)
-    if name == "thinking_opened":
-        assert "the prompt opens a thinking" in topics["chat template"].what
 
 
 # ---- broken ones: how, and the finding that says so
@@ -248,6 +246,13 @@ def quick_parity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_parity")
+def test_a_thinking_that_the_prompt_opens_is_told(tmp_path: Path) -> None:
+    thinking_opened(tmp_path)
+    topics = by_topic(examine(tmp_path))
+    assert "the prompt opens a thinking" in topics["chat template"].what
+
+
+@pytest.mark.usefixtures("quick_parity")
 @pytest.mark.parametrize(
     "fault",
     [
@@ -268,6 +273,7 @@ def test_a_broken_folder_is_told_by_its_line(fault: Callable[[Path], None], tmp_
     assert all("Traceback" not in one.what for one in findings)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_parity")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_download_that_is_not_whole_names_the_command(fault: str, tmp_path: Path) -> None:
@@ -277,6 +283,7 @@ def test_a_download_that_is_not_whole_names_the_command(fault: str, tmp_path: Pa
     assert found.level == "error" and file.name in found.what and "hf download" in found.what
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_parity")
 def test_a_recipe_is_planned_for_the_folder_and_another_models_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -137,6 +137,7 @@ def test_the_end_token_of_the_models_config_ends_no_response(tmp_path: Path) -> 
     assert checked(other, ValSamplingConfig(temperature=0.0), 12, []) == free
 
 
+@pytest.mark.slow
 def test_samples_follow_from_seed_version_and_prompts(tmp_path: Path) -> None:
     engine = engine_of(DENSE, tmp_path)
     fill(engine, 0.05)

@@ -44,6 +44,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 3])
 def test_answers_follow_the_images_of_their_prompt(engine: Any, samples: int) -> None:
     batch = batch_with_images(5)

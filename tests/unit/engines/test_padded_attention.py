@@ -55,6 +55,7 @@ def one_by_one(
     return torch.cat(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "value_width"), [(4, 2, 16, 16), (4, 1, 24, 16), (3, 3, 8, 8)]

@@ -52,6 +52,7 @@ class Gpu(Platform):
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_cpu_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +246,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fp8Bench]:
         sender.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_sync_brings_blocks_and_scales_of_the_whole_tensors_form(
     bench: Fp8Bench, staged: bool

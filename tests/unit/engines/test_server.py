@@ -46,6 +46,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.slow
 def test_importing_the_room_imports_neither_sglang_nor_torch() -> None:
     code = (
         "import sys, hybridflow.engines, hybridflow.engines.sglang.cpu_plugin, "

@@ -30,6 +30,7 @@ def checked(config: RunConfig) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [

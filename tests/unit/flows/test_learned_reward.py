@@ -35,6 +35,7 @@ def batch_of(rows: list[tuple[int, int]]) -> DataProto:
     )
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2)), min_size=1, max_size=20))
 def test_a_pair_is_the_best_and_the_worst_answer_to_a_prompt(rows: list[tuple[int, int]]) -> None:
     best, worst = preferred(batch_of(rows))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ def rejecting(folder: Path, kl: float = 0.0, **options: Any) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 3), st.booleans()), max_size=24),
     st.integers(0, 3),

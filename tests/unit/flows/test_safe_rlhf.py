@@ -367,6 +367,7 @@ def test_a_cost_critic_is_refused_where_nothing_uses_it(tmp_path: Path) -> None:
     assert "calls run.cost_critic, but algorithm.adv_estimator=grpo does not use a critic" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "message"),
     [

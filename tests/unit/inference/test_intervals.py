@@ -49,6 +49,7 @@ def test_the_method_follows_from_the_values() -> None:
     assert interval_of(np.array([0.5])) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_about_95_of_100_intervals_hold_the_truth(share: float) -> None:
     random = np.random.default_rng(1)

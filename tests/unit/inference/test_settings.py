@@ -32,6 +32,7 @@ def run_of(folder: Path, *words: str) -> Source:
     return find(str(export))
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_what_it_validated_from_any_folder(tmp_path: Path) -> None:
     source = run_of(tmp_path, "rollout.val_sampling.temperature=0.5", "rollout.val_samples=3")
     config = settings(source, [], EVAL, out=tmp_path / "out")
@@ -44,6 +45,7 @@ def test_a_run_evaluates_what_it_validated_from_any_folder(tmp_path: Path) -> No
     assert (config.name, config.output_dir) == ("out", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_moved_run_is_told_that_its_data_are_missing(tmp_path: Path) -> None:
     run_of(tmp_path / "before")
     (tmp_path / "before" / "runs" / "mine").rename(tmp_path / "after")
@@ -54,6 +56,7 @@ def test_a_moved_run_is_told_that_its_data_are_missing(tmp_path: Path) -> None:
         settings(source, ["data.val_files=[data/gone.parquet]", "data.prepare.task=null"], EVAL)
 
 
+@pytest.mark.slow
 def test_given_sets_replace_those_of_the_run(tmp_path: Path) -> None:
     source = run_of(tmp_path, "data.val_sets.old.files=[data/test.parquet]")
     one, two = tmp_path / "one.parquet", tmp_path / "a=b.parquet"
@@ -70,6 +73,7 @@ def test_given_sets_replace_those_of_the_run(tmp_path: Path) -> None:
         settings(source, ["data.val_sets.maths.samples=4"], EVAL, [f"math={one}"])
 
 
+@pytest.mark.slow
 def test_a_model_without_a_run_has_defaults(tmp_path: Path) -> None:
     source = find(str(model(tmp_path / "model", dtype="float32")))
     file = tmp_path / "test.parquet"
@@ -83,6 +87,7 @@ def test_a_model_without_a_run_has_defaults(tmp_path: Path) -> None:
         settings(source, [], EVAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -128,6 +133,7 @@ def test_code_that_a_run_names_runs_only_if_it_is_allowed(tmp_path: Path) -> Non
     assert settings(source, [], Job("serve")).reward.path is None
 
 
+@pytest.mark.slow
 def test_a_further_policy_has_its_own_settings(tmp_path: Path) -> None:
     source = run_of(tmp_path, "roles={tester: {rollout: {num_engines: 1}}}")
     other = find(str(model(source.folder.parent / "export-tester")))
@@ -136,6 +142,7 @@ def test_a_further_policy_has_its_own_settings(tmp_path: Path) -> None:
     assert settings(stranger, [], EVAL).rollout.num_engines == 2
 
 
+@pytest.mark.slow
 def test_k_is_at_most_the_number_of_answers(tmp_path: Path) -> None:
     words = ["rollout.val_samples=4", "rollout.val_sampling.temperature=1"]
     config = settings(run_of(tmp_path), words, EVAL)

@@ -48,8 +48,9 @@ def test_torch_forms_equal_the_same_references() -> None:
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
 
 
-def test_kernels_equal_their_references_in_the_interpreter() -> None:
-    found = run(["-m", "pytest", "-p", "no:cacheprovider", *CASES], interpreted=True)
+@pytest.mark.parametrize("which", ["not full", pytest.param("full", marks=pytest.mark.full)])
+def test_kernels_equal_their_references_in_the_interpreter(which: str) -> None:
+    found = run(["-m", "pytest", "-p", "no:cacheprovider", "-m", which, *CASES], interpreted=True)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
     assert "skipped" not in found.stdout
 

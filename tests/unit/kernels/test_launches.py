@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow  # Triton's compiler
-
 ROOT = Path(__file__).parents[3]
 GROUPS = ("sums", "best", "gradients", "descriptors", "checksum", "fp8", "packed_scans", "messages")
 # of each kind one in `make test`: a product of matrices that is long to compile, and a sum that is
@@ -77,6 +75,7 @@ def kinds(lines: list[dict[str, Any]]) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow  # Triton's compiler
 @pytest.mark.parametrize(
     "group",
     [
@@ -94,6 +93,7 @@ def test_what_is_launched_compiles_without_spilling(group: str, tmp_path: Path) 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("group", GROUPS)
 def test_many_more_sizes(group: str, tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def test_the_hand_made_cluster_refuses_without_a_token(tmp_path: Path) -> None:
     assert done.returncode == 2 and "is missing or empty" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_hand_made_cluster_alone_is_stopped(tmp_path: Path) -> None:
     """Other clusters of the same user on this machine, and the programs that use this one, go
     on."""
@@ -175,6 +176,7 @@ def test_the_hand_made_cluster_alone_is_stopped(tmp_path: Path) -> None:
             process.communicate()
 
 
+@pytest.mark.slow
 def test_a_stopped_cluster_leaves_no_folder_however_busy_the_temporary_one_is(
     tmp_path: Path,
 ) -> None:

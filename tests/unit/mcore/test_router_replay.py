@@ -199,6 +199,7 @@ def test_of_several_roles_the_largest_peak_counts() -> None:
     assert over_roles([actor, critic]) == over_roles([critic, actor]) == {**critic, **actor}
 
 
+@pytest.mark.slow
 def test_a_dense_model_has_nothing_to_replay() -> None:
     assert [
         num_experts(config)

@@ -208,6 +208,7 @@ def test_every_setting_is_accounted_for() -> None:
     assert any("does not use a critic" in text for text in found.remarks)
 
 
+@pytest.mark.slow
 def test_a_script_becomes_a_recipe_that_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,6 +245,7 @@ def test_the_layouts_that_failed_after_the_start(
         check_cut({**FAMILIES[family], **sizes}, ParallelConfig(**parallel))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

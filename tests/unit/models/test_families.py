@@ -73,6 +73,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tensors_are_those_that_transformers_saves(name: str, saved: dict[str, Path]) -> None:
     from safetensors import safe_open
@@ -87,6 +88,7 @@ def test_tensors_are_those_that_transformers_saves(name: str, saved: dict[str, P
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 def test_import_and_export_give_the_file_back(
@@ -276,6 +278,7 @@ def test_what_has_no_map_is_refused(change: dict[str, Any], message: str) -> Non
         ).megatron_config()
 
 
+@pytest.mark.slow
 def test_the_size_of_qwen3_next_is_the_published_one() -> None:
     """80 billion parameters, 79 without the embedding and the output layer."""
     sizes = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 256}
@@ -286,6 +289,7 @@ def test_the_size_of_qwen3_next_is_the_published_one() -> None:
     assert round((total - 2 * 151936 * 2048) / 1e9) == 79
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", published_names())
 def test_published_sizes_have_the_published_number_of_parameters(name: str) -> None:
     shapes = family_of(published(name)).tensors().values()

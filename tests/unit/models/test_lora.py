@@ -94,6 +94,7 @@ def test_each_expert_has_its_own_factors() -> None:
     assert one.b.pieces[0].source == f"{expert}down_proj.lora_B.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "sizes",

@@ -26,6 +26,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", published_names())
 def test_a_copy_is_small_and_of_the_same_architecture(name: str) -> None:
     whole = published(name)

@@ -32,12 +32,14 @@ MESSAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_published_folders_are_whole(family: str, tmp_path: Path) -> None:
     folder = published_folder(family, tmp_path)
     check_weights(folder, family_of(json.loads((folder / "config.json").read_text())).tensors())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3", "kimi-k2"])
 def test_a_broken_download_is_one_message_with_the_next_command(
@@ -108,6 +110,7 @@ data: {{train_files: [{path}/config.json], train_batch_size: 2, max_prompt_lengt
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "import"])
 @pytest.mark.parametrize("fault", ["missing-shard", "lfs-pointer"])
 def test_commands_say_it_before_anything_starts(
@@ -126,6 +129,7 @@ def test_commands_say_it_before_anything_starts(
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_family_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def test_what_it_computes_alike_is_not(family: str, fields: dict[str, Any]) -> N
     check(family, fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - set(NOT_SYNCED)))
 def test_every_model_that_is_synced_in_tests_and_every_published_one_is_served(family: str) -> None:
     check(family, {})

@@ -194,6 +194,7 @@ def test_tensorboard_reads_what_was_logged_before_close(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_event_file_names_no_host_and_needs_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from hybridflow.observe.tracker import Tracker; t = Tracker(sys.argv[1]); "

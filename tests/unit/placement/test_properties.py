@@ -88,6 +88,7 @@ def test_every_map_is_sound(cluster: ClusterShape, wanted: list[Pool]) -> None:
     assert place(cluster, wanted) == found
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(pools())
 def test_enough_nodes_hold_everything_and_one_less_does_not(wanted: list[Pool]) -> None:

@@ -10,6 +10,7 @@ from hybridflow.placement.threads import describe, threads_by_role, user_limit
 ONE = ["actor=tiny", "cluster=one-process", "rollout=tiny"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "actor", "rollout"),
     [
@@ -27,6 +28,7 @@ def test_the_processes_of_a_role_share_the_cores(
         assert (found["actor"], found["rollout"]) == (threads, rollout[cores]), cores
 
 
+@pytest.mark.slow
 def test_roles_in_processes_of_their_own_share_among_themselves() -> None:
     config = load_config("tiny-moe-ppo", ["critic=tiny-own"])
     found = threads_by_role(config, 8)

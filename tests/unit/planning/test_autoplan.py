@@ -45,6 +45,7 @@ def test_the_mapping_is_legal_fits_and_is_no_slower(name: str, nodes: int, overl
     assert overlaps or found.seconds == pytest.approx(best.seconds + rest, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "count"),
     [
@@ -87,6 +88,7 @@ def test_mini_batches_that_three_ranks_cannot_share_take_three_pipeline_stages(
     assert found.seconds < two.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [8, 16])
 def test_a_reference_that_leaves_the_policys_processes_is_still_offloaded(nodes: int) -> None:
     words = ["actor.kl_loss_coef=0.01", "reference.max_tokens_per_micro_batch=12288"]
@@ -134,6 +136,7 @@ def test_a_critic_with_devices_of_its_own_is_planned_beside_the_policy() -> None
     assert "critic weights" not in actor.memory and "actor weights" not in critic.memory
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_too_small_is_said() -> None:
     with pytest.raises(ConfigError, match="no mapping of rollout, actor onto 8 H100 fits"):
         auto(load_config("grpo-qwen2.5-72b-4x8"), read_cluster(None, 1, 8), Assumed(), None, False)
@@ -148,6 +151,7 @@ def test_host_memory_that_is_short_is_named() -> None:
         auto(load_config("grpo-qwen3-8b-1x8"), machines, Assumed(), None, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [6, 3])
 def test_an_engine_lies_on_one_node_where_nodes_have_no_power_of_two_devices(each: int) -> None:
     config = load_config(

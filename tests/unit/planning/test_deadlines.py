@@ -75,6 +75,7 @@ def test_ranks_bytes_and_roles_add_to_them() -> None:
     assert deadlines(fresh, sizes)[0] == pytest.approx(base.cluster.start_timeout_s + 0.5 * 24)
 
 
+@pytest.mark.slow
 def test_the_largest_recipe_has_minutes_and_not_hours() -> None:
     config = load_config("grpo-kimi-k2-256x8")
     ranks, engines = deadlines(config, dict(config.model.hf_config))

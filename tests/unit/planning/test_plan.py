@@ -62,6 +62,7 @@ def test_figures_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     } <= {phase["name"] for phase in found["phases"]}
 
 
+@pytest.mark.slow
 def test_engines_that_draft_need_more_memory() -> None:
     """Weights and cache of the head, in the engines; generation takes as long as without."""
     name = "grpo-glm-4.5-air-8x8"
@@ -101,6 +102,7 @@ def test_what_does_not_fit_says_what_does(
     assert capsys.readouterr().out.rstrip().endswith("\nfits")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -134,6 +136,7 @@ def test_a_bad_cluster_file_is_one_message(
     assert message in error and "Traceback" not in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -244,6 +247,7 @@ def test_policies_on_one_base_are_planned_with_one_base() -> None:
     assert update_of(separate) == update_of(further["tester"]) == alone
 
 
+@pytest.mark.slow
 def test_a_step_without_a_pass_for_old_log_probs_is_planned_without_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

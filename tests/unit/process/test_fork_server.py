@@ -101,6 +101,7 @@ def _ends(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_fork_is_a_new_interpreter_that_finds_modules_loaded(
     start: Start, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_forks_end_with_their_client_and_with_the_server_but_for_leaders(start: 
     os.kill(leader.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_guard_whose_client_ends_at_once_removes_the_folder(start: Start, tmp_path: Path) -> None:
     (name,), _ = start(())
     for number in range(5):
@@ -286,6 +288,7 @@ def test_no_fork_of_a_process_with_threads(start: Start, tmp_path: Path) -> None
         _sleeper(name)
 
 
+@pytest.mark.slow
 def test_the_script_passes_the_status_on_and_does_without_a_server(
     start: Start, tmp_path: Path
 ) -> None:

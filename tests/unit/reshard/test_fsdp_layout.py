@@ -49,6 +49,7 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, ranks: int) -> None:
     assert mine == chunks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3, 80])
 @pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_engines_get_whole_tensors_from_row_shards(model: str, ranks: int) -> None:

@@ -34,6 +34,7 @@ def paint(found: Rects) -> np.ndarray:
     return grid
 
 
+@pytest.mark.slow
 @given(rects())
 def test_overlaps_are_those_that_share_an_element(found: Rects) -> None:
     pairs = {tuple(sorted(pair)) for pair in boxes.overlapping_pairs(*columns(found)).tolist()}
@@ -46,6 +47,7 @@ def test_overlaps_are_those_that_share_an_element(found: Rects) -> None:
     assert pairs == expected
 
 
+@pytest.mark.slow
 @given(rects(), rects())
 def test_pairs_and_intersections(left: Rects, right: Rects) -> None:
     a = columns(left)
@@ -64,6 +66,7 @@ def test_pairs_and_intersections(left: Rects, right: Rects) -> None:
         )
 
 
+@pytest.mark.slow
 @given(rects())
 def test_disjoint_parts_cover_the_same(found: Rects) -> None:
     key, start, size = columns(found)
@@ -88,6 +91,7 @@ def test_subtraction(found: Rects) -> None:
         assert np.array_equal(paint(rest)[0], expected)
 
 
+@pytest.mark.slow
 @given(rects(5), st.tuples(st.integers(1, 4), st.integers(1, 4)))
 def test_cover_faults_agree_with_counting(found: Rects, shape: tuple[int, int]) -> None:
     bounds = np.array([shape] * 3, dtype=np.int64)

@@ -30,6 +30,7 @@ from tests.unit.reshard import reshard_cases as cases
 PAIRS = [(model, layout) for model in FAMILIES for layout in cases.LAYOUTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), PAIRS)
 def test_every_family_reaches_every_engine(model: str, layout: str) -> None:
     decoder = cases.decoder_of(model)

@@ -81,6 +81,7 @@ def test_a_value_named_failure_is_none(tmp_path: Path, processes: int) -> None:
     assert (found.score, found.failure, found.extra) == (1.0, None, {"failure": "wrong digits"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value", ["10**400", "{'score': 1, 'a': 10**5000}", "float('1e39')", "lambda: 1"]
 )
@@ -140,6 +141,7 @@ def test_a_program_that_loops_is_wrong_and_no_failure() -> None:
     assert [(result.score, result.failure) for result in found] == [(0.0, None), (1.0, None)]
 
 
+@pytest.mark.slow
 def test_a_text_that_is_too_long_for_the_driver_goes_to_the_pool() -> None:
     with RewardManager(RewardConfig(processes=1)) as manager:
         parts = manager.submit(["arithmetic"] * 2, ["4", "4" + " " * 200_000], ["4"] * 2)
@@ -235,6 +237,7 @@ def test_a_ground_truth_that_cannot_be_used_is_refused_with_its_row(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("combined", [False, True])
 def test_a_ground_truth_that_a_users_verifier_cannot_use_is_refused_with_its_row(
     tmp_path: Path, combined: bool

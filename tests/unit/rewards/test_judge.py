@@ -141,6 +141,7 @@ def test_a_server_that_is_busy_is_asked_again(server: Server) -> None:
     assert len(server.requests) == 3
 
 
+@pytest.mark.slow
 def test_rows_whose_judge_says_nonsense_or_nothing_cost_themselves_alone(server: Server) -> None:
     said = {"none": "I like it", "much": "Score: 11", "less": "Score: -1", "right": "Score: 10"}
     server.answer = lambda text: said[text.rpartition("the student]\n")[2].split("\n")[0]]
@@ -204,6 +205,7 @@ def test_a_server_and_a_model_are_needed() -> None:
         RewardManager(RewardConfig(combine={"judge": 1.0}))
 
 
+@pytest.mark.slow
 def test_a_verifier_of_ones_own_may_read_the_prompt(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from hybridflow.rewards.verifiers.base import verifier\n\n\n"

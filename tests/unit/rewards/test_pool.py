@@ -146,6 +146,7 @@ def test_rows_that_nobody_collects_cost_nobody_anything(tmp_path):
         assert manager._pool is not None and not manager._pool._outcomes and not manager._pool._jobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_functions_print_is_in_the_log_in_whole_lines(tmp_path, monkeypatch, unbuffered):
     """Also what a process printed before it was killed, and whether or not Python writes each part
@@ -168,6 +169,7 @@ def test_what_functions_print_is_in_the_log_in_whole_lines(tmp_path, monkeypatch
     assert sorted(lines) == sorted(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["zero", "drop", "stop"])
 def test_a_reward_that_fails_everywhere_stops_the_run_whatever_the_policy(tmp_path, policy):
     code = f"def compute_score({ROW}): return 1 / int(solution_str)"
@@ -183,6 +185,7 @@ def test_a_reward_that_fails_everywhere_stops_the_run_whatever_the_policy(tmp_pa
             assert [bool(result.failure) for result in _score(manager, "1", "0")] == [False, True]
 
 
+@pytest.mark.slow
 def test_async_calls_run_together_and_each_has_its_deadline(tmp_path):
     code = f"""
         import asyncio
@@ -217,6 +220,7 @@ def test_an_async_call_that_waits_or_blocks_the_loop_costs_itself_alone(tmp_path
     assert [result.failure for result in results] == [late, None, None, late]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_a_function_of_groups_gets_the_samples_of_a_prompt_at_once(tmp_path, kind):
     code = f"""
@@ -258,6 +262,7 @@ def test_rows_are_scored_while_the_caller_does_something_else(tmp_path):
         ]
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed_is_started_again_and_no_row_is_lost(tmp_path):
     code = f"""
         import os, signal
@@ -275,6 +280,7 @@ def test_a_host_that_is_killed_is_started_again_and_no_row_is_lost(tmp_path):
         ] == [1.0] * 4
 
 
+@pytest.mark.slow
 def test_credentials_of_the_job_do_not_reach_rewards_and_values_keep_their_types(
     tmp_path, monkeypatch
 ):
@@ -308,6 +314,7 @@ def test_credentials_of_the_job_do_not_reach_rewards_and_values_keep_their_types
             manager.score(["a"], ["b"], ["c"], [{"k": 1j}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "error", "named"),
     [
@@ -329,6 +336,7 @@ def test_what_cannot_be_loaded_is_said_before_the_first_rollout(tmp_path, code, 
         manager.check_data_sources(["a"])
 
 
+@pytest.mark.slow
 def test_the_pool_ends_with_its_driver(tmp_path):
     with _manager(tmp_path, f"import os\ndef compute_score({ROW}): return os.getpid()") as manager:
         pid = int(_score(manager, "a")[0].score)

@@ -343,6 +343,7 @@ def test_code_is_scored_by_its_tests():
     assert "PermissionError" in found[3].extra["failed_with"]
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_hang_are_scored_here_and_programs_in_the_pool(tmp_path):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
 
@@ -597,6 +598,7 @@ def _verdict(number: int, first: int = 0, second: int = 0, machine: int = 0xC000
             at += yes if true else no
 
 
+@pytest.mark.slow
 def test_the_filter_allows_the_listed_system_calls_and_no_other() -> None:
     allow = 0x7FFF0000
     refuse = 0x00050001

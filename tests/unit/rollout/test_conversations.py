@@ -456,6 +456,7 @@ def test_one_turn_needs_no_conversation(tokenizer: Tokenizer) -> None:
         conversing(engines, tokenizer, config(loop="tool"))
 
 
+@pytest.mark.slow
 def test_settings_without_sense_are_refused() -> None:
     def said(**agent: Any) -> str:
         return "\n".join(problems(config(**agent), files=False))

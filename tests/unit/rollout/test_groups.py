@@ -348,6 +348,7 @@ def test_engines_begin_what_a_step_hands_out_also_where_its_own_groups_have_ende
         assert not service.open  # the engines have seen it before the policy trains
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_that_is_stopped_anywhere_trains_each_prompt_once(seed: int) -> None:
     """What was under way is handed out again; also with another staleness and another size of the

@@ -166,6 +166,7 @@ def check(batch: DataProto, prompts: DataProto) -> None:
     assert not {CUT_SHORT} & set(batch["finish_reason"].tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_is_lost_every_request_is_answered_once(seed: int) -> None:
     random = np.random.default_rng(1000 + seed)

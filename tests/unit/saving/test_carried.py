@@ -36,6 +36,7 @@ def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_that_came_is_lost_in_silence(family: str, tmp_path: Path) -> None:
     folder = published_folder(family, tmp_path / "hf")
@@ -62,6 +63,7 @@ def test_nothing_that_came_is_lost_in_silence(family: str, tmp_path: Path) -> No
     assert not code_ran(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_beside_the_weights_are_copied(family: str, tmp_path: Path) -> None:
     folder = published_folder(family, tmp_path / "hf")

@@ -68,6 +68,7 @@ def manifest_of(folder: Path) -> Manifest:
     )
 
 
+@pytest.mark.slow
 def test_each_lie_of_an_index_is_one_message(tmp_path: Path) -> None:
     """What stands in a foreign checkpoint's index is replaced, value by value, by what does not
     belong there."""
@@ -298,6 +299,7 @@ def test_wrong_paths_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "expected a size such as 500M or 4Gi" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_that_takes_long_and_the_tools_no_torch() -> None:
     code = (
         "import sys; from hybridflow.cli.main import parse\ntry: parse(['checkpoint', 'export', '--help'])\nexcept "

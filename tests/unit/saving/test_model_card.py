@@ -50,6 +50,7 @@ def parts(text: str) -> dict[str, list[list[str]]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_card_has_what_the_run_recorded(tmp_path: Path) -> None:
     run, export = run_folder(tmp_path / "runs" / "mine", "actor.optim.lr=0.0025")
     text = write_card(export, run).read_text()
@@ -112,6 +113,7 @@ def test_what_is_unknown_has_no_line(tmp_path: Path) -> None:
     assert parts(text) == {} and "None" not in text and "base_model" not in text
 
 
+@pytest.mark.slow
 def test_a_card_names_no_folder_of_this_machine(tmp_path: Path) -> None:
     home = f"{tmp_path}/home"
     cached = f"{home}/models--Qwen--Qwen3-0.6B/snapshots/0123abc"
@@ -133,6 +135,7 @@ def test_a_card_names_no_folder_of_this_machine(tmp_path: Path) -> None:
     assert dict(found["Data"])["training prompts"] == "train.parquet"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

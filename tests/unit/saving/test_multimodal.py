@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridflow.doctor import weights
 from hybridflow.doctor.model import examine
 from hybridflow.models import family_of
 from hybridflow.models.stored_names import tower_part
@@ -100,6 +101,6 @@ def test_the_doctor_counts_text_and_tower_apart(tmp_path: Path) -> None:
         f"{tower / 1e6:,.1f} million parameters, which are not trained"
     )
     assert "are copied unchanged to an export" in found["other weights"]
-    folder = multimodal_folder("qwen3_5", tmp_path / "images", tokenizer=True)
-    found = {one.topic: one.what for one in examine(folder) if one.level == "ok"}
+    folder = multimodal_folder("qwen3_5", tmp_path / "images")
+    found = {one.topic: one.what for one in weights.findings(folder, family_of(config_of(folder)))}
     assert found["vision tower"].endswith("used only in runs with data.image_key")

@@ -441,6 +441,7 @@ def whole_checkpoint(folder: Path, **others: Any) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

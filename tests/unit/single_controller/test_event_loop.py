@@ -215,6 +215,7 @@ def test_only_idle_time_counts_as_waited() -> None:
     assert block_on(busy()) == 0.0 and block_on(idle()) > 0.0
 
 
+@pytest.mark.slow
 def test_a_fork_has_a_loop_of_its_own_and_leaves_that_of_its_parent_alone() -> None:
     """One fork after another waits for threads, as the parent does before and after."""
     code = """

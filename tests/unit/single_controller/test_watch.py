@@ -170,6 +170,7 @@ def test_the_end_of_a_process_is_noticed_without_waiting_for_the_next_look(
     watched.stop()
 
 
+@pytest.mark.slow
 def test_a_driver_inside_of_a_call_that_hears_no_signal_is_ended_with_a_message() -> None:
     code = """
         import ctypes, subprocess

@@ -67,6 +67,7 @@ def test_each_side_wakes_the_other_and_a_notification_before_the_wait_is_not_los
     receiver.close()
 
 
+@pytest.mark.slow
 def test_rings_that_nobody_hears_block_nobody() -> None:
     sender, receiver = pair(os.getpid())
     for _ in range(200_000):  # more than a pipe holds

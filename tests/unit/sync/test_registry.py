@@ -135,6 +135,7 @@ def test_the_contract_within_one_process(name: str, mine: str, store: Any) -> No
         sender.send(0, 0, sent[0]).wait()
 
 
+@pytest.mark.slow
 def test_what_it_declares_is_what_checks_and_sizes_follow(mine: str) -> None:
     assert part_bytes(mine, Platform("cpu")) == 2 * Platform("cpu").cache_bytes
     words = [f"rollout.sync.transport={mine}"]

@@ -257,6 +257,7 @@ def test_old_checkpoints_go(tmp_path: Path) -> None:
     assert names == ["global_step_4", "global_step_5"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = trainer_of(config_of(tmp_path / "whole", total_steps=6), World())
     block_on(whole.fit())
@@ -350,6 +351,7 @@ def broken_run(folder: Path, world: Breaking, max_restarts: int, **settings: Any
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "breaks_at"), [(1, [3]), (2, [4]), (2, [4, 6]), (0, [2]), (0, [1, 4])]
 )

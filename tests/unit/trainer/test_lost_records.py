@@ -61,6 +61,7 @@ def without_step_two(lines: list[str]) -> list[str]:
     return [line for line in lines if json.loads(line)["step"] != 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["metrics.jsonl", "timeline.jsonl"])
 @pytest.mark.parametrize(
     ("damage", "lost"), [(cut_at_half, "2-3|3"), (without_step_two, "2"), (lambda lines: [], "1-3")]
@@ -83,6 +84,7 @@ def test_steps_before_the_checkpoint_that_have_no_record_are_named_at_the_next_s
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_from_another_ones_checkpoint_lacks_nothing(tmp_path: Path) -> None:
     """As a replay does; and a run that keeps no metrics.jsonl lacks none."""
     made = ended(tmp_path / "one")
@@ -158,6 +160,7 @@ def test_a_run_whose_folder_goes_away_stops_and_does_not_make_it_again(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "message"),
     [

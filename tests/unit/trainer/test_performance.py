@@ -24,6 +24,7 @@ def batch_of(lengths: list[tuple[int, int]]) -> DataProto:
     return DataProto.from_columns({"prompt_ids": prompts, "response_ids": responses})
 
 
+@pytest.mark.slow
 def test_throughput_is_that_of_one_device() -> None:
     config = load_config("grpo-qwen3-8b-1x8", ["cluster.nodes=2"])
     found = Performance(config).metrics(batch_of([(100, 60), (20, 20)]), SECONDS)

@@ -10,6 +10,7 @@ from hybridflow.config.load import load_config
 from hybridflow.trainer.preload import Preload, modules_of
 
 
+@pytest.mark.slow
 def test_each_server_is_for_what_the_job_starts() -> None:
     config = load_config("tiny-moe-grpo")
     assert list(modules_of(config, with_engines=True)) == ["torch", "ranks", "engines"]

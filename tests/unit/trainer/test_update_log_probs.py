@@ -111,6 +111,7 @@ def group_of(workers: Any, ranks: int, *more: str) -> PolicyGroup:
     return PolicyGroup(workers, load_config("e2e", words))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("mini_batch", [1, 2, 4])
 def test_each_row_gets_what_its_update_computed(ranks: int, mini_batch: int) -> None:
@@ -129,6 +130,7 @@ def test_each_row_gets_what_its_update_computed(ranks: int, mini_batch: int) -> 
         assert row.tolist() == [number] * len(one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("mini_batch", "epochs"), [(1, 1), (2, 1), (2, 2), (4, 2)])
 def test_later_updates_compare_with_a_pass_over_their_rows_and_later_epochs_with_both(

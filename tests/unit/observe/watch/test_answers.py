@@ -56,6 +56,7 @@ def scanned(run: Path, step: int) -> dict[str, tuple[float | None, str, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("show", SHOWN)
 def test_prompts_are_paired_and_the_largest_differences_come_first(

@@ -82,6 +82,7 @@ def _matches(row: dict[str, Any], rows: list[dict[str, Any]], kind: str, query: 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_a_search_finds_what_a_scan_of_all_dumps_finds(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

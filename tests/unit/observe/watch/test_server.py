@@ -187,6 +187,7 @@ def test_only_who_has_the_token_and_asks_this_machine_gets_an_answer(tmp_path: P
         assert socket.create_connection(("127.0.0.1", parts.port or 0), 5).close() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in FEW else pytest.mark.full) for kind in HOSTILE]
 )
