@@ -169,9 +169,9 @@ def _compare(
             f"the first request's messages and tools contain {asked} characters, but the row's "
             f"prompt contains {len(shown)}, so they cannot match"
         )
-    as_system = [
-        {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
-    ]
+    as_system: list[Mapping[str, Any]] = []
+    for one in messages:
+        as_system.append({**one, "role": "system"} if one["role"] == "developer" else one)
     problem: DataError | None = None
     ids: list[int] = []
     for some in [messages, *([as_system] if as_system != messages else [])]:

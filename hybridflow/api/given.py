@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -207,7 +208,7 @@ def _reason(rows: Sequence[Mapping[str, Any]], error: Exception) -> str:
     """Return the name of the first column that cannot be converted, and the reason."""
     import pyarrow as pa
 
-    for name in dict.fromkeys(name for row in rows for name in row):
+    for name in dict.fromkeys(chain.from_iterable(rows)):
         try:
             pa.array([row.get(name) for row in rows])
         except (pa.ArrowException, TypeError, ValueError) as own:

@@ -134,13 +134,14 @@ def _are_parts(content: Any) -> bool:
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the message without null fields, also in the parts of its content."""
-    kept = {key: item for key, item in message.items() if item is not None}
+    kept = _given(message)
     if isinstance(kept["content"], list):
-        kept["content"] = [
-            {key: item for key, item in part.items() if item is not None}
-            for part in kept["content"]
-        ]
+        kept["content"] = list(map(_given, kept["content"]))
     return kept
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in fields.items() if item is not None}
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -92,10 +93,10 @@ class RewardManager:
             outcomes = self._scoring.truths(rows)
         elif self.config.path is None:
             pool = self._started_pool()
-            calls = [
-                pool.submit(rows[begin : begin + _TRUTHS]) for begin in range(0, len(rows), _TRUTHS)
-            ]
-            outcomes = [outcome for call in asyncio.run(pool.collect(calls)) for outcome in call]
+            calls = []
+            for begin in range(0, len(rows), _TRUTHS):
+                calls.append(pool.submit(rows[begin : begin + _TRUTHS]))
+            outcomes = list(chain.from_iterable(asyncio.run(pool.collect(calls))))
         else:
             return
         for source, place, outcome in zip(data_source, places, outcomes, strict=True):

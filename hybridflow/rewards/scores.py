@@ -68,14 +68,13 @@ def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any
 
 def _part_rewards(name: str, values: Any, weight: float) -> list[float]:
     given = values.tolist() if hasattr(values, "tolist") else values
-    found = (
-        [finite_number(value, weight) for value in given]
-        if isinstance(given, (list, tuple))
-        else [None]
-    )
-    if any(value is None for value in found):
-        raise ValueError(f"{name}={shown(values)}; expected a list of finite numbers")
-    return [value for value in found if value is not None]
+    found = []
+    for value in given if isinstance(given, (list, tuple)) else [None]:
+        number = None if value is None else finite_number(value, weight)
+        if number is None:
+            raise ValueError(f"{name}={shown(values)}; expected a list of finite numbers")
+        found.append(number)
+    return found
 
 
 def shown(value: Any) -> str:

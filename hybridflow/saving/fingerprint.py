@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,7 @@ class Fingerprint:
         if not all(isinstance(one, dict) for one in found.values()):
             raise ValueError("the fingerprint's values must be objects")
         for files in found.get("files", {}).values():
-            if not all(
-                isinstance(word, str) for name_and_digest in files for word in name_and_digest
-            ):
+            if not all(isinstance(word, str) for word in chain.from_iterable(files)):
                 raise ValueError("the fingerprint's files must be lists of names and digests")
         return cls(**found)
 
@@ -133,12 +132,9 @@ def _named(settings: Mapping[str, Any]) -> Iterator[tuple[str, list[Path]]]:
             if isinstance(word, str):
                 words.append(word)
         if not key.endswith("_files"):
-            words = [
-                word.rpartition(":")[0] if is_user_entry(word) else word
-                for word in words
-                if ".py" in word
-            ]
-        if paths := [Path(word) for word in words if Path(word).is_file()]:
+            code = [word for word in words if ".py" in word]
+            words = [word.rpartition(":")[0] if is_user_entry(word) else word for word in code]
+        if paths := list(filter(Path.is_file, map(Path, words))):
             yield key, paths
 
 

@@ -23,6 +23,7 @@ from hybridflow.config.outside_yaml import read_outside_yaml
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import HybridFlowError, naming
 from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.observe.text_table import filled
 from hybridflow.saving.store import CheckpointStore, Retention
 
 CARD = "README.md"
@@ -194,8 +195,7 @@ def _curve(metrics: Sequence[Mapping[str, Any]]) -> str:
     for step in _shown_steps(sorted({*trained, *validated}), list(validated)):
         values = {**validated.get(step, {}), **trained.get(step, {})}
         rows.append([str(step), *(_number(values.get(name)) for name in columns)])
-    used = [n for n in range(len(columns) + 1) if any(row[n] for row in rows[1:])]
-    return _lines([[row[n] for n in used] for row in rows])
+    return _lines(filled(rows))
 
 
 def _shown_steps(steps: Sequence[int], validated: Sequence[int]) -> list[int]:
@@ -294,7 +294,10 @@ def _digests(run: Path) -> dict[str, dict[str, str]]:
     with suppress(HybridFlowError, OSError):
         latest = CheckpointStore(run / "checkpoints", Retention()).latest()
         files = latest.fingerprint.files if latest is not None else {}
-        return {key: {pair[0]: pair[1] for pair in pairs} for key, pairs in files.items()}
+        found = {}
+        for key, pairs in files.items():
+            found[key] = {pair[0]: pair[1] for pair in pairs}
+        return found
     return {}
 
 

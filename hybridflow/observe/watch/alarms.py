@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean, median
 
 from hybridflow.observe.run_folder import RunFolder
@@ -109,7 +110,7 @@ THRESHOLDS = {
 
 def alarms(run: RunFolder) -> list[Alarm]:
     """Return the alarms that the latest steps of a run raise."""
-    return [alarm for rule in RULES for alarm in rule(run)]
+    return list(chain.from_iterable(rule(run) for rule in RULES))
 
 
 def _entropy(run: RunFolder) -> Iterator[Alarm]:

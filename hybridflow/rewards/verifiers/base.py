@@ -175,5 +175,8 @@ def by_data_source(own: Sequence[str] = ()) -> dict[str, Verifier]:
     Raises:
         ConfigError: a file in `own` cannot be imported, or does not register the verifier.
     """
-    entries = [VERIFIERS.get(name) for name in (*VERIFIERS.names(), *own)]
-    return {source: entry for entry in entries for source in entry.data_sources}
+    found: dict[str, Verifier] = {}
+    for name in (*VERIFIERS.names(), *own):
+        entry = VERIFIERS.get(name)
+        found |= dict.fromkeys(entry.data_sources, entry)
+    return found
