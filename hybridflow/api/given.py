@@ -195,7 +195,7 @@ def _written(key: str, rows: Any, scratch: Path) -> Path:
     if not rows:
         raise ConfigError(f"{key} must contain at least one row")
     try:
-        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), path)
+        pq.write_table(pa.Table.from_pylist(list(map(dict, rows))), path)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ConfigError(
             f"{key}: could not convert the rows to a table ({_reason(rows, error)}); all values of "

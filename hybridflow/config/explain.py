@@ -448,5 +448,5 @@ def _leaves(values: Any, prefix: str) -> Iterator[str]:
 
 
 def _shown(file: Path, dirs: Sequence[Path]) -> str:
-    folder = next(folder for folder in dirs if file.is_relative_to(folder))
+    folder = next(filter(file.is_relative_to, dirs))
     return f"{folder.name}/{file.relative_to(folder)}"

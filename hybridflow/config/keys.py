@@ -377,7 +377,7 @@ def descriptions(cls: type) -> dict[str, str]:
     line or precedes it.
     """
     found: dict[str, str] = {}
-    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+    for base in reversed(list(filter(dataclasses.is_dataclass, cls.__mro__))):
         before: list[str] = []
         for line in inspect.getsource(base).splitlines():
             code, _, comment = line.strip().partition("# ")

@@ -326,12 +326,12 @@ class ChatTemplate:
             closes_answer=self.closes_answer,
             ends_answer=self.ends_answer,
             stop_tokens=self._stops,
-            roles=tuple(role for role in _ROLES if self._knows(role)),
+            roles=tuple(filter(self._knows, _ROLES)),
             observations=observations,
             problems=problems,
             needs_calls=needs_calls,
             opens_thinking=self.opens_thinking,
-            drops_thinking=tuple(role for role in observations if self._drops_thinking(role)),
+            drops_thinking=tuple(filter(self._drops_thinking, observations)),
             example_call=self.example_call,
         )
 

@@ -61,7 +61,7 @@ class Row:
             if _are_parts(content):
                 expected += "; set data.image_key for messages with parts"
             raise self.malformed(column, expected)
-        return [_without_nulls(message) for message in value]
+        return list(map(_without_nulls, value))
 
     def mapping(self, column: str) -> dict[str, Any]:
         """Return the value of an optional struct column; {} if the column or value is missing."""

@@ -301,7 +301,7 @@ def _lines() -> tuple[Line, ...]:
     found = []
     for section, text in _TEXT.items():
         for row in text.strip().replace("\n  ", " ").splitlines():
-            name, unit, meaning = (part.strip() for part in row.split("|"))
+            name, unit, meaning = map(str.strip, row.split("|"))
             found.append(Line(section, name, unit, meaning))
     return tuple(found)
 

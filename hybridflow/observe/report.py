@@ -137,7 +137,7 @@ def facts(run: RunFolder) -> list[Fact]:
     ]
     tiles = (_reward, _steps, _time, _throughput, _layout, _model, _flow, _routes)
     found += [tile(run) for tile in tiles]
-    return [fact for fact in found if fact]
+    return list(filter(None, found))
 
 
 def missing(run: RunFolder) -> list[str]:

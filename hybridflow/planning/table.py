@@ -48,7 +48,7 @@ def table(plan: Plan, name: str, change: Mapping[str, Any] | None = None) -> str
         ),
         *_verdict(plan, change),
     ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(map(str.rstrip, lines))
 
 
 def _layouts(job: Job) -> list[str]:

@@ -285,7 +285,7 @@ async def _all(scoring: Scoring, calls: Sequence[Sequence[Row]]) -> list[list[Ou
     if scoring.is_async:
         return list(await asyncio.gather(*map(scoring.outcomes_while_others_wait, calls)))
     with _no_running_loop():
-        return [scoring.outcomes(rows) for rows in calls]
+        return list(map(scoring.outcomes, calls))
 
 
 @contextmanager

@@ -259,7 +259,7 @@ def _enter_root() -> None:
         os.path.realpath(os.path.join(prefix, library))
         for prefix in {sys.base_prefix, sys.base_exec_prefix}
     }
-    folders |= {os.path.realpath(folder) for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64")}
+    folders |= set(map(os.path.realpath, ("/lib", "/lib64", "/usr/lib", "/usr/lib64")))
     kept = [
         folder for folder in folders if not any(folder.startswith(f"{other}/") for other in folders)
     ]

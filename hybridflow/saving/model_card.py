@@ -371,7 +371,7 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_folders(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [_without_folders(one) for one in value]
+        return list(map(_without_folders, value))
     if isinstance(value, str):
         return "(address)" if "://" in value else _short(value)
     return value

@@ -121,7 +121,7 @@ def _index(options: Options) -> _Index:
     ranked = _loaded(kept / digest, len(passages))
     if ranked is None:
         ranked = bm25s.BM25(backend="numpy")
-        ranked.index([_words(passage) for passage in passages], show_progress=False)
+        ranked.index(list(map(_words, passages)), show_progress=False)
         _keep(ranked, kept, digest)
     return _Index(passages, ranked)
 

@@ -140,7 +140,7 @@ def _entropy(run: RunFolder) -> Iterator[Alarm]:
 def _policy_kl(run: RunFolder) -> Iterator[Alarm]:
     name = "actor/ppo_kl"
     steps, values = _values(run, name)
-    sizes = [abs(value) for value in values]
+    sizes = list(map(abs, values))
     usual = median(sizes[-1 - BASELINE : -1]) if len(sizes) > WINDOW else None
     if usual is None:
         return
