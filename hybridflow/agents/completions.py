@@ -225,8 +225,7 @@ async def _next_answer(served: _Served, asked: ChatRequest) -> dict[str, Any]:
 
 def _is_last_answer(message: Mapping[str, Any], served: _Served) -> bool:
     given = served.conversation.messages[-1]["content"]
-    same_calls = [one.get("id") for one in message.get("tool_calls") or ()] == [
-        one["id"] for one in served.calls
-    ]
+    calls = [one.get("id") for one in message.get("tool_calls") or ()]
+    same_calls = calls == [one["id"] for one in served.calls]
     told = message["content"] == given or (not message["content"] and bool(served.calls))
     return message["role"] == "assistant" and told and same_calls

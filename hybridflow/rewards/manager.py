@@ -188,15 +188,18 @@ class RewardManager:
         """Wait for the results. Returns one list per submitted part, in row order. Calls that run
         in this process are started together.
         """
-        calls = [call for part in parts for call, _ in part.calls]
-        pooled = [call for call in calls if isinstance(call, int)]
-        here = [call for call in calls if not isinstance(call, int)]
+        pooled: list[int] = []
+        here: list[list[Row]] = []
+        for part in parts:
+            for call, _ in part.calls:
+                if isinstance(call, int):
+                    pooled.append(call)
+                else:
+                    here.append(call)
         made = iter(await _all(self._scoring, here) if here and self._scoring is not None else ())
-        answers = (
-            dict(zip(pooled, await self._pool.collect(pooled), strict=True))
-            if self._pool is not None
-            else {}
-        )
+        answers = {}
+        if self._pool is not None:
+            answers = dict(zip(pooled, await self._pool.collect(pooled), strict=True))
         results: list[list[ScoreResult]] = []
         for part in parts:
             found: dict[int, ScoreResult] = {}

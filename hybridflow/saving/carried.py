@@ -273,14 +273,12 @@ def _unquantised(written: Mapping[str, Entry]) -> list[str]:
     if not quantised:
         return []
     layers = set(map(_layer, quantised))
-    plain = (
-        name for name, entry in written.items() if len(entry.shape) == 2 and name not in quantised
-    )
-    return list(dict.fromkeys(
-        name.removesuffix(".weight") if _layer(name) in layers else _layer(name)
-        for name in plain
-        if name.endswith(".weight")
-    ))  # fmt: skip
+    plain = {}  # in order, each once
+    for name, entry in written.items():
+        if len(entry.shape) == 2 and name not in quantised and name.endswith(".weight"):
+            layer = _layer(name)
+            plain[name.removesuffix(".weight") if layer in layers else layer] = True
+    return list(plain)
 
 
 def _layer(name: str) -> str:

@@ -94,15 +94,14 @@ class Fingerprint:
             ("the tokenizer's ", self.tokens, before.tokens),
             ("package ", self.packages, before.packages),
         ):
-            found += [
-                (
-                    f"{what}{key} was {_shown(then, key)} when the checkpoint was saved, but is "
-                    f"{_shown(now, key)} now"
-                )
-                for key in sorted(now.keys() | then.keys())
-                if now.get(key) != then.get(key)
-                and not (key in self.files and key.endswith("_files"))
-            ]
+            for key in sorted(now.keys() | then.keys()):
+                if key in self.files and key.endswith("_files"):
+                    continue
+                if now.get(key) != then.get(key):
+                    found.append(
+                        f"{what}{key} was {_shown(then, key)} when the checkpoint was saved, but "
+                        f"is {_shown(now, key)} now"
+                    )
         return found
 
     def has_other_data(self, before: Fingerprint, phase: str) -> bool:

@@ -81,7 +81,9 @@ def card(export: Path, run: Path, step: int | None = None) -> str:
     environment = _json(run / "environment.json", _MOST_RESULTS_BYTES)
     metrics = _metrics(run, math.inf if step is None else step)
     model = flattened(_json(export / "config.json", _MOST_RESULTS_BYTES))
-    reached = max((one["step"] for one in metrics), default=None) if step is None else step
+    reached = step
+    if step is None:
+        reached = max((one["step"] for one in metrics), default=None)
     sections = [
         _front_matter(config, model),
         f"# {_text(config.get('name') or export.name)}",

@@ -307,5 +307,10 @@ def table() -> str:
 
 def _values(run: RunFolder, name: str) -> tuple[Sequence[int], Sequence[float]]:
     """Return the steps and values of a training metric, without gaps."""
-    points = [(int(step), value) for step, value in run.points("train", name) if value is not None]
-    return [step for step, _ in points], [value for _, value in points]
+    steps = []
+    values = []
+    for step, value in run.points("train", name):
+        if value is not None:
+            steps.append(int(step))
+            values.append(value)
+    return steps, values
