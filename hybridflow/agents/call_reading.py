@@ -114,9 +114,13 @@ def _kinds(schema: Any) -> frozenset[str]:
             return frozenset().union(*parts) if all(parts) else frozenset()
     kind = schema.get("type")
     if kind is None and isinstance(schema.get("enum"), list):
-        return frozenset(name for one in schema["enum"] for name in _KINDS if _is(one, name))
-    kinds = [one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)]
-    return frozenset(kinds) if all(one in _KINDS for one in kinds) else frozenset()
+        kinds: set[str] = set()
+        for one in schema["enum"]:
+            kinds.update(name for name in _KINDS if _is(one, name))
+        return frozenset(kinds)
+    listed = kind if isinstance(kind, list) else [kind]
+    found = frozenset(one for one in listed if isinstance(one, str))
+    return found if found <= _KINDS.keys() else frozenset()
 
 
 def _is(value: Any, kind: str) -> bool:

@@ -136,6 +136,7 @@ def read_request(body: Any, *, own_sampling: bool = False) -> ChatRequest:
     limits = [
         _whole(given, name) for name in ("max_completion_tokens", "max_tokens") if name in given
     ]
+    ignored = _IGNORED if own_sampling else _SAMPLING
     return ChatRequest(
         messages=[_message(number, one) for number, one in enumerate(given["messages"])],
         tools=_tools(given.get("tools", [])),
@@ -146,7 +147,7 @@ def read_request(body: Any, *, own_sampling: bool = False) -> ChatRequest:
         logprobs=_flag(given, "logprobs", False),
         stream=_flag(given, "stream", False),
         with_usage=_flag(_stream_options(given), "include_usage", False),
-        ignored=tuple(name for name in (_IGNORED if own_sampling else _SAMPLING) if name in given),
+        ignored=tuple(name for name in ignored if name in given),
         sampling={name: given[name] for name in honoured if name in given and name not in _IGNORED},
     )
 

@@ -169,9 +169,9 @@ def _compare(
             f"the first request's messages and tools contain {asked} characters, but the row's "
             f"prompt contains {len(shown)}, so they cannot match"
         )
-    as_system = [
-        {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
-    ]
+    as_system: list[Mapping[str, Any]] = []
+    for one in messages:
+        as_system.append({**one, "role": "system"} if one["role"] == "developer" else one)
     problem: DataError | None = None
     ids: list[int] = []
     for some in [messages, *([as_system] if as_system != messages else [])]:
@@ -225,8 +225,7 @@ async def _next_answer(served: _Served, asked: ChatRequest) -> dict[str, Any]:
 
 def _is_last_answer(message: Mapping[str, Any], served: _Served) -> bool:
     given = served.conversation.messages[-1]["content"]
-    same_calls = [one.get("id") for one in message.get("tool_calls") or ()] == [
-        one["id"] for one in served.calls
-    ]
+    calls = [one.get("id") for one in message.get("tool_calls") or ()]
+    same_calls = calls == [one["id"] for one in served.calls]
     told = message["content"] == given or (not message["content"] and bool(served.calls))
     return message["role"] == "assistant" and told and same_calls

@@ -157,10 +157,10 @@ class Conversation:
         made = [
             ShownCall(one.name, one.id or self.call_id(number)) for number, one in enumerate(calls)
         ]
-        known = (
-            [{"tool_call_id": one.id, "name": one.name} for one in made] if role == "tool" else []
-        )
-        named = [*known, *({} for _ in texts)]
+        named: list[dict[str, Any]] = []
+        if role == "tool":
+            named += [{"tool_call_id": one.id, "name": one.name} for one in made]
+        named += [{} for _ in texts]
         self.show(
             [{"role": role, "content": text, **named[place]} for place, text in enumerate(texts)],
             made,

@@ -254,7 +254,9 @@ def _text(result: CallToolResult) -> str:
     """Format a result as text for the policy. Each non-text block is replaced with the name of its
     type.
     """
-    parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+    parts = []
+    for block in result.content:
+        parts.append(block.text if block.type == "text" else f"[{block.type}]")
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     return ("error: " if result.is_error else "") + "\n".join(parts)

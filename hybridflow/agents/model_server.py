@@ -124,9 +124,10 @@ class ModelServer(Door):
         except DataError:
             if not any(one["role"] == "developer" for one in messages):
                 raise
-        return encode(
-            [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
-        )
+        for one in messages:
+            if one["role"] == "developer":
+                one["role"] = "system"
+        return encode(messages)
 
 
 def _with_objects(number: int, message: Mapping[str, Any]) -> dict[str, Any]:

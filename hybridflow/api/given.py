@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -194,7 +195,7 @@ def _written(key: str, rows: Any, scratch: Path) -> Path:
     if not rows:
         raise ConfigError(f"{key} must contain at least one row")
     try:
-        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), path)
+        pq.write_table(pa.Table.from_pylist(list(map(dict, rows))), path)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ConfigError(
             f"{key}: could not convert the rows to a table ({_reason(rows, error)}); all values of "
@@ -207,7 +208,7 @@ def _reason(rows: Sequence[Mapping[str, Any]], error: Exception) -> str:
     """Return the name of the first column that cannot be converted, and the reason."""
     import pyarrow as pa
 
-    for name in dict.fromkeys(name for row in rows for name in row):
+    for name in dict.fromkeys(chain.from_iterable(rows)):
         try:
             pa.array([row.get(name) for row in rows])
         except (pa.ArrowException, TypeError, ValueError) as own:

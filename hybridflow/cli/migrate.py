@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
         return value.text
     if isinstance(value, Mapping):
         return {str(_plain(key)): _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _report(found: Migration, notes: Sequence[str], total: int, with_needless: bool) -> None:

@@ -187,10 +187,10 @@ def _run_auto(
     if args.write is not None:
         with naming(args.write):
             args.write.write_text(recipe, encoding="utf-8")
-    pools = " | ".join(
-        f"{', '.join(name for name, _ in pool)} on {size}"
-        for pool, size in zip(mapped.pools, mapped.devices, strict=True)
-    )
+    pools = []
+    for pool, size in zip(mapped.pools, mapped.devices, strict=True):
+        names = ", ".join(name for name, _ in pool)
+        pools.append(f"{names} on {size}")
     plan = make_plan(job_of(chosen, machines, assumed, hf))
     text = table(plan, args.config_name)
     _write_page(args, args.config_name.removesuffix(".yaml"), plan, text)
@@ -202,7 +202,7 @@ def _run_auto(
             )
         )
         return 0
-    say(f"{pools}: {mapped.seconds:,.1f} s per step\n\n{recipe}\n{text}")
+    say(f"{' | '.join(pools)}: {mapped.seconds:,.1f} s per step\n\n{recipe}\n{text}")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,7 +252,7 @@ def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
     here = Path.cwd()
     out = here / "runs" / "bench" / "slurm"
     job = Job(
-        name="bench-" + "".join(letter if letter.isalnum() else "-" for letter in args.bench),
+        name="bench-" + re.sub(r"[^\w]|_", "-", args.bench),
         words=("bench", "run", args.bench),
         workdir=here,
         out=out,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from hybridflow.cli.command import add_command, say
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hybridflow.observe.joined_timeline import JoinedTimeline, Process
+    from hybridflow.observe.joined_timeline import JoinedTimeline, Process, Span
 
 TIMELINE = """\
 examples:
@@ -70,12 +72,12 @@ def run_timeline(args: argparse.Namespace) -> int:
 def _interval(timeline: JoinedTimeline, steps: str | None) -> tuple[float, float]:
     """Return the time interval that covers the steps, or the whole timeline if `steps` is None."""
     if steps is None:
-        every = [
-            span for one in timeline.processes for spans in one.threads.values() for span in spans
-        ]
+        every: list[Span] = []
+        for one in timeline.processes:
+            every += chain.from_iterable(one.threads.values())
         if not every:
             raise ConfigError("timeline.jsonl contains no finished phase yet")
-        return min(span.start for span in every), max(span.end for span in every)
+        return _covering(every)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
     if match is None:
         raise ConfigError(f"--steps {steps}: expected a number or a range, for example 3 or 3-5")
@@ -86,7 +88,11 @@ def _interval(timeline: JoinedTimeline, steps: str | None) -> tuple[float, float
     if not inside:
         there = f"{min(known)} to {max(known)}" if known else "none"
         raise ConfigError(f"--steps {steps}: no such step (finished steps: {there})")
-    return min(span.start for span in inside), max(span.end for span in inside)
+    return _covering(inside)
+
+
+def _covering(spans: Sequence[Span]) -> tuple[float, float]:
+    return min(span.start for span in spans), max(span.end for span in spans)
 
 
 def _row(process: Process, start: float, end: float) -> str:

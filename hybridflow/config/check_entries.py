@@ -43,7 +43,8 @@ def problems(config: RunConfig) -> Iterator[str]:
         except ConfigError as error:
             yield str(error)
         else:
-            yield from (f"{key}.{line}" for line in out_of_range(options) if key)
+            for line in out_of_range(options) if key else ():
+                yield f"{key}.{line}"
 
 
 def library_problems(config: RunConfig) -> Iterator[str]:

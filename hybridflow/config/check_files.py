@@ -94,7 +94,7 @@ def _output_folders(config: RunConfig) -> Iterator[str]:
         if folder is None:
             continue
         path = Path(folder).absolute()
-        there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+        there = next(filter(os.path.lexists, (path, *path.parents)))
         if not there.is_dir():
             yield (
                 f"{key}: cannot create the folder {folder}, because {there} is a file; choose "

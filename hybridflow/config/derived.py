@@ -115,11 +115,9 @@ def has_dense_mlps(sizes: Mapping[str, Any]) -> bool:
 def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names that Megatron uses for the linear layers that support adapters."""
     if sizes.get("kv_lora_rank"):
-        query = (
-            ("linear_q_down_proj", "linear_q_up_proj")
-            if sizes.get("q_lora_rank")
-            else ("linear_q_proj",)
-        )
+        query: tuple[str, ...] = ("linear_q_proj",)
+        if sizes.get("q_lora_rank"):
+            query = ("linear_q_down_proj", "linear_q_up_proj")
         attention = (*query, "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
     else:
         attention = ("linear_qkv", "linear_proj")

@@ -77,7 +77,9 @@ def explain(config: RunConfig, origins: Origins) -> str:
     """Return the text that `--explain` prints."""
     given = _given(config, origins)
     parts = (_rollout, _algorithm, _actor, _reference, _teacher, _critics, _sync, _sft)
-    lines = [*given, *(line for part in parts for line in ("", *part(config)))]
+    lines = list(given)
+    for section in parts:
+        lines += ["", *section(config)]
     for name in config.roles:
         view = derived.policy_view(config, name)
         own = config.roles[name]
@@ -218,16 +220,12 @@ def _correction(config: RunConfig) -> str:
         if correction.lower
         else f"at most {correction.upper}"
     )
-    parts = (
-        [f"{correction.weight} weights trainer / engine, {below}"]
-        if correction.weight != "none"
-        else []
-    )
-    parts += (
-        [f"rejection by {', '.join(f'{k}={v}' for k, v in correction.reject.items())}"]
-        if correction.reject
-        else []
-    )
+    parts = []
+    if correction.weight != "none":
+        parts.append(f"{correction.weight} weights trainer / engine, {below}")
+    if correction.reject:
+        bounds = [f"{name}={value}" for name, value in correction.reject.items()]
+        parts.append(f"rejection by {', '.join(bounds)}")
     return "; ".join(parts) or "none (the engine's log-probs are not used as weights)"
 
 
@@ -380,7 +378,10 @@ def _critics(config: RunConfig) -> list[str]:
     if not critics:
         estimator = config.algorithm.adv_estimator
         return [f"Critic: none (algorithm.adv_estimator={estimator} uses none)", model]
-    return [*(line for name in critics for line in _critic(config, name)), model]
+    lines: list[str] = []
+    for name in critics:
+        lines += _critic(config, name)
+    return [*lines, model]
 
 
 def _critic(config: RunConfig, role: str) -> list[str]:
@@ -460,5 +461,5 @@ def _leaves(values: Any, prefix: str) -> Iterator[str]:
 
 
 def _shown(file: Path, dirs: Sequence[Path]) -> str:
-    folder = next(folder for folder in dirs if file.is_relative_to(folder))
+    folder = next(filter(file.is_relative_to, dirs))
     return f"{folder.name}/{file.relative_to(folder)}"

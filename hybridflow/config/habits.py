@@ -42,9 +42,7 @@ def _parameters(config: RunConfig) -> float | None:
         sizes: Any = derived.hf_config(config.model)
     except ConfigError:
         return None
-    hidden, layers, vocabulary = (
-        sizes.get(key) for key in ("hidden_size", "num_hidden_layers", "vocab_size")
-    )
+    hidden, layers, vocabulary = map(sizes.get, ("hidden_size", "num_hidden_layers", "vocab_size"))
     if not all(isinstance(number, int) for number in (hidden, layers, vocabulary)):
         return None
     return float(12 * layers * hidden**2 + vocabulary * hidden)

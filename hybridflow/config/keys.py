@@ -17,7 +17,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, cast
 
 from hybridflow.config.registry import Registry, is_user_entry, package_folder
@@ -322,10 +322,16 @@ def differing(config: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str
     """
     for key, value in wanted.items():
         if (given := value_at(config, key)) != value:
-            shown, other = (
-                one if isinstance(one, str) else json.dumps(one) for one in (given, value)
-            )
-            yield key, shown, other
+            yield key, as_text(given), as_text(value)
+
+
+def as_text(value: Any) -> str:
+    """Format a value as in YAML."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _holds(bound: Any, numbers: Sequence[Any]) -> bool:
+    return all(map(bound.holds, numbers))
 
 
 def out_of_range(config: Any) -> Iterator[str]:
@@ -335,13 +341,10 @@ def out_of_range(config: Any) -> Iterator[str]:
         if kind.type not in (int, float) or value is None:
             continue
         numbers = value if kind.is_list else [value]
-        bounds = (
-            *kind.bounds,
-            *(bound for bound in _carried(key, kind) if not all(map(bound.holds, numbers))),
-        )
-        if not all(bound.holds(number) for bound in bounds for number in numbers) or not all(
-            map(math.isfinite, numbers)
-        ):
+        carried = [bound for bound in _carried(key, kind) if not _holds(bound, numbers)]
+        bounds = (*kind.bounds, *carried)
+        within = all(_holds(bound, numbers) for bound in bounds)
+        if not within or not all(map(math.isfinite, numbers)):
             wanted = " and ".join(map(str, bounds)) or "finite"
             meaning = description(type(config), key)
             yield f"{key}={value} must be {wanted}" + (f" ({meaning})" if meaning else "")
@@ -374,7 +377,7 @@ def descriptions(cls: type) -> dict[str, str]:
     line or precedes it.
     """
     found: dict[str, str] = {}
-    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+    for base in reversed(list(filter(dataclasses.is_dataclass, cls.__mro__))):
         before: list[str] = []
         for line in inspect.getsource(base).splitlines():
             code, _, comment = line.strip().partition("# ")

@@ -63,7 +63,10 @@ def model_groups(dirs: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (name, sizes) for each file in the group `model` in `dirs` that defines model sizes."""
     import yaml
 
-    for path in sorted(path for folder in dirs for path in (folder / "model").glob("*.yaml")):
+    files: list[Path] = []
+    for folder in dirs:
+        files += (folder / "model").glob("*.yaml")
+    for path in sorted(files):
         if sizes := (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("hf_config"):
             yield path.stem, sizes
 

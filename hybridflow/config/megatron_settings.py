@@ -185,7 +185,7 @@ def _fits(value: Any, kind: ast.expr) -> bool:
             fits = value is None or _fits(value, of)
         case ast.Subscript(value=ast.Name(id="Literal"), slice=of):
             choices = of.elts if isinstance(of, ast.Tuple) else [of]
-            fits = value in [ast.literal_eval(choice) for choice in choices]
+            fits = value in list(map(ast.literal_eval, choices))
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=kinds)):
             fits = any(_fits(value, one) for one in kinds)
         case ast.Subscript(value=ast.Name(id="List" | "list"), slice=of):

@@ -6,13 +6,12 @@ of `config.check`.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.entries import ESTIMATORS
-from hybridflow.config.keys import value_at
+from hybridflow.config.keys import as_text, value_at
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 
@@ -150,8 +149,7 @@ def _differing(own: Any, first: Any, key: str) -> Iterator[tuple[str, str, str]]
     ours, theirs = value_at(own, key), value_at(first, key)
     if not dataclasses.is_dataclass(ours):
         if ours != theirs:
-            ours, theirs = (x if isinstance(x, str) else json.dumps(x) for x in (ours, theirs))
-            yield key, ours, theirs
+            yield key, as_text(ours), as_text(theirs)
         return
     for field in dataclasses.fields(ours):
         yield from _differing(own, first, f"{key}.{field.name}")

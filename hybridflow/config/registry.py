@@ -104,13 +104,13 @@ class Registry(Generic[T]):
         """Return the sorted names of all entries: the built-in ones in the package's folder, and
         those registered at run time.
         """
+        found = {name for name in self._entries if not is_user_entry(name)}
         files = package_folder(self.package).glob("*/__init__.py" if self._packages else "*.py")
-        stems = {path.parent.name if self._packages else path.stem for path in files}
-        builtin = set()
-        for stem in stems:
+        for path in files:
+            stem = path.parent.name if self._packages else path.stem
             if not stem.startswith("_") and stem != "base":
-                builtin.add(stem)
-        return tuple(sorted(builtin | {name for name in self._entries if not is_user_entry(name)}))
+                found.add(stem)
+        return tuple(sorted(found))
 
     def get(self, name: str) -> T:
         """Return the built-in entry `name`, or the entry in a user file (`path/to/file.py:name`).

@@ -220,14 +220,13 @@ def _tokens(folder: str | None) -> dict[str, int]:
     try:
         values = read_outside_json(Path(folder or "") / "tokenizer.json")
         vocabulary = values["model"]["vocab"]
-        pairs = (
-            vocabulary.items()
-            if isinstance(vocabulary, dict)
-            else ((v[0], i) for i, v in enumerate(vocabulary))
-        )
-        return dict(pairs) | {
-            token["content"]: token["id"] for token in values.get("added_tokens", ())
-        }
+        if isinstance(vocabulary, dict):
+            found = dict(vocabulary)
+        else:
+            found = {entry[0]: number for number, entry in enumerate(vocabulary)}
+        for token in values.get("added_tokens", ()):
+            found[token["content"]] = token["id"]
+        return found
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return {}
 

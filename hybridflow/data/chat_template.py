@@ -271,9 +271,8 @@ class ChatTemplate:
         """The token that ends an answer: the first stop token after it, else the last added token
         that the template writes. None if there is none."""
         found = [one.token for one in self._added.find(self.closes_answer)]
-        return next(
-            (token for token in found if token in self._stops), found[-1] if found else None
-        )
+        last = found[-1] if found else None
+        return next((token for token in found if token in self._stops), last)
 
     @cached_property
     def opens_thinking(self) -> bool:
@@ -327,12 +326,12 @@ class ChatTemplate:
             closes_answer=self.closes_answer,
             ends_answer=self.ends_answer,
             stop_tokens=self._stops,
-            roles=tuple(role for role in _ROLES if self._knows(role)),
+            roles=tuple(filter(self._knows, _ROLES)),
             observations=observations,
             problems=problems,
             needs_calls=needs_calls,
             opens_thinking=self.opens_thinking,
-            drops_thinking=tuple(role for role in observations if self._drops_thinking(role)),
+            drops_thinking=tuple(filter(self._drops_thinking, observations)),
             example_call=self.example_call,
         )
 
@@ -519,12 +518,11 @@ def _forms(exchanges: Sequence[Exchange]) -> Iterator[_Form]:
         yield _Form(count, False, False)
         if most:
             yield _Form(count, True, False)
-    if any(
-        not exchange.calls and any(one["role"] == "tool" for one in exchange.messages)
-        for exchange in exchanges
-    ):
-        yield _Form(None, False, True)
-        yield _Form(None, True, True)
+    for exchange in exchanges:
+        if not exchange.calls and any(one["role"] == "tool" for one in exchange.messages):
+            yield _Form(None, False, True)
+            yield _Form(None, True, True)
+            return
 
 
 def _marked(exchange: Exchange, form: _Form, names: dict[str, str], earlier: int) -> list[Message]:

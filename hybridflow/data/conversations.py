@@ -92,9 +92,8 @@ def learned_rows(
         raise DataError("there is no assistant message to train on; remove the row")
     problem: DataError | None = None
     # some templates require call arguments as objects, others as text
-    for form in (
-        (json.loads, json.dumps) if any("tool_calls" in one for one in messages) else (json.loads,)
-    ):
+    has_calls = any("tool_calls" in one for one in messages)
+    for form in (json.loads, json.dumps) if has_calls else (json.loads,):
         shown = [_with_arguments(one, form) for one in messages]
         try:
             return _rows(tokenizer, [_turn(tokenizer, shown, place, tools) for place in learned])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hybridflow.config.schema import DataConfig, SftConfig
@@ -142,10 +142,12 @@ class ConversationEncoder:
 
     def settings(self) -> dict[str, Any]:
         """Return all settings that affect the tokens, apart from the tokenizer and the row."""
-        keys = ("messages_key", "learned_key", "tools_key")
-        return {key: asdict(self.sft)[key] for key in keys} | {
-            key: getattr(self.config, key) for key in _LIMITS
-        }
+        found = {}
+        for key in ("messages_key", "learned_key", "tools_key"):
+            found[key] = getattr(self.sft, key)
+        for key in _LIMITS:
+            found[key] = getattr(self.config, key)
+        return found
 
     def encode(self, row: Row) -> Encoded:
         """Encode a row. Raises DataError if it is malformed, or if it is too long and truncation is

@@ -61,7 +61,7 @@ class Row:
             if _are_parts(content):
                 expected += "; set data.image_key for messages with parts"
             raise self.malformed(column, expected)
-        return [_without_nulls(message) for message in value]
+        return list(map(_without_nulls, value))
 
     def mapping(self, column: str) -> dict[str, Any]:
         """Return the value of an optional struct column; {} if the column or value is missing."""
@@ -134,13 +134,14 @@ def _are_parts(content: Any) -> bool:
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the message without null fields, also in the parts of its content."""
-    kept = {key: item for key, item in message.items() if item is not None}
+    kept = _given(message)
     if isinstance(kept["content"], list):
-        kept["content"] = [
-            {key: item for key, item in part.items() if item is not None}
-            for part in kept["content"]
-        ]
+        kept["content"] = list(map(_given, kept["content"]))
     return kept
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in fields.items() if item is not None}
 
 
 def _plain(value: Any) -> Any:

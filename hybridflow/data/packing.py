@@ -172,7 +172,9 @@ def _split_to(bins: list[np.ndarray], sizes: np.ndarray, wanted: int) -> list[np
     """Split the fullest bin with at least two sequences until there are `wanted` bins. No bin
     grows."""
     while len(bins) < wanted:
-        tokens = [int(sizes[members].sum()) if len(members) > 1 else 0 for members in bins]
+        tokens = []
+        for members in bins:
+            tokens.append(int(sizes[members].sum()) if len(members) > 1 else 0)
         members = bins.pop(int(np.argmax(tokens)))
         bins += [members[half] for half in balance(sizes[members], 2)]
     return bins

@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from hybridflow.data.added_tokens import AddedTokens
@@ -49,10 +50,9 @@ class PlainText:
         pieces = [Piece(whole_text(piece.text), piece.is_literal) for piece in pieces]
         text = "".join(piece.text for piece in pieces)
         # keep white space, as added tokens may strip it
-        seen = "".join(
-            _NOT_SPACE.sub(_NEUTRAL, piece.text) if piece.is_literal else piece.text
-            for piece in pieces
-        )
+        seen = ""
+        for piece in pieces:
+            seen += _NOT_SPACE.sub(_NEUTRAL, piece.text) if piece.is_literal else piece.text
         ids: list[int] = []
         place = 0
         for found in self.added.find(seen):
@@ -68,7 +68,7 @@ class PlainText:
         # the vocabulary may also contain added tokens as ordinary ones; splitting their text avoids
         # them
         parts = list(self._cut_tokens(text))
-        return ids if len(parts) == 1 else [token for part in parts for token in self._ids(part)]
+        return ids if len(parts) == 1 else list(chain.from_iterable(map(self._ids, parts)))
 
     def cut(self, text: str, most: int | None) -> str:
         """Truncate the text to its first `most` tokens. Long texts are not encoded in full."""

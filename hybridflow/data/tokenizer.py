@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from functools import cached_property, partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -335,7 +336,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
                 "settings; download it again"
             )
     # transformers creates an empty tokenizer from a folder that has only a model's config.json
-    if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+    vocabularies = list(chain.from_iterable(map(folder.glob, _VOCABULARIES)))
+    if not any(path.is_file() for path in vocabularies):
         raise DataError(
             f"{folder} has no tokenizer files (tokenizer.json, tokenizer.model, vocab.json, ...); "
             "copy the model's tokenizer files there, or set model.tokenizer to their folder"
@@ -346,8 +348,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{folder}: the tokenizer has no eos_token; set one in tokenizer_config.json"
         )
     if problem := trial([partial(hf.encode, text, add_special_tokens=False) for text in TEXTS]):
-        file = next(path for pattern in _VOCABULARIES for path in folder.glob(pattern))
-        raise DataError(f"{file} is unusable: encoding a short text {problem}")
+        raise DataError(f"{vocabularies[0]} is unusable: encoding a short text {problem}")
     if hf.chat_template and (
         problem := trial([partial(render_all, partial(hf.apply_chat_template, tokenize=False))])
     ):

@@ -167,10 +167,10 @@ def _encode(rows: Sequence[Row], first: int, encoder: Encoder) -> _Made:
             cuts.append(encoded.is_cut)
             for name in encoder.columns:
                 columns[name].append(ids[name])
-    made = {
-        name: Jagged.from_rows(ids, bool if name == RESPONSE_MASK else np.int64)
-        for name, ids in columns.items()
-    }
+    made = {}
+    for name, ids_of_rows in columns.items():
+        dtype = bool if name == RESPONSE_MASK else np.int64
+        made[name] = Jagged.from_rows(ids_of_rows, dtype)
     tokens = DataProto.from_columns(
         {ROW: np.array(numbers, np.int64), CUT: np.array(cuts, bool), **made}
     )

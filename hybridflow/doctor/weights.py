@@ -54,10 +54,8 @@ def findings(folder: Path, family: Family) -> Iterator[Finding]:
         remedy = "use the model in bfloat16, or in block-wise fp8 with its scales"
         yield Finding("weights", "error", f"unsupported precision: {', '.join(unread[:3])}", remedy)
         return
-    kinds = ", ".join(
-        f"{count} in {kind}"
-        for kind, count in Counter(kind for _, kind in forms.values()).most_common()
-    )
+    counts = Counter(kind for _, kind in forms.values())
+    kinds = ", ".join(f"{count} in {kind}" for kind, count in counts.most_common())
     yield Finding(
         "weights",
         "ok",

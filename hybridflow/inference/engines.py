@@ -84,6 +84,7 @@ def _served(
     config = _fitting(model.config, progress)
     rollout = config.rollout
     platform = Platform.detect()
+    has_stop_texts = any(one.stop for one in check_sampling.sampled(config).values())
     args = (
         rollout,
         model.engine_folder,
@@ -92,7 +93,7 @@ def _served(
         False,  # no routes: nothing is trained
         threads_by_role(config, platform.cores, user_limit())["rollout"],
         preload.name("engines"),
-        any(one.stop for one in check_sampling.sampled(config).values()),
+        has_stop_texts,
         _visible(platform) if platform.kind == "cuda" else (),
     )
     group = ThreadGroup(RolloutWorker, role="rollout", args=args, log_dir=logs)

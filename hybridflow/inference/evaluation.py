@@ -163,9 +163,8 @@ def _changes(source: Source, model: Model) -> list[str]:
     now = Fingerprint.of(model.config, model.tokenizer.digests(), {})
     same = {}  # keys that still name the same files, wherever they are
     for key, files in before.files.items():
-        if [Path(one[0]).name for one in files] == [
-            Path(one[0]).name for one in now.files.get(key, ())
-        ]:
+        names = [Path(one[0]).name for one in files]
+        if names == [Path(one[0]).name for one in now.files.get(key, ())]:
             same[key] = files
     before = replace(before, settings={"": ""}, packages={}, files=same)
     return replace(now, settings={"": ""}).changes(before)

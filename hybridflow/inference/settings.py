@@ -227,9 +227,11 @@ def _reduced(config: RunConfig, source: Source, job: Job, out: Path | None) -> R
 
 def _without_preparation(config: RunConfig) -> RunConfig:
     """Return the configuration without `data.prepare` if all files exist."""
-    files = [file for one in val_sets(config).values() for file in one.files]
-    tokenizer = config.model.tokenizer
-    wanted = [*files, *([] if tokenizer is None else [tokenizer])]
+    wanted: list[str] = []
+    for one in val_sets(config).values():
+        wanted += one.files
+    if config.model.tokenizer is not None:
+        wanted.append(config.model.tokenizer)
     if all(Path(one).exists() for one in wanted):
         return replace(config, data=replace(config.data, prepare=PrepareConfig()))
     return config

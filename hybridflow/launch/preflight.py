@@ -212,7 +212,9 @@ def usable(
     bad |= {record.node: "; ".join(record.problems) for record in found.values() if record.problems}
     good = [host for host in hosts if host not in bad]
     while pairs := _complaints(good, found, max_clock_skew_s):
-        counts = Counter(host for accuser, accused, _ in pairs for host in {accuser, accused})
+        counts: Counter[str] = Counter()
+        for accuser, accused, _ in pairs:
+            counts.update({accuser, accused})
         worst = max(good, key=lambda host: (counts[host], good.index(host)))
         accuser, _, why = next(pair for pair in pairs if worst in pair[:2])
         other = next(host for host in (accuser, *pairs[0][:2]) if host != worst)

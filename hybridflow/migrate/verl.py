@@ -108,7 +108,7 @@ class Migration:
     def has_reference(self) -> bool:
         """True if the run has a KL term."""
         coefficients = ("actor.kl_loss_coef", "algorithm.kl_coef")
-        return any(self.settings.get(key) for key in coefficients)
+        return any(map(self.settings.get, coefficients))
 
     @property
     def has_critic(self) -> bool:

@@ -234,7 +234,9 @@ def read_dump(path: Path, step: int, samples: int) -> Dump:
     picked = np.unique(np.linspace(0, max(count - 1, 0), min(samples, count)).astype(int))
     found = pick_parquet(path, picked.tolist(), _SHOWN, _MOST_GROUP_BYTES)
     shown = [name for name in _SHOWN if name in found]
-    rows = [[plain(found[name][row]) for name in shown] for row in range(len(picked))]
+    rows = []
+    for row in range(len(picked)):
+        rows.append([plain(found[name][row]) for name in shown])
     return Dump(path.parent.name, step, shown, rows, read_distributions(path))
 
 

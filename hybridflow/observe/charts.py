@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from markupsafe import Markup
@@ -157,7 +158,8 @@ def _mean(points: Sequence[Point]) -> float | None:
 
 
 def _steps_of(series: Sequence[Series]) -> list[float]:
-    return sorted({at for one in series for at, _ in one.points})
+    points = chain.from_iterable(one.points for one in series)
+    return sorted({at for at, _ in points})
 
 
 def _aligned(series: list[Series]) -> list[Series]:

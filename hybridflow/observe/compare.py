@@ -135,10 +135,8 @@ def _record(folder: Path, step: int) -> Mapping[str, Any]:
 def _metrics(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[Difference]:
     for name in one:
         if name in two and not name.startswith(_OTHER_METRICS):
-            a, b = (
-                float("nan") if record[name] is None else float(record[name])
-                for record in (one, two)
-            )
+            a = math.nan if one[name] is None else float(one[name])
+            b = math.nan if two[name] is None else float(two[name])
             same = a == b or (math.isnan(a) and math.isnan(b))
             yield Difference(
                 name, 1, 0 if same else 1, 0.0 if same else abs(a - b), None, f"{a:.7g} -> {b:.7g}"

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from typing import Any
 
 from hybridflow.errors import ConfigError
@@ -108,7 +109,7 @@ def exposition(samples: Iterable[Sample]) -> str:
         pairs = [f'{name}="{_escaped(text)}"' for name, text in labels.items()]
         shown = "NaN" if math.isnan(value) else repr(value).replace("inf", "Inf")
         rows.append(f"{family}{{{','.join(pairs)}}} {shown}")
-    return "".join(f"{row}\n" for rows in families.values() for row in rows)
+    return "".join(f"{row}\n" for row in chain.from_iterable(families.values()))
 
 
 def family_of(name: str) -> str:

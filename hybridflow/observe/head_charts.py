@@ -50,7 +50,7 @@ def _by_depth(run: RunFolder, title: str, names: tuple[str, str], unit: str) -> 
     the two metrics."""
     total, of_depth = names
     pattern = re.compile(re.escape(of_depth).replace(r"\{\}", "([0-9]+)"))
-    found = (pattern.fullmatch(name) for name in run.names("train"))
+    found = map(pattern.fullmatch, run.names("train"))
     depths = sorted(int(one[1]) for one in found if one is not None)[:_MOST_DEPTHS]
     series = [Series("all", run.points("train", total), 0)]
     for color, depth in enumerate(depths, 1):

@@ -44,10 +44,11 @@ def line_of(name: str) -> Line | None:
     """Return the line that describes a metric; None if there is none. An additional policy's
     metrics (`NAME/critic/score/mean`) use the first policy's descriptions.
     """
-    of_policy = name.partition("/")[2]
-    return next((line for line in LINES if line.matches(name)), None) or next(
-        (line for line in LINES if line.matches(of_policy)), None
-    )
+    for described in (name, name.partition("/")[2]):
+        for line in LINES:
+            if line.matches(described):
+                return line
+    return None
 
 
 def table() -> str:
@@ -301,7 +302,7 @@ def _lines() -> tuple[Line, ...]:
     found = []
     for section, text in _TEXT.items():
         for row in text.strip().replace("\n  ", " ").splitlines():
-            name, unit, meaning = (part.strip() for part in row.split("|"))
+            name, unit, meaning = map(str.strip, row.split("|"))
             found.append(Line(section, name, unit, meaning))
     return tuple(found)
 

@@ -25,6 +25,7 @@ from hybridflow.observe.report_charts import (
     held_out_title,
     is_accuracy,
     step_phases,
+    sums_of,
 )
 from hybridflow.observe.run_folder import RunFolder, Sample, load_run
 from hybridflow.observe.step_picture import step_pictures
@@ -59,14 +60,16 @@ def write_report(run_dir: str | Path) -> Path:
 def render(run: RunFolder) -> str:
     """Return the page as HTML text."""
     samples = []
+    has_tokens = False
     for sample in run.samples:
         has_prompt = any(row.get("prompt_text") for row in sample.rows)
+        has_tokens |= any(row["tokens"] for row in sample.rows)
         samples.append((sample, _sample_title(sample), has_prompt))
     return _page(
         **overview(run),
         groups=[*drawn_groups(run), *process_groups(run)],
         samples=samples,
-        has_tokens=any(row["tokens"] for sample in run.samples for row in sample.rows),
+        has_tokens=has_tokens,
         config_text=run.config_text,
         environment=list(islice(_flat(run.environment), _ROWS)),
     )
@@ -134,7 +137,7 @@ def facts(run: RunFolder) -> list[Fact]:
     ]
     tiles = (_reward, _steps, _time, _throughput, _layout, _model, _flow, _routes)
     found += [tile(run) for tile in tiles]
-    return [fact for fact in found if fact]
+    return list(filter(None, found))
 
 
 def missing(run: RunFolder) -> list[str]:
@@ -337,7 +340,7 @@ def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
     whole = sum(total.values())
     if not whole:
         return []
-    sums = {name: sum(value or 0.0 for _, value in points) for name, points in phases.items()}
+    sums = sums_of(phases)
     rows = []
     for name in sorted(sums, key=lambda name: -sums[name]):
         rows.append((name, f"{sums[name] / len(total):.2f}", f"{sums[name] / whole * 100:.0f} %"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -319,9 +319,17 @@ def _routes(run: RunFolder) -> Chart:
     return _several(run, title, names, "tokens x layers", about, percent=True, include=(0.0,))
 
 
+def sums_of(phases: Mapping[str, Sequence[Point]]) -> dict[str, float]:
+    """Return the sum of the values of each phase over all steps. Missing values count as 0."""
+    sums = {}
+    for name, points in phases.items():
+        sums[name] = sum(value or 0.0 for _, value in points)
+    return sums
+
+
 def _step_time(run: RunFolder) -> Chart:
     phases, _ = step_phases(run)
-    sums = {name: sum(value or 0.0 for _, value in points) for name, points in phases.items()}
+    sums = sums_of(phases)
     named = [name for name in sorted(sums, key=lambda name: -sums[name]) if name != "other"]
     kept = sorted(named, key=lambda name: _PHASE_COLORS.get(name, len(_PHASE_COLORS)))
     smallest = set(named[_MAX_STACKED:])

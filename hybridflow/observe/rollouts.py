@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -102,13 +102,12 @@ def dump_rollouts(
     """
     pieces = [rows] if isinstance(rows, Mapping) else rows
     meta = {MADE_WITH: dict(made_with or {})}
-    write_parquet(
-        path,
-        (
-            DataProto({name: _column(name, row) for name, row in piece.items()}, meta)
-            for piece in pieces
-        ),
-    )
+
+    def batches() -> Iterator[DataProto]:
+        for piece in pieces:
+            yield DataProto({name: _column(name, row) for name, row in piece.items()}, meta)
+
+    write_parquet(path, batches())
     return Path(path)
 
 
@@ -120,9 +119,10 @@ def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
     for name in batch.columns:
         if name not in TOKEN_COLUMNS:
             held = batch[name]
-            columns[name] = (
-                [row.tolist() for row in held] if isinstance(held, Jagged) else held.tolist()
-            )
+            if isinstance(held, Jagged):
+                columns[name] = [row.tolist() for row in held]
+            else:
+                columns[name] = held.tolist()
     rows: list[dict[str, Any]] = []
     for values in zip(*columns.values(), strict=True):
         rows.append(dict(zip(columns, values, strict=True)))

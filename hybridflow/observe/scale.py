@@ -20,11 +20,8 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         """Return the pixel position of a value."""
-        low, high, at = (
-            (math.log10(v) for v in (self.low, self.high, value))
-            if self.log
-            else (self.low, self.high, value)
-        )
+        ends = (self.low, self.high, value)
+        low, high, at = map(math.log10, ends) if self.log else ends
         return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
 
     def text(self, tick: float, percent: bool = False) -> str:

@@ -28,10 +28,9 @@ def step_pictures(run_dir: Path) -> list[Drawn]:
         timeline = join(run_dir, _MOST_FILES, _MOST_BYTES)
     except (DataError, OSError):
         return []
-    ends = [
-        max((s.end for s in one.threads.get("main", [])), default=0.0)
-        for one in timeline.processes[1:]
-    ]
+    ends = []
+    for one in timeline.processes[1:]:
+        ends.append(max((span.end for span in one.threads.get("main", [])), default=0.0))
     steps = timeline.steps()
     whole = sorted(
         (step for step, span in steps.items() if ends and span.end <= max(ends)),

@@ -161,11 +161,9 @@ def _token(text: str, sampled: bool, engine: float, trainer: np.ndarray | None, 
     if trainer is None:
         return Token(text, "same", f"log p {engine:.4f} in the engine")
     difference = float(trainer[at]) - engine
-    level = (
-        sum(abs(difference) >= bound for bound in LEVELS)
-        if np.isfinite(difference)
-        else len(LEVELS)
-    )
+    level = len(LEVELS)
+    if np.isfinite(difference):
+        level = sum(abs(difference) >= bound for bound in LEVELS)
     sign = "more" if difference > 0 else "less"
     kind = f"{sign}{level}" if level else "same"
     return Token(

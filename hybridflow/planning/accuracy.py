@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from hybridflow.config.schema import OffloadConfig
 from hybridflow.models.published import published
@@ -72,11 +73,9 @@ def _training_rows(point: Point) -> Iterator[Row]:
     stage = stages[0]
     most = max(training.static(s) + training.activations(s, tokens, count) for s in stages)
     # the published anatomy counts every layer once, as with a single micro-batch in flight
-    kept = sum(
-        n * training.layer_activations(layer, tokens)
-        for layers in training.layers
-        for layer, n in layers
-    )
+    kept = 0.0
+    for layer, number in chain.from_iterable(training.layers):
+        kept += number * training.layer_activations(layer, tokens)
     weights = training.weights(stage) + training.gradients(stage)
     wanted: tuple[tuple[str, str, str, float | None, float], ...] = (
         ("weights and gradients", STATIC, "GB", point.weights_gradients_gb, weights / gb),

@@ -70,11 +70,13 @@ class Search:
         node = self.job.machines.devices_per_node
         parts = [size for size in (1, 2, 4) if size < node]
         most = total // node
-        nodes = sorted(
-            {b << p for b in (1, 3, 5, 7) for p in range(most.bit_length()) if b << p <= most}
-            | {most}
-        )
-        return (*parts, *(number * node for number in nodes if number))
+        nodes = {most}
+        for odd in (1, 3, 5, 7):
+            number = odd
+            while number <= most:
+                nodes.add(number)
+                number *= 2
+        return (*parts, *(number * node for number in sorted(nodes) if number))
 
     def options(self, margin: float, model: str, size: int) -> Sequence[Option]:
         """Return the ways to run a model on `size` devices. The memory of training roles is
@@ -289,11 +291,9 @@ def settings(config: RunConfig, mapped: Mapped, machines: Machines) -> dict[str,
     change: dict[str, Any] = {}
     for pool, devices in zip(mapped.pools, mapped.devices, strict=True):
         names = [name for name, _ in pool]
-        owner = (
-            "actor"
-            if "actor" in names
-            else next((name for name in names if name != "rollout"), "rollout")
-        )
+        owner = "actor"
+        if "actor" not in names:
+            owner = next((name for name in names if name != "rollout"), "rollout")
         for name, option in pool:
             if name == "rollout":
                 engine: EngineChoice = option.layout

@@ -146,18 +146,11 @@ def _device(file: Path, name: str, entry: Any) -> Device:
     if missing:
         raise ConfigError(f"{file}: devices.{name} is missing {', '.join(missing)}")
     whole = ("domain", "devices_per_node")
-    return Device(
-        **{
-            key: _number(
-                file,
-                f"devices.{name}.{key}",
-                value,
-                key in whole,
-                least=0 if key == "fp8_tflops" else None,
-            )
-            for key, value in entry.items()
-        }
-    )
+    numbers = {}
+    for key, value in entry.items():
+        least = 0 if key == "fp8_tflops" else None
+        numbers[key] = _number(file, f"devices.{name}.{key}", value, key in whole, least=least)
+    return Device(**numbers)
 
 
 def _number(

@@ -189,7 +189,7 @@ class Engine:
 
     @cached_property
     def _flops(self) -> float:
-        each = sum(one.flops for layer in self._layers for one in (*layer.attention, *layer.mlp))
+        each = sum(layer.flops for layer in self._layers)
         return each + 2 * self.decoder.vocab_size * self.decoder.hidden
 
     def seconds(

@@ -376,17 +376,13 @@ def _host_bytes(job: Job) -> float:
     for name, parts in resident(job).items():
         role = job.role(name)
         assert role is not None
-        offloaded = sum(
-            size
-            for part, size in parts.items()
-            if getattr(role.offload, "weights" if part == "reference" else part)
-        )
-        copied = (
-            parts["weights"] + parts.get("optimizer", 0.0)
-            if job.save_every and role.updates
-            else 0.0
-        )
-        total += (offloaded + copied) * min(role.training.cut.ranks, job.machines.devices_per_node)
+        moved = 0.0  # offloaded, or copied for a checkpoint
+        for part, size in parts.items():
+            if getattr(role.offload, "weights" if part == "reference" else part):
+                moved += size
+        if job.save_every and role.updates:
+            moved += parts["weights"] + parts.get("optimizer", 0.0)
+        total += moved * min(role.training.cut.ranks, job.machines.devices_per_node)
     return total
 
 

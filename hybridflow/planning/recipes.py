@@ -89,16 +89,17 @@ def document() -> str:
         _, plan = recipe_plan(name)
         job = plan.job
         cut = plan.job.actor.training.cut
-        sizes = (("TP", cut.tensor), ("PP", cut.pipeline), ("EP", cut.expert), ("DP", cut.data))
+        sizes = {"TP": cut.tensor, "PP": cut.pipeline, "EP": cut.expert, "DP": cut.data}
+        layout = [f"{short}{size}" for short, size in sizes.items() if size > 1]
+        over = "" if plan.fits else ", does not fit"
         rows.append(
             (
                 f"`{name}`",
                 _published(name),
                 f"{job.machines.nodes} x {job.machines.devices_per_node} {job.machines.name}",
-                " ".join(f"{short}{size}" for short, size in sizes if size > 1),
+                " ".join(layout),
                 f"{job.engines} x TP{job.engine.shape.tensor}",
-                f"{plan.peak.peak / 1e9:.0f} of {plan.limit / 1e9:.0f} GB"
-                + ("" if plan.fits else ", does not fit"),
+                f"{plan.peak.peak / 1e9:.0f} of {plan.limit / 1e9:.0f} GB{over}",
                 f"{plan.seconds:,.0f} s",
                 f"{plan.bottleneck.name} {100 * plan.bottleneck.seconds / plan.seconds:.0f}%",
                 f"{plan.device_hours:.1f}",

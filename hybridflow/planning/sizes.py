@@ -89,9 +89,10 @@ def layer_kinds(
 def _stage_kinds(decoder: Decoder, at: Coordinates) -> Counter[int]:
     """Count the layers of each kind in the pipeline stage at `at`, over all its virtual stages."""
     kinds, _, _ = layer_kinds(decoder)
-    return Counter(
-        kinds[layer] for chunk in at.virtual_stages() for layer in chunk_layers(decoder, chunk)
-    )
+    counts: Counter[int] = Counter()
+    for chunk in at.virtual_stages():
+        counts.update(kinds[layer] for layer in chunk_layers(decoder, chunk))
+    return counts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -140,14 +141,14 @@ def adapter_numbers(decoder: Decoder, at: Coordinates, lora: LoraConfig) -> Adap
     cut = _cut(at)
     _, blocks, _ = layer_kinds(decoder)
     for kind, count in _stage_kinds(decoder, at).items():
-        for local in (one for block in blocks[kind] for one in block.local("", "", cut)):
-            if is_adapted(local, lora.targets):
-                counts = count * lora.rank * sum(local.shape), count * prod(local.shape)
-                of_factors, of_weight = (
-                    Numbers(expert=one) if is_expert(local) else Numbers(one) for one in counts
-                )
-                factors += of_factors
-                adapted += of_weight
+        for block in blocks[kind]:
+            for local in block.local("", "", cut):
+                if is_adapted(local, lora.targets):
+                    of_factors = count * lora.rank * sum(local.shape)
+                    of_weight = count * prod(local.shape)
+                    which = "expert" if is_expert(local) else "dense"
+                    factors += Numbers(**{which: of_factors})
+                    adapted += Numbers(**{which: of_weight})
     return AdapterNumbers(factors, adapted)
 
 
@@ -250,6 +251,11 @@ class LayerShape:
     experts: int
     topk: int
     window: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Forward operations per token in the matrix products."""
+        return sum(one.flops for one in (*self.attention, *self.mlp))
 
     def pairs(self, length: float) -> float:
         """Return the mean number of keys that a token of a sequence attends to."""

@@ -48,7 +48,7 @@ def table(plan: Plan, name: str, change: Mapping[str, Any] | None = None) -> str
         ),
         *_verdict(plan, change),
     ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(map(str.rstrip, lines))
 
 
 def _layouts(job: Job) -> list[str]:
@@ -73,13 +73,15 @@ def _phases(plan: Plan) -> list[str]:
     rows = []
     for phase in plan.phases:
         largest = sorted(phase.memory.items(), key=lambda item: -item[1])[:3]
+        parts = [f"{part} {size / GB:.1f}" for part, size in largest]
+        where = "" if phase.pool == "trainer" or plan.job.shares else " (engines)"
         rows.append(
             (
-                phase.name + ("" if phase.pool == "trainer" or plan.job.shares else " (engines)"),
+                phase.name + where,
                 f"{phase.seconds:,.1f}",
                 f"{100 * phase.seconds / plan.seconds:.0f}%",
                 f"{phase.peak / GB:.1f}" if phase.memory else "",
-                ", ".join(f"{part} {size / GB:.1f}" for part, size in largest),
+                ", ".join(parts),
             )
         )
     return _grid(("phase", "seconds", "share", "peak GB", "largest parts"), rows)

@@ -500,8 +500,10 @@ class Training:
         p = self.cut.pipeline
         v = self.cut.virtual_pipeline
         asked = range(p) if self.cut.layers_per_stage else {0, p // 2, p - 1}
-        stages = [self.stage_seconds(stage, micro_tokens, length) for stage in asked]
-        each = max(forward + (back if backward else 0.0) for forward, back in stages)
+        each = 0.0
+        for stage in asked:
+            forward, back = self.stage_seconds(stage, micro_tokens, length)
+            each = max(each, forward + back if backward else forward)
         handover = 0.0
         if p > 1:
             nbytes = self.tokens(micro_tokens) * self.decoder.hidden * self.precision.activation
@@ -550,11 +552,9 @@ class Training:
     def flops(self, tokens: float, length: float) -> float:
         """Return the number of operations in the whole model's forward and backward pass over
         `tokens` tokens (causal attention, with the layers' windows; no recomputation)."""
-        each = sum(
-            sum(one.flops for one in (*layer.attention, *layer.mlp))
-            + layer.core * layer.pairs(length)
-            for layer in (*layer_shapes(self.decoder), *self.heads)
-        )
+        each = 0.0
+        for layer in (*layer_shapes(self.decoder), *self.heads):
+            each += layer.flops + layer.core * layer.pairs(length)
         head = 0 if self.scalar_head else 2 * self.decoder.vocab_size * self.decoder.hidden
         return 3 * tokens * (each + (1 + len(self.heads)) * head)
 

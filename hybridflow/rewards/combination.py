@@ -69,12 +69,10 @@ class Combination(Verifier):
 
         async def awaited(response: str, ground_truth: Any, **options: Any) -> ScoreResult:
             found = answers(response, ground_truth, options)
-            return add(
-                {
-                    name: await one if inspect.isawaitable(one) else one
-                    for name, one in found.items()
-                }
-            )
+            for name, one in found.items():
+                if inspect.isawaitable(one):
+                    found[name] = await one
+            return add(found)
 
         waits = any(one.is_async for one, _ in parts.values())
         in_driver = all(one.runs_in_driver for one, _ in parts.values())
@@ -83,17 +81,17 @@ class Combination(Verifier):
     @property
     def options(self) -> set[str]:
         """Names of the options of all parts."""
-        return {option for one, _ in self.parts.values() for option in one.options}
+        return set().union(*(one.options for one, _ in self.parts.values()))
 
     @property
     def needed(self) -> set[str]:
         """Names of the options that at least one part requires."""
-        return {option for one, _ in self.parts.values() for option in one.needed}
+        return set().union(*(one.needed for one, _ in self.parts.values()))
 
     @property
     def facts(self) -> set[str]:
         """Names of the row facts that at least one part accepts as arguments."""
-        return {fact for one, _ in self.parts.values() for fact in one.facts}
+        return set().union(*(one.facts for one, _ in self.parts.values()))
 
     def check_truth(self, ground_truth: Any) -> None:
         """Raise ValueError if the ground truth is invalid for at least one part."""

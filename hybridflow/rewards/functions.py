@@ -79,7 +79,7 @@ class Scoring:
         )
         facts = [verifier.facts for verifier in self._verifiers.values()]
         self.facts: set[str] = set().union(*facts) if self._function is None else {THINKING_OPEN}
-        options = {name for verifier in self._verifiers.values() for name in verifier.options}
+        options: set[str] = set().union(*(one.options for one in self._verifiers.values()))
         for key in self._kwargs if self._function is None else ():
             if key not in options:
                 raise ConfigError(

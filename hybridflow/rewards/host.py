@@ -139,7 +139,9 @@ class Host:
 
     def _patience(self) -> float | None:
         """Return the number of seconds until the next deadline, or None if no call is running."""
-        begun = [job.begun for process in self.processes for job in process.jobs.values()]
+        begun = []
+        for process in self.processes:
+            begun += [job.begun for job in process.jobs.values()]
         return max(min(begun) + self._limit_s - time.monotonic(), 0.0) if begun else None
 
     def _give(self) -> None:

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -92,10 +93,10 @@ class RewardManager:
             outcomes = self._scoring.truths(rows)
         elif self.config.path is None:
             pool = self._started_pool()
-            calls = [
-                pool.submit(rows[begin : begin + _TRUTHS]) for begin in range(0, len(rows), _TRUTHS)
-            ]
-            outcomes = [outcome for call in asyncio.run(pool.collect(calls)) for outcome in call]
+            calls = []
+            for begin in range(0, len(rows), _TRUTHS):
+                calls.append(pool.submit(rows[begin : begin + _TRUTHS]))
+            outcomes = list(chain.from_iterable(asyncio.run(pool.collect(calls))))
         else:
             return
         for source, place, outcome in zip(data_source, places, outcomes, strict=True):
@@ -187,15 +188,18 @@ class RewardManager:
         """Wait for the results. Returns one list per submitted part, in row order. Calls that run
         in this process are started together.
         """
-        calls = [call for part in parts for call, _ in part.calls]
-        pooled = [call for call in calls if isinstance(call, int)]
-        here = [call for call in calls if not isinstance(call, int)]
+        pooled: list[int] = []
+        here: list[list[Row]] = []
+        for part in parts:
+            for call, _ in part.calls:
+                if isinstance(call, int):
+                    pooled.append(call)
+                else:
+                    here.append(call)
         made = iter(await _all(self._scoring, here) if here and self._scoring is not None else ())
-        answers = (
-            dict(zip(pooled, await self._pool.collect(pooled), strict=True))
-            if self._pool is not None
-            else {}
-        )
+        answers = {}
+        if self._pool is not None:
+            answers = dict(zip(pooled, await self._pool.collect(pooled), strict=True))
         results: list[list[ScoreResult]] = []
         for part in parts:
             found: dict[int, ScoreResult] = {}
@@ -284,7 +288,7 @@ async def _all(scoring: Scoring, calls: Sequence[Sequence[Row]]) -> list[list[Ou
     if scoring.is_async:
         return list(await asyncio.gather(*map(scoring.outcomes_while_others_wait, calls)))
     with _no_running_loop():
-        return [scoring.outcomes(rows) for rows in calls]
+        return list(map(scoring.outcomes, calls))
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class RewardPool:
                 if self._jobs.pop(message["id"], None) is not None:
                     self._outcomes[message["id"]] = message["outcomes"]
             spans.count(_COUNTER, len(self._jobs))
-        return [self._outcomes.pop(number) for number in numbers]
+        return list(map(self._outcomes.pop, numbers))
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Discard these calls."""

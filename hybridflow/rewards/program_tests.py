@@ -46,15 +46,17 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
     if isinstance(tests, Sequence) and tests and all(isinstance(one, str) for one in tests):
         tests = {"asserts": tests}
     elif isinstance(tests, Sequence) and tests and all(isinstance(one, Mapping) for one in tests):
-        tests = {name + "s": [one.get(name, "") for one in tests] for name in ("input", "output")}
+        tests = {
+            "inputs": [one.get("input", "") for one in tests],
+            "outputs": [one.get("output", "") for one in tests],
+        }
     if not isinstance(tests, Mapping):
         raise ValueError(f"the ground truth {str(ground_truth)[:80]!r} contains no tests")
     setup = "\n".join(_lines_of(tests.get(name)) for name in _SETUPS)
     asserts = next((tests[name] for name in _ASSERTS if tests.get(name)), None)
     if asserts is not None:
-        return [
-            _of_assert(text, setup) for text in ([asserts] if isinstance(asserts, str) else asserts)
-        ]
+        texts = [asserts] if isinstance(asserts, str) else asserts
+        return [_of_assert(text, setup) for text in texts]
     if isinstance(tests.get("test"), str):
         return _of_check(tests["test"], str(tests.get("entry_point", "")), setup)
     missing = [name for name in ("inputs", "outputs") if not isinstance(tests.get(name), Sequence)]
@@ -126,13 +128,14 @@ def _of_function(name: str) -> Callable[[Any, Any], ProgramTest]:
     text with one JSON argument per line."""
 
     def make(given: Any, wanted: Any) -> ProgramTest:
-        arguments = (
-            [_json_or_text(line) for line in given.splitlines()]
-            if isinstance(given, str)
-            else list(given)
-        )
+        if isinstance(given, str):
+            arguments = list(map(_json_or_text, given.splitlines()))
+        else:
+            arguments = list(given)
         expected = _json_or_text(wanted)
-        candidates = [expected, *([wanted] if isinstance(wanted, str) else [])]
+        candidates = [expected]
+        if isinstance(wanted, str):
+            candidates.append(wanted)
         # outputs of public datasets are often lists of one element
         if isinstance(expected, list) and len(expected) == 1:
             candidates += [expected[0], _json_or_text(expected[0])]

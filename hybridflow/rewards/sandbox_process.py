@@ -255,14 +255,15 @@ def _enter_root() -> None:
     root = "/tmp"
     packages = [given.removeprefix(_GIVEN) for given in sys.argv if given.startswith(_GIVEN)]
     library = f"lib/python{sys.version_info.major}.{sys.version_info.minor}"
-    folders = {
-        os.path.realpath(os.path.join(prefix, library))
-        for prefix in {sys.base_prefix, sys.base_exec_prefix}
-    }
-    folders |= {os.path.realpath(folder) for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64")}
-    kept = [
-        folder for folder in folders if not any(folder.startswith(f"{other}/") for other in folders)
+    libraries = [
+        os.path.join(prefix, library) for prefix in (sys.base_prefix, sys.base_exec_prefix)
     ]
+    system = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+    folders = set(map(os.path.realpath, (*libraries, *system)))
+    kept = []
+    for folder in folders:
+        if not any(folder.startswith(f"{other}/") for other in folders):
+            kept.append(folder)
     # opened before mounting: files inside /tmp are hidden once the new root covers it
     opened = {
         folder: os.open(folder, os.O_PATH) for folder in (*kept, *packages) if os.path.isdir(folder)

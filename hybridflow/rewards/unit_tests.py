@@ -115,11 +115,11 @@ class ProgramRuns:
             *[loop.run_in_executor(self._threads, self._row, one, different) for one in found]
         )
         results = dict(zip(found, rows, strict=True))
-        table = [
-            [program is not None and results[program].get(test, False) for test in tests]
-            for program in programs
-        ]
-        return np.array(table, dtype=bool).reshape(len(programs), len(tests))
+        table = np.zeros((len(programs), len(tests)), dtype=bool)
+        for row, program in enumerate(programs):
+            if program is not None:
+                table[row] = [results[program].get(test, False) for test in tests]
+        return table
 
     def _row(self, program: str, tests: Sequence[UnitTest]) -> dict[UnitTest | None, bool]:
         """Return, for each unit test, whether the program passes it. Runs in the calling thread."""

@@ -200,13 +200,13 @@ def owners_with(
 ) -> dict[str, list[OwnedPiece]]:
     """Return {exported tensor: its slices, ordered by rank}. `owners` contains the slices of the
     model's tensors."""
-    return {
-        stored: sorted(
-            (replace(one, place=place) for name, place in parts for one in owners[name]),
-            key=lambda one: one.rank,
-        )
-        for stored, parts in sources_with(carried, owners).items()
-    }
+    found = {}
+    for stored, parts in sources_with(carried, owners).items():
+        pieces = []
+        for name, place in parts:
+            pieces += [replace(one, place=place) for one in owners[name]]
+        found[stored] = sorted(pieces, key=lambda one: one.rank)
+    return found
 
 
 def exported_config(
@@ -250,12 +250,12 @@ def exported_config(
 def _groups(names: Iterable[str]) -> str:
     """Group tensor names by layer or part of a vision tower, and format them with counts, such as
     `model.layers.61 (784)`."""
-    found = Counter(
-        ".".join(name.split(".")[:3])
-        if name.startswith("model.layers.")
-        else tower_part(name) or name
-        for name in names
-    )
+    found: Counter[str] = Counter()
+    for name in names:
+        if name.startswith("model.layers."):
+            found[".".join(name.split(".")[:3])] += 1
+        else:
+            found[tower_part(name) or name] += 1
     shown = []
     for name, count in found.items():
         shown.append(f"{name} ({count})" if count > 1 else name)
@@ -273,14 +273,12 @@ def _unquantised(written: Mapping[str, Entry]) -> list[str]:
     if not quantised:
         return []
     layers = set(map(_layer, quantised))
-    plain = (
-        name for name, entry in written.items() if len(entry.shape) == 2 and name not in quantised
-    )
-    return list(dict.fromkeys(
-        name.removesuffix(".weight") if _layer(name) in layers else _layer(name)
-        for name in plain
-        if name.endswith(".weight")
-    ))  # fmt: skip
+    plain = {}  # in order, each once
+    for name, entry in written.items():
+        if len(entry.shape) == 2 and name not in quantised and name.endswith(".weight"):
+            layer = _layer(name)
+            plain[name.removesuffix(".weight") if layer in layers else layer] = True
+    return list(plain)
 
 
 def _layer(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,7 @@ class Fingerprint:
         if not all(isinstance(one, dict) for one in found.values()):
             raise ValueError("the fingerprint's values must be objects")
         for files in found.get("files", {}).values():
-            if not all(
-                isinstance(word, str) for name_and_digest in files for word in name_and_digest
-            ):
+            if not all(isinstance(word, str) for word in chain.from_iterable(files)):
                 raise ValueError("the fingerprint's files must be lists of names and digests")
         return cls(**found)
 
@@ -95,15 +94,14 @@ class Fingerprint:
             ("the tokenizer's ", self.tokens, before.tokens),
             ("package ", self.packages, before.packages),
         ):
-            found += [
-                (
-                    f"{what}{key} was {_shown(then, key)} when the checkpoint was saved, but is "
-                    f"{_shown(now, key)} now"
-                )
-                for key in sorted(now.keys() | then.keys())
-                if now.get(key) != then.get(key)
-                and not (key in self.files and key.endswith("_files"))
-            ]
+            for key in sorted(now.keys() | then.keys()):
+                if key in self.files and key.endswith("_files"):
+                    continue
+                if now.get(key) != then.get(key):
+                    found.append(
+                        f"{what}{key} was {_shown(then, key)} when the checkpoint was saved, but "
+                        f"is {_shown(now, key)} now"
+                    )
         return found
 
     def has_other_data(self, before: Fingerprint, phase: str) -> bool:
@@ -133,12 +131,9 @@ def _named(settings: Mapping[str, Any]) -> Iterator[tuple[str, list[Path]]]:
             if isinstance(word, str):
                 words.append(word)
         if not key.endswith("_files"):
-            words = [
-                word.rpartition(":")[0] if is_user_entry(word) else word
-                for word in words
-                if ".py" in word
-            ]
-        if paths := [Path(word) for word in words if Path(word).is_file()]:
+            code = [word for word in words if ".py" in word]
+            words = [word.rpartition(":")[0] if is_user_entry(word) else word for word in code]
+        if paths := list(filter(Path.is_file, map(Path, words))):
             yield key, paths
 
 

@@ -99,12 +99,11 @@ def export_held(
         partial.mkdir(parents=True)
     exchange.gather("")
     written = _write_files(held, carried, partial, files, exchange)
-    checksums = dict(
-        line.split(" ")
-        for text in exchange.gather_on_first("\n".join(written))
-        for line in text.split("\n")
-        if line.strip()
-    )
+    checksums = {}
+    for text in exchange.gather_on_first("\n".join(written)):
+        for line in filter(str.strip, text.split("\n")):
+            name, checksum = line.split(" ")
+            checksums[name] = checksum
     lines = list(carried.lines)
     if dist.get_rank() == 0:
         if tokenizer is not None:

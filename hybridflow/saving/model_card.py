@@ -23,6 +23,7 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.errors import HybridFlowError, naming
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.printable import printable
+from hybridflow.observe.text_table import filled
 from hybridflow.saving.store import CheckpointStore, Retention
 
 CARD = "README.md"
@@ -80,7 +81,9 @@ def card(export: Path, run: Path, step: int | None = None) -> str:
     environment = _json(run / "environment.json", _MOST_RESULTS_BYTES)
     metrics = _metrics(run, math.inf if step is None else step)
     model = flattened(_json(export / "config.json", _MOST_RESULTS_BYTES))
-    reached = max((one["step"] for one in metrics), default=None) if step is None else step
+    reached = step
+    if step is None:
+        reached = max((one["step"] for one in metrics), default=None)
     sections = [
         _front_matter(config, model),
         f"# {_text(config.get('name') or export.name)}",
@@ -194,8 +197,7 @@ def _curve(metrics: Sequence[Mapping[str, Any]]) -> str:
     for step in _shown_steps(sorted({*trained, *validated}), list(validated)):
         values = {**validated.get(step, {}), **trained.get(step, {})}
         rows.append([str(step), *(_number(values.get(name)) for name in columns)])
-    used = [n for n in range(len(columns) + 1) if any(row[n] for row in rows[1:])]
-    return _lines([[row[n] for n in used] for row in rows])
+    return _lines(filled(rows))
 
 
 def _shown_steps(steps: Sequence[int], validated: Sequence[int]) -> list[int]:
@@ -294,7 +296,10 @@ def _digests(run: Path) -> dict[str, dict[str, str]]:
     with suppress(HybridFlowError, OSError):
         latest = CheckpointStore(run / "checkpoints", Retention()).latest()
         files = latest.fingerprint.files if latest is not None else {}
-        return {key: {pair[0]: pair[1] for pair in pairs} for key, pairs in files.items()}
+        found = {}
+        for key, pairs in files.items():
+            found[key] = {pair[0]: pair[1] for pair in pairs}
+        return found
     return {}
 
 
@@ -368,7 +373,7 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_folders(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [_without_folders(one) for one in value]
+        return list(map(_without_folders, value))
     if isinstance(value, str):
         return "(address)" if "://" in value else _short(value)
     return value

@@ -105,13 +105,16 @@ def _prove_cover(
     def padded(numbers: Sequence[int], filler: int) -> list[int]:
         return [*numbers, *[filler] * (axes - len(numbers))]
 
-    found = [(number, one.piece) for number, name in enumerate(names) for one in owned[name]]
-    faults = cover_faults(
-        np.array([number for number, _ in found]),
-        np.array([padded(piece.source_start, 0) for _, piece in found]),
-        np.array([padded(piece.shape, 1) for _, piece in found]),
-        np.array([padded(shape, 1) for shape in shapes.values()]),
-    )
+    numbers = []
+    starts = []
+    sizes = []
+    for number, name in enumerate(names):
+        for one in owned[name]:
+            numbers.append(number)
+            starts.append(padded(one.piece.source_start, 0))
+            sizes.append(padded(one.piece.shape, 1))
+    wholes = [padded(shape, 1) for shape in shapes.values()]
+    faults = cover_faults(*map(np.array, (numbers, starts, sizes, wholes)))
     for fault in faults:
         name = names[fault.key]
         if fault.kind == "beyond":

@@ -80,9 +80,9 @@ class CheckpointFolder:
     def _refuse_shared_bytes(self) -> None:
         """Raise CheckpointError if two rectangles share bytes of a file."""
         ends: dict[str, int] = {}
-        chunks = (
-            chunk for same in self._chunks.values() for chunk in same.values() if chunk["length"]
-        )
+        chunks: list[Any] = []
+        for same in self._chunks.values():
+            chunks += [chunk for chunk in same.values() if chunk["length"]]
         for chunk in sorted(chunks, key=lambda one: (one["file"], one["offset"])):
             if chunk["offset"] < ends.get(chunk["file"], 0):
                 raise CheckpointError(

@@ -143,8 +143,12 @@ def write_surroundings(
     config: Mapping[str, object],
 ) -> None:
     """Write the index, config.json and checksums next to the shards, and sync them to disk."""
-    weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
-    total = sum(entry.size for entries in files.values() for entry in entries)
+    weight_map = {}
+    total = 0
+    for name, entries in files.items():
+        for entry in entries:
+            weight_map[entry.name] = name
+            total += entry.size
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     texts = {
         INDEX: json.dumps(index, indent=2),

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -381,11 +382,8 @@ def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, backend: 
             )
     except CheckpointError as error:
         problems = [str(error)]
-    found = list(
-        dict.fromkeys(
-            text for texts in exchange.gather(json.dumps(problems)) for text in json.loads(texts)
-        )
-    )
+    every = map(json.loads, exchange.gather(json.dumps(problems)))
+    found = list(dict.fromkeys(chain.from_iterable(every)))
     if found or manifest is None:
         raise CheckpointError(f"{folder} was not loaded: " + "; ".join(found[:6]))
     return manifest

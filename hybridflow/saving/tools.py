@@ -158,6 +158,7 @@ def _part(key: str) -> str:
 def table(figures: Mapping[str, Any]) -> str:
     """Format the result of `inspect` for the terminal."""
     layout = " ".join(f"{name}={size}" for name, size in figures["layout"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
     rows = [
         ("checkpoint", figures["folder"]),
         ("step", f"{figures['step']} ({figures['phase'] or 'no phase'}), {figures['created']}"),
@@ -165,23 +166,12 @@ def table(figures: Mapping[str, Any]) -> str:
             "model",
             f"{figures['family']}, {figures['dtype']}, config {figures['config_digest'][:16]}",
         ),
-        (
-            "written by",
-            f"{layout}; "
-            + ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),
-        ),
+        ("written by", f"{layout}; {versions}"),
         ("files", f"{figures['files']}, {_mib(figures['bytes'])}"),
-        *(
-            (
-                part,
-                (
-                    f"{numbers['tensors']} tensors in {numbers['rectangles']} rectangles, "
-                    f"{_mib(numbers['bytes'])}"
-                ),
-            )
-            for part, numbers in figures["parts"].items()
-        ),
     ]
+    for part, numbers in figures["parts"].items():
+        tensors = f"{numbers['tensors']} tensors in {numbers['rectangles']} rectangles"
+        rows.append((part, f"{tensors}, {_mib(numbers['bytes'])}"))
     return "\n".join(f"{name:<22}{text}" for name, text in rows)
 
 

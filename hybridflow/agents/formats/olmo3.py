@@ -24,7 +24,7 @@ def olmo3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     span = begin + len(_BEGIN), len(text) if end < 0 else end
     lines = text[slice(*span)][:MOST].strip()
     try:
-        listed = ast.parse("\n".join(line.strip() for line in lines.split("\n"))).body
+        listed = ast.parse("\n".join(map(str.strip, lines.split("\n")))).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         problem = f"expected one Python call per line ({error})"
         return [Call("", problem=problem, span=span)]
@@ -38,9 +38,9 @@ def _call(statement: ast.stmt, span: tuple[int, int]) -> Call:
         if isinstance(node, ast.keyword):
             node.value = _constant(node.value)
         elif isinstance(node, ast.List):
-            node.elts = [_constant(one) for one in node.elts]
+            node.elts = list(map(_constant, node.elts))
         elif isinstance(node, ast.Dict):
-            node.values = [_constant(one) for one in node.values]
+            node.values = list(map(_constant, node.values))
     return call_of(statement.value, span)
 
 

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import bm25s
@@ -104,7 +105,9 @@ def _index(options: Options) -> _Index:
         )
     source = Path(options.documents)
     files = _files(source)
-    passages = [passage for file in files for passage in _passages(file, options)]
+    passages: list[str] = []
+    for file in files:
+        passages += _passages(file, options)
     if not passages:
         raise ConfigError(f"{_KEY}.documents={source} contains no text")
     kept = (
@@ -118,7 +121,7 @@ def _index(options: Options) -> _Index:
     ranked = _loaded(kept / digest, len(passages))
     if ranked is None:
         ranked = bm25s.BM25(backend="numpy")
-        ranked.index([_words(passage) for passage in passages], show_progress=False)
+        ranked.index(list(map(_words, passages)), show_progress=False)
         _keep(ranked, kept, digest)
     return _Index(passages, ranked)
 
@@ -222,7 +225,7 @@ def _words(text: str) -> list[str]:
     """Split text into index terms: words and, for scripts without spaces between words, character
     bigrams.
     """
-    return [part for word in _WORD.findall(text.lower()) for part in _parts_of(word)]
+    return list(chain.from_iterable(map(_parts_of, _WORD.findall(text.lower()))))
 
 
 def _parts_of(word: str) -> Iterator[str]:

@@ -108,6 +108,5 @@ def _flops() -> float:
     each = float(MODEL["hidden_size"] * MODEL["vocab_size"])
     decoder: Any = family_of(MODEL)
     for layer in layer_shapes(decoder):
-        each += layer.core * layer.pairs(TOKENS)
-        each += sum(one.flops for one in (*layer.attention, *layer.mlp))
+        each += layer.flops + layer.core * layer.pairs(TOKENS)
     return 3 * SEQUENCES * TOKENS * each

@@ -251,7 +251,7 @@ def _row(prompt: Prompt, given: str | None, own: str, split: str, index: int) ->
         messages = [{"role": "user", "content": f"{messages} {instruction}".rstrip()}]
     return {
         "data_source": prompt.data_source,
-        "prompt": [{key: message[key] for key in ("role", "content")} for message in messages],
+        "prompt": [{"role": one["role"], "content": one["content"]} for one in messages],
         "ability": prompt.ability,
         "reward_model": {"style": "rule", "ground_truth": prompt.ground_truth},
         "extra_info": {"split": split, "index": index},

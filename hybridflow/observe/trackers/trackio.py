@@ -63,7 +63,7 @@ class TrackioTracker(AppendOnly):
             if len(values)
         }
         found[f"{dump.kind}/samples"] = trackio.Table(
-            columns=list(dump.columns), data=[list(row) for row in dump.rows]
+            columns=list(dump.columns), data=list(map(list, dump.rows))
         )
         self._run.log(found, step=dump.step)
 

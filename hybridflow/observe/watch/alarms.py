@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean, median
 
 from hybridflow.observe.run_folder import RunFolder
@@ -109,7 +110,7 @@ THRESHOLDS = {
 
 def alarms(run: RunFolder) -> list[Alarm]:
     """Return the alarms that the latest steps of a run raise."""
-    return [alarm for rule in RULES for alarm in rule(run)]
+    return list(chain.from_iterable(rule(run) for rule in RULES))
 
 
 def _entropy(run: RunFolder) -> Iterator[Alarm]:
@@ -139,7 +140,7 @@ def _entropy(run: RunFolder) -> Iterator[Alarm]:
 def _policy_kl(run: RunFolder) -> Iterator[Alarm]:
     name = "actor/ppo_kl"
     steps, values = _values(run, name)
-    sizes = [abs(value) for value in values]
+    sizes = list(map(abs, values))
     usual = median(sizes[-1 - BASELINE : -1]) if len(sizes) > WINDOW else None
     if usual is None:
         return
@@ -306,5 +307,10 @@ def table() -> str:
 
 def _values(run: RunFolder, name: str) -> tuple[Sequence[int], Sequence[float]]:
     """Return the steps and values of a training metric, without gaps."""
-    points = [(int(step), value) for step, value in run.points("train", name) if value is not None]
-    return [step for step, _ in points], [value for _, value in points]
+    steps = []
+    values = []
+    for step, value in run.points("train", name):
+        if value is not None:
+            steps.append(int(step))
+            values.append(value)
+    return steps, values

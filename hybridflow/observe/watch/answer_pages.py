@@ -78,7 +78,7 @@ def _answers(
     shown, pages = one_page(found, wanted_page, "answers", given)
     return {
         "summary": _summary(gain),
-        "means": [_mean(one) for one in scores],
+        "means": list(map(_mean, scores)),
         "rows": _rows(sides, places, shown),
         **pages,
     }

@@ -313,7 +313,7 @@ class SampleIndex:
         self.samples = Samples(
             dumps,
             np.repeat(np.arange(len(dumps)), counts),
-            np.concatenate([np.arange(count) for count in counts] or [np.zeros(0, np.int64)]),
+            np.concatenate(list(map(np.arange, counts)) or [np.zeros(0, np.int64)]),
             np.repeat(np.array([one.step for one in dumps], np.int64), counts),
             np.repeat(np.array([kinds.index(one.kind) for one in dumps], np.int64), counts),
             columns,

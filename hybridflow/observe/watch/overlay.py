@@ -23,12 +23,11 @@ def compared(one: RunFolder, two: RunFolder) -> dict[str, Any]:
     """Return the template values for the page `watch_compare`."""
     names = both_names(one, two)
     settings = list(different_settings(one.config, two.config))
-    remarks = [
-        f"{name}: {line}"
-        for run, name in zip((one, two), names, strict=True)
-        for line in run.missing
-        if "metrics.jsonl" in line
-    ]
+    remarks = []
+    for run, name in zip((one, two), names, strict=True):
+        for line in run.missing:
+            if "metrics.jsonl" in line:
+                remarks.append(f"{name}: {line}")
     if len(settings) > _MOST_SETTINGS:
         remarks.append(f"{len(settings) - _MOST_SETTINGS} more settings differ")
     return {

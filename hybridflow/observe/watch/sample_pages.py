@@ -167,8 +167,10 @@ class SamplePages:
 
     def _add_answers(self, samples: Samples, rows: list[dict[str, Any]]) -> None:
         """In each row, replace the indices of the best and worst sample with their text."""
-        picked = sorted({row[which] for row in rows for which in ("best", "worst")})
-        texts = texts_of(samples, np.array(picked, np.int64))
+        picked = set()
+        for row in rows:
+            picked |= {row["best"], row["worst"]}
+        texts = texts_of(samples, np.array(sorted(picked), np.int64))
         for row in rows:
             for which in ("best", "worst"):
                 row[which] = excerpt(text_of(texts[row[which]], "response_text"), "")[0]

@@ -88,14 +88,13 @@ def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any
 
 def _part_rewards(name: str, values: Any, weight: float) -> list[float]:
     given = values.tolist() if hasattr(values, "tolist") else values
-    found = (
-        [finite_number(value, weight) for value in given]
-        if isinstance(given, (list, tuple))
-        else [None]
-    )
-    if any(value is None for value in found):
-        raise ValueError(f"{name}={shown(values)}; expected a list of finite numbers")
-    return [value for value in found if value is not None]
+    found = []
+    for value in given if isinstance(given, (list, tuple)) else [None]:
+        number = None if value is None else finite_number(value, weight)
+        if number is None:
+            raise ValueError(f"{name}={shown(values)}; expected a list of finite numbers")
+        found.append(number)
+    return found
 
 
 def shown(value: Any) -> str:
@@ -252,5 +251,8 @@ def by_data_source(own: Sequence[str] = ()) -> dict[str, Verifier]:
     Raises:
         ConfigError: a file in `own` cannot be imported, or does not register the verifier.
     """
-    entries = [VERIFIERS.get(name) for name in (*VERIFIERS.names(), *own)]
-    return {source: entry for entry in entries for source in entry.data_sources}
+    found: dict[str, Verifier] = {}
+    for name in (*VERIFIERS.names(), *own):
+        entry = VERIFIERS.get(name)
+        found |= dict.fromkeys(entry.data_sources, entry)
+    return found

@@ -105,7 +105,7 @@ def _whole(block: Block) -> str:
     extends to a later fence is, return the longer version, because the program itself contains a
     fence.
     """
-    return next((text for text in (block.text, *block.longer) if _is_python(text)), block.text)
+    return next(filter(_is_python, (block.text, *block.longer)), block.text)
 
 
 def _is_python(text: str) -> bool:

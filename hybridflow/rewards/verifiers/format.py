@@ -23,11 +23,13 @@ def format(
         thinking_open: True if the prompt ends with the first tag, so that the response starts after
             it. None means unknown: a response without the tag is assumed to start after it.
     """
-    tags = [tag for name in sections for tag in (f"<{name}>", f"</{name}>")]
+    tags: list[str] = []
+    for name in sections:
+        tags += (f"<{name}>", f"</{name}>")
     text = response.strip()
     if thinking_open or (thinking_open is None and tags[0] not in text):
         text = tags[0] + text.removeprefix(tags[0])
     known = "|".join(map(re.escape, tags))
     between = re.split(known, text)  # before, within, between and after the sections
-    right = re.findall(known, text) == tags and not any(part.strip() for part in between[::2])
-    return ScoreResult(float(right and all(part.strip() for part in between[1::2])))
+    right = re.findall(known, text) == tags and not any(map(str.strip, between[::2]))
+    return ScoreResult(float(right and all(map(str.strip, between[1::2]))))

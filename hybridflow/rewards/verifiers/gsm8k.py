@@ -80,7 +80,7 @@ def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
     words, a unit ("540 m2"), a full stop, or words that contain another number ("18 dollars for 2
     eggs"), but not by a second answer ("3 or 4", "3/4", "18 (or 25)").
     """
-    lines = (_first_line(after) for after in reversed(text.split(_MARK)[1:]))
+    lines = map(_first_line, reversed(text.split(_MARK)[1:]))
     found = _leading_number(next((line for line in lines if re.search("[0-9]", line)), ""))
     if found is None and flexible:
         box = last_box(text)

@@ -184,7 +184,7 @@ def _verified(truth: str, found: str) -> bool:
     with cheap_prediction():
         expected = parse(boxed(truth))
         given = parse(boxed(found))
-    if any(_is_costly(one) for one in (*expected, *given)):
+    if any(map(_is_costly, (*expected, *given))):
         return False
     return bool(expected and given) and bool(verify(expected, given))
 
@@ -220,11 +220,11 @@ def _digits(expression: Any) -> float:
             else 0.0
         )
     if isinstance(expression, (sympy.factorial, sympy.binomial)) and not expression.free_symbols:
-        size = max(_digits(part) for part in expression.args)
+        size = max(map(_digits, expression.args))
         return 2 * limit if size > 4 else 10.0 ** (size + 1)
     if isinstance(expression, sympy.Integer):
         return abs(int(expression)).bit_length() * 0.302 + 1
-    return max((_digits(part) for part in getattr(expression, "args", ())), default=0.0)
+    return max(map(_digits, getattr(expression, "args", ())), default=0.0)
 
 
 @functools.cache
