@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridflow.config import derived
+from hybridflow.config import derived, hub
 from hybridflow.config.model_config import MULTIMODAL, VISION_MODELS
 from hybridflow.config.schema import RolloutConfig, RunConfig
 
@@ -18,11 +18,18 @@ def problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     if data.image_key is None:
         return
     key = f"data.image_key={data.image_key}"
+    path = config.model.path or ""
     if isinstance(whole := sizes.get(MULTIMODAL), Mapping):
         yield (
             f"{key}, but only the text model of model_type={whole.get('model_type')} can be "
             f"trained; set model.path to {VISION_MODELS}, or data.image_key=null to train on the "
             "text alone"
+        )
+    elif sizes and not sizes.get("vision_config") and hub.is_hub_id(path):
+        yield (
+            f"{key}: model.hf_config has only the sizes of a text model, "
+            f"{sizes.get('model_type')}, and model.path={path} is not in the hub's cache; run "
+            f"`hf download {path}` first, or set data.image_key=null to plan with text alone"
         )
     elif sizes and not sizes.get("vision_config"):
         yield (

@@ -45,14 +45,15 @@ def check(config: RunConfig, job: str = "train") -> None:
 
 def _folder_problems(config: RunConfig, job: str) -> Iterator[str]:
     """Yield one line for each incomplete weights folder."""
-    for role, model in [("model", config.model), *_models(config, job)]:
-        if model.path is None:
-            continue
+    for role, model in _models(config, job):
+        is_policy = role == "actor"
+        if model.path is None or (model is config.model and not is_policy):
+            continue  # the policy's folder is checked once
         try:
             # a missing scalar head is newly initialised
-            has_head = role == "model" or ROLES[role].head == "vocabulary"
+            has_head = is_policy or ROLES[role].head == "vocabulary"
             hf = {"vocab_size": 1, **derived.run_hf_config(config, model)}
-            mtp = role == "model" and config.actor.mtp.train
+            mtp = is_policy and config.actor.mtp.train
             family = family_of(hf, mtp=mtp) if has_head else None
             check_weights(Path(model.path), family.tensors() if family else ())
         except ModelError as error:

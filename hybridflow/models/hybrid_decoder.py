@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.errors import ModelError
-from hybridflow.models.blocks import Block, Experts, GroupedAttention
+from hybridflow.models.blocks import Block, GroupedAttention
 from hybridflow.models.decoder import Decoder, HeadNames
 from hybridflow.models.delta_net import DeltaNet, linear_layers
-from hybridflow.models.softmax_router import softmax_router_config
+from hybridflow.models.softmax_router import gated_mixture
 
 LAYERS: Mapping[str, Any] = {
     "head_dim": 256,
@@ -125,32 +125,18 @@ class HybridMixture(HybridDecoder):
         self.sparse = [
             layer not in only and (layer + 1) % step == 0 for layer in range(self.num_layers)
         ]
-        names = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts")
-        self.ffn, self.shared_ffn, self.num_experts = (int(values[name]) for name in names)
         if not any(self.sparse):
             raise ModelError(
                 f"mlp_only_layers={only} and decoder_sparse_step={step} leave no layer with "
                 "experts; change one of them"
             )
-        topk = int(values["num_experts_per_tok"])
-        renormalised = bool(values.get("norm_topk_prob", True))
-        self.router = softmax_router_config(
-            self.num_experts, topk, self.ffn, renormalised=renormalised
-        ) | {
-            "moe_shared_expert_intermediate_size": self.shared_ffn,
-            "moe_shared_expert_gate": True,
-            "moe_layer_freq": [int(sparse) for sparse in self.sparse],
-        }
+        self.experts, router = gated_mixture(
+            self.hidden, values, renormalised=bool(values.get("norm_topk_prob", True))
+        )
+        self.router = router | {"moe_layer_freq": [int(sparse) for sparse in self.sparse]}
 
     def mlp(self, layer: int) -> Block:
         """Return the experts of a layer, or its gated MLP."""
         if layer < self.num_layers and not self.sparse[layer]:
             return super().mlp(layer)
-        return Experts(
-            self.hidden,
-            self.ffn,
-            self.num_experts,
-            shared_ffn=self.shared_ffn,
-            shared="shared_expert",
-            shared_gate=True,
-        )
+        return self.experts

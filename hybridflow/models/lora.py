@@ -262,7 +262,11 @@ def start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.T
 
 
 def peft_config(
-    facts: Mapping[str, Any], modules: Iterable[str], tensors: Iterable[str]
+    facts: Mapping[str, Any],
+    modules: Iterable[str],
+    tensors: Iterable[str],
+    *,
+    in_full: bool = False,
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
@@ -271,9 +275,10 @@ def peft_config(
         modules: HF names of the adapted linears.
         tensors: all tensors of the model. If an unadapted tensor has the same last name component
             as an adapted one, the adapted module is listed by its full name.
+        in_full: whether every module is listed by its full name, because `tensors` are not all.
     """
     adapted = set(modules)
-    others = set()
+    others = set(map(_last, adapted)) if in_full else set()
     for name in tensors:
         if name.removesuffix(".weight") not in adapted:
             others.add(_last(name.removesuffix(".weight")))

@@ -117,6 +117,13 @@ def tower_part(name: str) -> str | None:
     return None if found is None else found[0].removesuffix(".")
 
 
+def multimodal_name(name: str) -> str:
+    """Return the name that a tensor of a text model has in transformers' class with the vision
+    tower."""
+    inner = name.removeprefix("model.")
+    return f"model.language_model.{inner}" if inner != name else name
+
+
 def _named(name: str, held: Container[str]) -> str | None:
     return next((other for other in _forms(name) if other in held), None)
 
@@ -124,5 +131,4 @@ def _named(name: str, held: Container[str]) -> str | None:
 def _forms(name: str) -> Iterator[str]:
     yield name
     yield f"language_model.{name}"
-    if name.startswith("model."):
-        yield f"model.language_model.{name.removeprefix('model.')}"
+    yield multimodal_name(name)

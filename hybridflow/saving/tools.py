@@ -14,7 +14,7 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.config.model_config import read_model_config
+from hybridflow.config.model_config import MULTIMODAL, read_model_config
 from hybridflow.config.outside_text import read_outside_bytes
 from hybridflow.config.outside_yaml import read_outside_yaml
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
@@ -315,7 +315,8 @@ def _published_folder(folder: Path) -> Path | None:
 
 def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
     """Write only a checkpoint's adapters, in PEFT's format: adapter_model.safetensors and
-    adapter_config.json.
+    adapter_config.json. The adapter of a text model that was trained next to a vision tower belongs
+    to the model of the whole folder.
 
     Raises:
         ConfigError: the checkpoint has no adapters.
@@ -325,8 +326,10 @@ def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
 
     from hybridflow.models import family_of
     from hybridflow.models.lora import module_of, peft_config
+    from hybridflow.models.stored_names import multimodal_name
 
     source = _verified(folder)
+    is_multimodal = MULTIMODAL in source.manifest.hf_config
     shapes = source.factors()
     if not shapes:
         raise ConfigError(
@@ -335,14 +338,18 @@ def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
         )
     precision = _precision(dtype or source.manifest.dtype)
     tensors = {}
+    modules = set()
     for name, shape in shapes.items():
-        tensors[f"base_model.model.{name}"] = (
+        theirs = multimodal_name(name) if is_multimodal else name
+        modules.add(module_of(theirs))
+        tensors[f"base_model.model.{theirs}"] = (
             source.read(name, (0, 0), shape).to(precision).contiguous()
         )
     config = peft_config(
         source.manifest.lora,
-        set(map(module_of, shapes)),
+        modules,
         family_of(source.manifest.hf_config).tensors(),
+        in_full=is_multimodal,  # modules of the tower have the same last names
     )
     with _whole_or_nothing(out) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})

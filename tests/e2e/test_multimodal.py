@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hybridflow.batch import read_parquet
 from hybridflow.cli.main import main
@@ -87,3 +88,27 @@ def test_an_engine_of_its_own_has_only_the_text_model(kind: str, tmp_path: Path)
     trained = [one for one in records if one["phase"] == "train"]
     assert len(trained) == 2
     assert all(one["rollout/logprob_diff/mean"] < 1e-4 for one in trained)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_peft_loads_an_adapter_on_the_whole_model(kind: str, tmp_path: Path) -> None:
+    """The export, and the folder with the exported adapter, are the same model. A tower of Gemma 3
+    has linears with the names of adapted ones."""
+    from peft import PeftModel
+
+    source = multimodal_folder(kind, tmp_path / "hf", tokenizer=True)
+    words = ("sft=none", "trainer.total_steps=2", "actor.lora={rank: 4, alpha: 8.0}")
+    train(prepared(tmp_path), "first", *words)
+    run = tmp_path / "runs" / "first"
+    assert main(["checkpoint", "export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    ids = torch.randint(20, 300, (2, 30), generator=torch.Generator().manual_seed(0))
+    base = read_by_transformers(source)
+    with torch.no_grad():
+        merged = read_by_transformers(run / "export")(ids).logits
+        assert (base(ids).logits - merged).abs().max() > 1e-3
+        adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+        assert (adapted(ids).logits - merged).abs().max() < 1e-5
+    names = [name for name, _ in adapted.named_parameters() if ".lora_" in name]
+    assert len(names) == len(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    assert all(".language_model.layers." in name for name in names)

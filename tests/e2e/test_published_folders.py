@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from hybridflow.batch import read_parquet
 from hybridflow.cli.main import main
-from hybridflow.models.weights import SafetensorsFolder
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.models.family import family_of
+from hybridflow.models.weights import SafetensorsFolder, initial_weights
 from tests.e2e.from_folders import largest_difference, prepared, train
+from tests.models import FAMILIES as MODELS
 from tests.published.folders import FAMILIES, code_ran, published_folder
+from tests.published.tokenizers import write_tekken
 
 pytestmark = pytest.mark.slow
 
@@ -132,3 +137,22 @@ def test_engines_draft_with_the_head_that_is_trained(tmp_path: Path) -> None:
     assert all(one["rollout/logprob_diff/mean"] < 1e-4 for one in trained)
     assert all(1 <= one["engine/tokens_per_pass"] <= 2 for one in trained)
     assert all(0 <= one["engine/accepted_drafts"] <= 1 for one in trained)
+
+
+@pytest.mark.full
+def test_a_folder_of_mistral_whose_only_tokenizer_is_tekken_json(tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    write_tekken(source)
+    hf = {**MODELS["ministral3"], "vocab_size": 512, "eos_token_id": 2, "bos_token_id": 1}
+    (source / "config.json").write_text(json.dumps(hf))
+    weights = initial_weights(family_of(hf), seed=1)
+    tensors = {
+        name: weights.read(name, (0,) * len(shape), shape)
+        for name, shape in weights.tensors.items()
+    }
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    out = train(prepared(tmp_path), "first", "sft=none", "trainer.total_steps=1")
+    assert "GRPO 1/1" in out
+    export = tmp_path / "runs" / "first" / "export"
+    assert (export / "tekken.json").read_bytes() == (source / "tekken.json").read_bytes()
+    assert load_tokenizer(export).digests() == load_tokenizer(source).digests()

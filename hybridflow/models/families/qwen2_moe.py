@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.models.blocks import Block, Experts
+from hybridflow.models.blocks import Block
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.families.qwen2 import WINDOWS
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import REQUIRED, Fields
-from hybridflow.models.softmax_router import softmax_router_config
+from hybridflow.models.softmax_router import gated_mixture
 from hybridflow.models.windows import layer_windows
 
 
@@ -55,29 +55,13 @@ class Qwen2Moe(Decoder):
             lambda layer: layer % 2 == 0 and layer < values["max_window_layers"],
         )
         self.qkv_bias = bool(values["qkv_bias"])
-        self.ffn = int(values["moe_intermediate_size"])
-        self.shared_ffn = int(values["shared_expert_intermediate_size"])
-        self.num_experts = int(values["num_experts"])
-        renormalised = bool(values["norm_topk_prob"])
-        topk = int(values["num_experts_per_tok"])
-        self.router = softmax_router_config(
-            self.num_experts, topk, self.ffn, renormalised=renormalised
+        self.experts, self.router = gated_mixture(
+            self.hidden, values, renormalised=bool(values["norm_topk_prob"])
         )
-        self.router |= {
-            "moe_shared_expert_intermediate_size": self.shared_ffn,
-            "moe_shared_expert_gate": True,
-        }
 
     def mlp(self, layer: int) -> Block:
         """Return routed experts and a gated shared expert for every layer."""
-        return Experts(
-            self.hidden,
-            self.ffn,
-            self.num_experts,
-            shared_ffn=self.shared_ffn,
-            shared="shared_expert",
-            shared_gate=True,
-        )
+        return self.experts
 
 
 FAMILIES.register("qwen2_moe", Qwen2Moe)

@@ -19,12 +19,12 @@ from hybridflow.config.schema import (
 from tests.models import DENSE, MULTIMODAL, VISION, VISIONS
 
 
-def run_of(hf: dict[str, Any] = VISION, **sections: Any) -> RunConfig:
+def run_of(hf: dict[str, Any] = VISION, path: str | None = None, **sections: Any) -> RunConfig:
     data = sections.pop("data", {})
     engine = sections.pop("engine", "hf")
     return RunConfig(
         data=DataConfig(image_key="images", **data),
-        model=ModelConfig(hf_config=hf),
+        model=ModelConfig(path=path, hf_config=hf),
         rollout=RolloutConfig(engine=engine),
         cluster=ClusterConfig(in_process=engine == "hf"),
         **sections,
@@ -49,6 +49,10 @@ def test_a_run_with_images_is_accepted() -> None:
             run_of(MULTIMODAL["qwen3_5"]["text_config"]),
             "model_type=qwen3_5_text has no vision tower (vision_config in config.json); set "
             "model.path to a vision-language model (model_type qwen3_vl, qwen3_vl_moe, qwen3_5, ",
+        ),
+        (
+            run_of(MULTIMODAL["qwen3_5"]["text_config"], "Qwen/Qwen3.5-4B"),
+            "model.path=Qwen/Qwen3.5-4B is not in the hub's cache; run `hf download Qwen/Qwen3.5",
         ),
         (
             run_of(engine="vllm"),

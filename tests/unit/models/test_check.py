@@ -4,10 +4,12 @@ cut is refused."""
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from hybridflow.config.check import problems as config_problems
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.errors import ModelError
-from hybridflow.models.check import check_cut, check_fsdp, problems
+from hybridflow.models.check import check, check_cut, check_fsdp, problems
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import family_of
 from hybridflow.models.layout import Coordinates, ParallelShape
@@ -293,6 +295,24 @@ def test_a_run_that_fits_passes_both_checks() -> None:
     config = load_config("e2e", [])
     assert config_problems(config) == list(problems(config)) == []
     assert isinstance(family_of({"vocab_size": 1, **derived.hf_config(config.model)}), Decoder)
+
+
+def test_each_folder_of_weights_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The critic begins at the policy's; a reward model has its own."""
+    found = list[tuple[str, int]]()
+    for name in ("policy", "judge"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(FAMILIES["qwen3"]))
+    monkeypatch.setattr(
+        "hybridflow.models.check.check_weights",
+        lambda folder, tensors: found.append((folder.name, len(tensors))),
+    )
+    words = (f"model.path={tmp_path}/policy", f"reward_model.path={tmp_path}/judge")
+    more = ("model=folder", "algorithm=ppo", "reward_model=tiny")
+    check(load_config("e2e", (*more, *words)))
+    assert found == [("policy", len(family_of(FAMILIES["qwen3"]).tensors())), ("judge", 0)]
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen2_moe", "mixtral"])

@@ -24,6 +24,7 @@ from hybridflow.models.lora import (
     peft_config,
 )
 from hybridflow.models.lora_targets import targets_of
+from hybridflow.models.stored_names import multimodal_name
 from hybridflow.reshard.layout import rank_tensors
 from tests.models import DEEPSEEK, FAMILIES, GLM4, LLAMA, MIXTRAL, MOONLIGHT, QWEN2, SIZES, TINY
 
@@ -247,6 +248,15 @@ def test_peft_names_modules_in_full_where_others_have_the_same_last_name() -> No
         "model.layers.0.mlp.down_proj",
         *(f"model.layers.{n}.mlp.shared_experts.down_proj" for n in (1, 2, 3)),
     }
+
+
+def test_peft_names_all_modules_in_full_next_to_a_tower() -> None:
+    dense = adapters(DENSE, "linear_proj")
+    modules = {multimodal_name(module_of(name)) for name in dense.tensors()}
+    config = peft_config(dense.facts(), modules, family_of(DENSE).tensors(), in_full=True)
+    assert config["target_modules"] == [
+        f"model.language_model.layers.{layer}.self_attn.o_proj" for layer in range(4)
+    ]
 
 
 def test_peft_finds_experts_by_the_names_of_their_linears() -> None:
