@@ -11,11 +11,10 @@ import sys
 import warnings
 
 from hybridflow.device.platform import Platform
+from hybridflow.process.importing import without_compiler
 
 if Platform.detect().kind == "cpu":
-    # megatron/core/jit.py:24: jit_fuser is torch.compile, which needs a C++ toolchain and minutes
-    # of warm-up on CPU
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    os.environ.update(without_compiler())  # megatron/core/jit.py:24: jit_fuser is torch.compile
     if "torch._dynamo" in sys.modules:  # the variable was read on import
         sys.modules["torch._dynamo"].config.disable = True
     from hybridflow.mcore import cpu_compat

@@ -19,9 +19,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridflow.batch import DataProto, read_parquet, write_parquet
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import CheckpointError
 from hybridflow.observe.jsonl import finite
@@ -40,6 +39,9 @@ from hybridflow.saving.manifest import (
     write_json,
     write_sealed,
 )
+
+if TYPE_CHECKING:
+    from hybridflow.batch import DataProto
 
 DRIVER = "driver.json"
 LATEST = "latest.json"
@@ -89,6 +91,9 @@ class Checkpoint:
     def rollouts(self) -> DataProto | None:
         """Return the partial responses to the prompts in `state`, or None if there are none. Raises
         DataError if the file is damaged."""
+        # imported here because numpy and pyarrow would delay the start of an evaluation's engines
+        from hybridflow.batch import read_parquet
+
         path = self.folder / ROLLOUTS
         return read_parquet(path) if path.exists() else None
 
@@ -216,6 +221,8 @@ class CheckpointStore:
                 "files": {},
             }
             if rollouts is not None:
+                from hybridflow.batch import write_parquet
+
                 write_parquet(partial / ROLLOUTS, rollouts)
                 with (partial / ROLLOUTS).open("rb") as file:
                     os.fsync(file.fileno())

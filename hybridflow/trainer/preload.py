@@ -23,6 +23,7 @@ from hybridflow.config.keys import ENGINE
 from hybridflow.config.schema import RunConfig
 from hybridflow.process.children import die_with_parent
 from hybridflow.process.fork_client import address_of
+from hybridflow.process.importing import without_compiler
 
 _TORCH = ("torch._dynamo", "torch.distributed.tensor", "hybridflow.workers.rollout")
 _RANKS = {
@@ -71,7 +72,7 @@ class Preload:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hybridflow.process.fork_server", *words],
             # thread pools do not survive a fork; each fork sets its own thread count
-            env={"TORCH_COMPILE_DISABLE": "1", **os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **without_compiler(), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=[listener.fileno() for listener in listeners],
             start_new_session=True,

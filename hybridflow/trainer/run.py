@@ -457,10 +457,12 @@ class FlowRun:
             )
         if trained is not None:
             trained.own = own
+            with self._session.timeline.phase("engine_load"):  # requests to all engines
+                load = await self.trainer.engines.load_metrics()
             trained.metrics = {
                 **self.trainer.samples.metrics,
                 **self.trainer.advantages.metrics,
-                **await self.trainer.engines.load_metrics(),
+                **load,
             }
         self._close_step()
         if trained is not None:

@@ -12,6 +12,7 @@ from hybridflow.engines.server import HOST, common_environment
 from hybridflow.engines.sglang.server_changes import SCHEME
 from hybridflow.engines.spec import EngineSpec, has_weights
 from hybridflow.errors import EngineError
+from hybridflow.process.importing import without_compiler
 
 LOADER = "hybridflow.engines.sglang.weight_receiver.load"
 
@@ -217,8 +218,7 @@ def sglang_environment(device: str) -> dict[str, str]:
         # Ranks compare their free memory before loading (sglang/srt/distributed/bootstrap.py:441),
         # but the host's free memory fluctuates.
         env |= {"CUDA_VISIBLE_DEVICES": "", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
-        # torch.compile on a CPU needs a C++ toolchain and minutes of warm-up
-        env["TORCH_COMPILE_DISABLE"] = os.environ.get("TORCH_COMPILE_DISABLE", "1")
+        env |= without_compiler()
     return env
 
 
