@@ -133,9 +133,23 @@ def write_engine_folder(
     if written.get("model_type") in _ENGINE_TYPES:
         written["model_type"] = _ENGINE_TYPES[written["model_type"]]
     written.pop("quantization_config", None)
+    written |= _axes(hf_config)
     if quantization == "fp8":
         written["quantization_config"] = BlockQuantisation.of(hf_config).config()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(published_form(written), indent=2))
     copy_companions(tokenizer.path, folder)
     return folder
+
+
+def _axes(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of a model whose positions have three axes, with the fields that
+    transformers takes for granted: without them, SGLang would use one axis, or assign frequencies
+    to axes in blocks (sglang/srt/layers/rotary_embedding/factory.py:251). Empty for other models.
+    """
+    if not hf_config.get("vision_config"):
+        return {}
+    name = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    sections = list(family_of(hf_config).rotaries()[0].sections)
+    fields = {"mrope_section": sections, "mrope_interleaved": True}
+    return {name: {**(hf_config.get(name) or {}), **fields}}
