@@ -19,6 +19,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.models import family_of, use_family
 from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.models.vision import tower_of
+from hybridflow.models.vision_decoder import VisionDecoder
 from hybridflow.models.weights import copy_companions
 
 _ENGINE_TYPES = {"kimi_k2": "deepseek_v3"}
@@ -147,9 +148,9 @@ def _axes(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     transformers takes for granted: without them, SGLang would use one axis, or assign frequencies
     to axes in blocks (sglang/srt/layers/rotary_embedding/factory.py:251). Empty for other models.
     """
-    if not hf_config.get("vision_config"):
+    family = family_of(hf_config) if hf_config.get("vision_config") else None
+    if not isinstance(family, VisionDecoder):
         return {}
     name = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
-    sections = list(family_of(hf_config).rotaries()[0].sections)
-    fields = {"mrope_section": sections, "mrope_interleaved": True}
+    fields = {"mrope_section": list(family.rotaries()[0].sections), "mrope_interleaved": True}
     return {name: {**(hf_config.get(name) or {}), **fields}}

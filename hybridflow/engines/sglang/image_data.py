@@ -58,7 +58,10 @@ def encode(images: Sequence[PromptImages], dtype: str) -> str:
     numbers: dict[str, int] = {}
     table: list[dict[str, Any]] = []
     rows: list[list[int]] = []
-    for one in images:
+    for place, one in enumerate(images):
+        if place and one.equals(images[place - 1]):
+            rows.append(rows[-1])
+            continue
         row: list[int] = []
         end = 0
         for grid in one.grids.tolist():

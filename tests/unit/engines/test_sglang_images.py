@@ -97,6 +97,10 @@ def test_a_request_is_bounded_by_the_bytes_of_its_images(monkeypatch: pytest.Mon
     for part in parts:
         total = sum(sizes[number] for number in part)
         assert len(part) <= 3 and (total < max(sizes) or sum(sizes[n] > 0 for n in part) == 1)
+    largest = IMAGES[sizes.index(max(sizes))]
+    samples = Asked([[3]] * 6, [{}] * 6, Extras(), lambda *_: None, [largest] * 4 + IMAGES[:2])
+    assert list(token_stream._parts(samples, 8)) == [range(0, 4), range(4, 6)]
+    assert list(token_stream._parts(samples, 3)) == [range(0, 3), range(3, 4), range(4, 6)]
     without = Asked(PROMPTS, [{}] * len(PROMPTS), Extras(), lambda *_: None)
     assert list(token_stream._parts(without, 5)) == [range(0, 5), range(5, 8)]
 
