@@ -64,6 +64,11 @@ class PromptImages:
         found.update(self.pixels.astype("float32").tobytes())
         return found.hexdigest()
 
+    def equals(self, other: PromptImages) -> bool:
+        """Return True if the images are the same. Much faster than comparing digests."""
+        pairs = ((self.grids, other.grids), (self.pixels, other.pixels))
+        return all(a.shape == b.shape and bool((a == b).all()) for a, b in pairs)
+
 
 def prompt_images(prompts: DataProto) -> list[PromptImages]:
     """Return the images of each prompt, or an empty list if no prompt has images."""

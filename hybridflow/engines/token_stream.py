@@ -455,13 +455,17 @@ def _parts(asked: Asked, most: int) -> Iterator[range]:
     """Divide the prompts into consecutive HTTP requests of at most `most` prompts and, unless a
     prompt alone has more, `_IMAGE_BYTES` of patches.
     """
-    sizes = [one.pixels.nbytes for one in asked.images] or [0] * len(asked.prompts)
     start = total = 0
-    for end, size in enumerate(sizes):
-        if end > start and (end - start == most or total + size > _IMAGE_BYTES):
+    for end in range(len(asked.prompts)):
+        size = added = asked.images[end].pixels.nbytes if asked.images else 0
+        if size and end > start and asked.images[end].equals(asked.images[end - 1]):
+            added = 0  # samples of a prompt share its images
+        is_full = added and total + added > _IMAGE_BYTES
+        if end > start and (end - start == most or is_full):
             yield range(start, end)
             start = end
             total = 0
-        total += size
-    if start < len(sizes):
-        yield range(start, len(sizes))
+            added = size
+        total += added
+    if start < len(asked.prompts):
+        yield range(start, len(asked.prompts))

@@ -19,6 +19,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.models import family_of, use_family
 from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.models.vision import tower_of
+from hybridflow.models.vision_decoder import VisionDecoder
 from hybridflow.models.weights import copy_companions
 
 _ENGINE_TYPES = {"kimi_k2": "deepseek_v3"}
@@ -133,9 +134,23 @@ def write_engine_folder(
     if written.get("model_type") in _ENGINE_TYPES:
         written["model_type"] = _ENGINE_TYPES[written["model_type"]]
     written.pop("quantization_config", None)
+    written |= _axes(hf_config)
     if quantization == "fp8":
         written["quantization_config"] = BlockQuantisation.of(hf_config).config()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(published_form(written), indent=2))
     copy_companions(tokenizer.path, folder)
     return folder
+
+
+def _axes(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of a model whose positions have three axes, with the fields that
+    transformers takes for granted: without them, SGLang would use one axis, or assign frequencies
+    to axes in blocks (sglang/srt/layers/rotary_embedding/factory.py:251). Empty for other models.
+    """
+    family = family_of(hf_config) if hf_config.get("vision_config") else None
+    if not isinstance(family, VisionDecoder):
+        return {}
+    name = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    fields = {"mrope_section": list(family.rotaries()[0].sections), "mrope_interleaved": True}
+    return {name: {**(hf_config.get(name) or {}), **fields}}

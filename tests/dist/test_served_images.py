@@ -194,7 +194,7 @@ def test_an_aborted_request_keeps_its_tokens_and_the_others_go_on(world: SyncWor
     asked.abort([0])
     asked.done.result(PATIENCE_S)
     reasons = [found[number].finish_reason for number in range(len(PROMPTS))]
-    assert reasons == ["abort"] + ["length"] * (len(PROMPTS) - 1)
+    assert reasons[0] == "abort" and "abort" not in reasons[1:]
     for number, answer in found.items():
         check(PROMPTS[number], answer, IMAGES[number], models)
 

@@ -2,24 +2,27 @@
 computes log-probs from, so no image is resized or normalised twice.
 
 A request body has a table of its distinct images, and for each prompt the images' numbers in the
-table: the samples of a prompt share its images.
+table: the samples of a prompt share its images. Both are JSON inside a string, because SGLang's
+schema of request bodies (sglang/srt/entrypoints/api_contract.py) has no field for patches.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 
 from hybridflow.engines.base import PromptImages
 
 if TYPE_CHECKING:
     import torch
 
+_MARK = "patches:"  # beginning of the string; others are files, addresses or data URIs
 _IMAGES = "images"  # the table: `_GRID`, `_DIGEST` and base64 `_PATCHES` of each image
 _ROWS = "rows"
 _DTYPE = "dtype"
@@ -45,7 +48,7 @@ class ImagePatches:
     digest: bytes
 
 
-def encode(images: Sequence[PromptImages], dtype: str) -> dict[str, Any]:
+def encode(images: Sequence[PromptImages], dtype: str) -> str:
     """Return the value of `image_data` in the body of a request.
 
     Args:
@@ -55,7 +58,10 @@ def encode(images: Sequence[PromptImages], dtype: str) -> dict[str, Any]:
     numbers: dict[str, int] = {}
     table: list[dict[str, Any]] = []
     rows: list[list[int]] = []
-    for one in images:
+    for place, one in enumerate(images):
+        if place and one.equals(images[place - 1]):
+            rows.append(rows[-1])
+            continue
         row: list[int] = []
         end = 0
         for grid in one.grids.tolist():
@@ -68,15 +74,15 @@ def encode(images: Sequence[PromptImages], dtype: str) -> dict[str, Any]:
                 table.append({_GRID: grid, _DIGEST: digest, _PATCHES: patches})
             row.append(numbers[digest])
         rows.append(row)
-    return {_IMAGES: table, _ROWS: rows, _DTYPE: dtype}
+    return _MARK + orjson.dumps({_IMAGES: table, _ROWS: rows, _DTYPE: dtype}).decode()
 
 
 def is_encoded(image_data: Any) -> bool:
     """Return True if this `image_data` was made by `encode`."""
-    return isinstance(image_data, Mapping) and _ROWS in image_data
+    return isinstance(image_data, str) and image_data.startswith(_MARK)
 
 
-def decode(image_data: Mapping[str, Any]) -> list[list[ImagePatches]]:
+def decode(image_data: str) -> list[list[ImagePatches]]:
     """Return the images of each prompt.
 
     Raises:
@@ -84,9 +90,10 @@ def decode(image_data: Mapping[str, Any]) -> list[list[ImagePatches]]:
     """
     import torch
 
-    dtype = getattr(torch, image_data[_DTYPE])
+    given = orjson.loads(image_data.removeprefix(_MARK))
+    dtype = getattr(torch, given[_DTYPE])
     table = []
-    for number, one in enumerate(image_data[_IMAGES]):
+    for number, one in enumerate(given[_IMAGES]):
         frames, rows, columns = one[_GRID]
         data = bytearray(base64.b64decode(one[_PATCHES], validate=True))
         values = torch.frombuffer(data, dtype=dtype)
@@ -97,7 +104,7 @@ def decode(image_data: Mapping[str, Any]) -> list[list[ImagePatches]]:
             )
         digest = bytes.fromhex(one[_DIGEST])
         table.append(ImagePatches(values.view(count, -1), (frames, rows, columns), digest))
-    return [[table[number] for number in row] for row in image_data[_ROWS]]
+    return [[table[number] for number in row] for row in given[_ROWS]]
 
 
 def _bytes_of(pixels: np.ndarray, dtype: str) -> bytes:

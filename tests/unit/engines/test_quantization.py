@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hybridflow.config.load import load_config
+from hybridflow.config.model_config import with_tower
 from hybridflow.device.platform import Platform
 from hybridflow.engines.sglang import weight_receiver
 from hybridflow.errors import ConfigError, ModelError, WeightSyncError
@@ -27,6 +29,7 @@ from hybridflow.sync.session import DESCRIBE, Control
 from hybridflow.trainer import app, assets
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.workers.rollout import check_node
+from tests.models import VISION
 from tests.unit.engines.bench import FAMILY, HOST, SHAPE, WAIT_S, Bench
 from tests.unit.reshard.fp8_cases import forms_of
 
@@ -192,6 +195,15 @@ def test_an_engines_folder_says_what_it_will_receive_and_not_what_the_policy_sta
         written({"model_type": "qwen3"}, "fp8")["quantization_config"]
         == BlockQuantisation((128, 128)).config()
     )
+    # transformers takes both for granted in this family
+    hf = with_tower(VISION)
+    sections = hf["rope_scaling"]["mrope_section"]
+    hf["rope_scaling"] = {"rope_type": "default", "mrope_section": sections}
+    text: Any = written(hf, None)["text_config"]
+    assert text["rope_scaling"] == {**hf["rope_scaling"], "mrope_interleaved": True}
+    hf["rope_scaling"] = None
+    text = written({**hf, "head_dim": 128}, None)["text_config"]
+    assert text["rope_parameters"] == {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
     with pytest.raises(ModelError, match="scale_fmt"):
         written({"quantization_config": {"scale_fmt": "ue8m0"}}, "fp8")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,10 +47,14 @@ CONFIG = SimpleNamespace(
 )
 
 
+def read(sent: str) -> Any:
+    return json.loads(sent.removeprefix("patches:"))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_prompt_gets_its_images_and_each_is_sent_once(dtype: str) -> None:
     sent = encode([*IMAGES, *IMAGES], dtype)
-    assert len(sent["images"]) == sum(len(one.grids) for one in IMAGES)
+    assert len(read(sent)["images"]) == sum(len(one.grids) for one in IMAGES)
     received = decode(sent)
     assert received[: len(IMAGES)] == received[len(IMAGES) :]
     kind = getattr(torch, dtype)
@@ -62,17 +67,17 @@ def test_every_prompt_gets_its_images_and_each_is_sent_once(dtype: str) -> None:
 def test_the_same_patches_in_another_shape_are_another_image() -> None:
     pixels = np.zeros((8, 96), np.float32)
     wide, high = (PromptImages(pixels, np.array([grid])) for grid in ((1, 2, 4), (1, 4, 2)))
-    sent = encode([wide, high, wide], "float32")
+    sent = read(encode([wide, high, wide], "float32"))
     assert sent["rows"] == [[0], [1], [0]]
     assert len({one["digest"] for one in sent["images"]}) == 2
 
 
 def test_patches_that_do_not_fill_their_grid_are_refused() -> None:
-    sent = encode(IMAGES, "float32")
+    sent = read(encode(IMAGES, "float32"))
     patches = base64.b64decode(sent["images"][0]["patches"])
     sent["images"][0]["patches"] = base64.b64encode(patches[:-4]).decode()
     with pytest.raises(ValueError, match="image 0 has 767 values, which are not 8 equal patches"):
-        decode(sent)
+        decode(f"patches:{json.dumps(sent)}")
 
 
 def body_of(prompts: list[list[int]], images: list[PromptImages]) -> dict[str, Any]:
@@ -98,6 +103,10 @@ def test_a_request_is_bounded_by_the_bytes_of_its_images(monkeypatch: pytest.Mon
     for part in parts:
         total = sum(sizes[number] for number in part)
         assert len(part) <= 3 and (total < max(sizes) or sum(sizes[n] > 0 for n in part) == 1)
+    largest = IMAGES[sizes.index(max(sizes))]
+    samples = Asked([[3]] * 6, [{}] * 6, Extras(), lambda *_: None, [largest] * 4 + IMAGES[:2])
+    assert list(token_stream._parts(samples, 8)) == [range(0, 4), range(4, 6)]
+    assert list(token_stream._parts(samples, 3)) == [range(0, 3), range(3, 4), range(4, 6)]
     without = Asked(PROMPTS, [{}] * len(PROMPTS), Extras(), lambda *_: None)
     assert list(token_stream._parts(without, 5)) == [range(0, 5), range(5, 8)]
 
