@@ -60,7 +60,11 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
         help="a folder with your own recipes and groups, searched first",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the recipe's"
+        "overrides",
+        nargs="*",
+        default=[],  # otherwise argparse would list it among the required arguments
+        metavar="key=value",
+        help="settings that override the recipe's",
     )
 
 

@@ -66,7 +66,11 @@ def add(commands: Any) -> None:
     about = "run the code that the run's config.yaml refers to: rewards, tools and other files"
     parser.add_argument("--run-code", action="store_true", help=about)
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the run's"
+        "overrides",
+        nargs="*",
+        default=[],  # otherwise argparse would list it among the required arguments
+        metavar="key=value",
+        help="settings that override the run's",
     )
 
 

@@ -129,21 +129,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. `key=value` words may come before, between and after options."""
     parser = build_parser()
+    _require_command(parser, argv)
     args, rest = parser.parse_known_args(argv)
     words = [*getattr(args, "overrides", ()), *rest]
     bad = []
     for word in rest:
         if word.startswith("-") or not hasattr(args, "overrides"):
             bad.append(word)
+    if bad and bad[0].startswith("-"):
+        hint = _option_hint(parser, bad[0], argv)
+        if not hint and hasattr(args, "overrides"):
+            hint = "; settings are words without dashes: key=value"
+        parser.error(f"unknown option {bad[0]}{hint}")
     if bad:
-        parser.error(f"unknown option {bad[0]}{_option_hint(parser, bad[0], argv)}")
+        parser.error(f"unexpected argument {bad[0]}")
     args.overrides = words
     return args
 
 
+def _require_command(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """End with an error message if the first word is not a command."""
+    [commands] = [
+        action.choices
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    if argv and not argv[0].startswith("-") and argv[0] not in commands:
+        hint = did_you_mean(argv[0], commands)
+        choice = f" (choose from {', '.join(commands)})"
+        parser.error(f"unknown command {argv[0]}{hint or choice}")
+
+
 def _option_hint(parser: argparse.ArgumentParser, word: str, argv: list[str]) -> str:
     """Return a hint for an unknown option: the setting of that name if there is one, or else the
-    nearest option.
+    nearest option. Empty if neither exists.
     """
     from hybridflow.config.keys import exists
     from hybridflow.config.schema import RunConfig
@@ -153,9 +172,9 @@ def _option_hint(parser: argparse.ArgumentParser, word: str, argv: list[str]) ->
         value = value or next(iter(argv[argv.index(word) + 1 :]), "VALUE")
         return f"; settings are words without dashes: {key}={value}"
     name = word.partition("=")[0]
-    options = sorted(set(_options(parser, argv)))
+    options = sorted(set(_options(parser, argv)) - {"-h", "--help"})
     near = [one for one in options if one.startswith(name)] or difflib.get_close_matches(
-        name, options, n=1
+        name, options, n=1, cutoff=0.75
     )
     return f"; did you mean {' or '.join(near)}?" if near and name.strip("-") else ""
 
@@ -203,7 +222,9 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to write (default: data/TASK)"
     )
-    prepare.add_argument("overrides", nargs="*", metavar="key=value", help="options of the task")
+    prepare.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="options of the task"
+    )
 
     example = "example:\n  hybridflow report runs/tiny-moe-grpo\n"
     report = add_command(commands, "report", "write the HTML report of a run", example, run_report)
@@ -280,8 +301,11 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
     None."""
     if args.config_name is None:
         if args.overrides or args.print_config or args.explain:
+            name = next((word for word in args.overrides if "=" not in word), None)
+            hint = f"did you mean --config-name {name}? " if name else ""
             raise ConfigError(
-                f"--config-name is missing; `hybridflow {job}` without arguments lists the recipes"
+                f"--config-name is missing; {hint}`hybridflow {job}` without arguments lists the "
+                "recipes"
             )
         _list_recipes(args, job)
         return None

@@ -102,7 +102,7 @@ def modules_of(config: RunConfig, *, with_engines: bool) -> dict[str, tuple[str,
     """
     modules = {"torch": _TORCH, "ranks": _RANKS[config.actor.backend]}
     engine = f"{ENGINE.package}.{config.rollout.engine}.preload"
-    if with_engines and config.rollout.engine.isidentifier() and find_spec(engine) is not None:
+    if with_engines and config.rollout.engine in ENGINE.names() and find_spec(engine) is not None:
         modules["engines"] = (engine,)
     return modules
 

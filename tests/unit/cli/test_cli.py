@@ -273,6 +273,12 @@ def _takes(parser: argparse.ArgumentParser, words: Sequence[str]) -> bool:
         (["train", "--config", "e2e"], "did you mean --config-dir or --config-name?"),
         (["slurm", "submit", "--node=3"], "did you mean --nodes?"),
         (["train", "--expl"], "did you mean --explain?"),
+        (["train", "--steps", "3"], "unknown option --steps; settings are words without dashes"),
+        (["watch", "run", "--host", "0.0.0.0"], "unknown option --host\n"),
+        (["watch", "run", "other"], "unexpected argument other\n"),
+        (["trian"], "unknown command trian; did you mean train?"),
+        (["query"], "unknown command query (choose from train, sft,"),
+        (["eval"], "the following arguments are required: MODEL\n"),
     ],
 )
 def test_the_whole_name_of_an_option_is_told(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ def test_each_server_is_for_what_the_job_starts() -> None:
     config = load_config("tiny-moe-grpo")
     assert list(modules_of(config, with_engines=True)) == ["torch", "ranks", "engines"]
     assert list(modules_of(config, with_engines=False)) == ["torch", "ranks"]
+    # an evaluation starts the servers before its settings are checked
+    unknown = replace(config, rollout=replace(config.rollout, engine="sgland"))
+    assert list(modules_of(unknown, with_engines=True)) == ["torch", "ranks"]
     own = load_config("tiny-moe-grpo", ["rollout.engine=engines/mine.py:engine"])
     # nobody knows what it would need
     assert list(modules_of(own, with_engines=True)) == ["torch", "ranks"]
