@@ -26,6 +26,8 @@ _UNTIED = ("glm4_moe_lite", "gpt_oss", "minimax_m2", "qwen2_moe")
 _GROWTH_AFTER = 16384
 # families whose head SGLang's class for drafts reads (glm4_moe.py:1080: exactly one)
 _DRAFTING = ("deepseek_v3", "glm4_moe", "kimi_k2")
+# number of DeepStack features that SGLang always adds (sglang/srt/models/qwen3_vl_moe.py:63)
+_DEEPSTACK = {"qwen3_vl_moe": 3}
 _FACTOR = "attention_factor"  # SGLang always computes it from the other settings
 _OTHER = "set rollout.engine=hf with cluster=in-process"
 
@@ -139,11 +141,19 @@ def _shapes(family: Any, config: RunConfig) -> Iterator[str]:
 
 
 def _tower(family: Any, config: RunConfig) -> Iterator[str]:
-    """Check that the engine's ranks can share the vision tower, which is split like attention."""
+    """Check the vision tower's DeepStack features, and that the engine's ranks can share the tower,
+    which is split like attention."""
     tower = tower_of(family)
     rollout = config.rollout
     if tower is None:
         return
+    features = len(tower.deepstack)
+    wanted = _DEEPSTACK.get(family.hf["model_type"], features)
+    if features != wanted:
+        yield (
+            f"with {features} entries in vision_config.deepstack_visual_indexes (only {wanted} are "
+            f"supported); {_OTHER}"
+        )
     ranks = rollout.tensor // rollout.data_parallel_attention
     for name in ("num_heads", "intermediate_size"):
         if (size := tower.sizes[name]) % ranks:

@@ -41,6 +41,8 @@ MODELS = {
     "qwen3_vl_moe": {
         **_MIXTURE,
         "text_config": {**_MIXTURE["text_config"], "moe_intermediate_size": 32},
+        # its class adds three features, whatever the config says
+        "vision_config": {**_MIXTURE["vision_config"], "deepstack_visual_indexes": [0, 1, 2]},
     },
 }
 BOUND = 1e-4

@@ -12,7 +12,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models import family_of
 from hybridflow.models.published import published, published_names
 from hybridflow.models.served import check_served
-from tests.models import FAMILIES, NOT_SYNCED, VISION
+from tests.models import FAMILIES, NOT_SYNCED, VISION, VISIONS
 
 LONG = DataConfig(max_prompt_length=20, max_response_length=12)
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
@@ -85,5 +85,11 @@ def test_a_tower_is_served_by_ranks_that_divide_it() -> None:
         check_served(family, RunConfig(rollout=RolloutConfig(**rollout)))
     with pytest.raises(ModelError, match=r"rollout\.tensor=4: the 4 ranks .*num_heads=2"):
         check_served(family, RunConfig(rollout=RolloutConfig(tensor=4)))
+    # two features of DeepStack, and three as published
+    mixture = VISIONS["qwen3_vl_moe"]
+    with pytest.raises(ModelError, match=r"with 2 entries in .*deepstack_visual_indexes \(only 3"):
+        check_served(family_of(mixture), RunConfig())
+    tower = {**mixture["vision_config"], "deepstack_visual_indexes": [0, 1, 2]}
+    check_served(family_of({**mixture, "vision_config": tower}), RunConfig())
     with pytest.raises(ModelError, match=r"vllm does not receive the vision tower .*sglang"):
         check_served(family, RunConfig(rollout=RolloutConfig(engine="vllm")))
