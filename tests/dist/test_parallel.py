@@ -4,11 +4,19 @@ bfloat16: on four ranks."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.cases.gradient import CUTS, INTO_MAIN_GRAD, LOSSES, MASKED, MASKED_CUTS
+from tests.dist.cases.gradient import (
+    CUTS,
+    IN_MAKE_TEST,
+    INTO_MAIN_GRAD,
+    LOSSES,
+    MASKED,
+    MASKED_CUTS,
+)
 from tests.dist.cases.precision import LAYOUTS
 from tests.dist.harness.ranks import run_ranks
 
@@ -28,8 +36,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def test_the_gradient_of_every_loss_does_not_depend_on_the_cut(results: Results) -> None:
-    found = {cut: differences for rank in results for cut, differences in rank["gradients"].items()}
-    assert found.keys() == {cut.name for cut in CUTS}
+    check_gradients([rank["gradients"] for rank in results], set(IN_MAKE_TEST))
+
+
+@pytest.mark.full
+def test_the_gradient_of_every_loss_does_not_depend_on_further_cuts(tmp_path: Path) -> None:
+    function = "tests.dist.cases.parallel:gradients_of_all_cuts"
+    check_gradients(
+        run_ranks(4, function, timeout_s=500, folder=str(tmp_path)), {cut.name for cut in CUTS}
+    )
+
+
+def check_gradients(ranks: list[dict[str, dict[str, float]]], cuts: set[str]) -> None:
+    """Each of these cuts has every loss, within rounding of the first one's."""
+    found = {cut: differences for rank in ranks for cut, differences in rank.items()}
+    assert found.keys() == cuts
     for cut, differences in found.items():
         # with observations, too: NaN stands at every column of theirs, and reaches no gradient
         expected = {*LOSSES, INTO_MAIN_GRAD}

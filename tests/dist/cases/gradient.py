@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,18 +62,20 @@ CUTS = [
 ]
 
 
+# one process, and everything else at once in different pairs
+IN_MAKE_TEST = ("one micro-batch", "other order, other packing", "CP2 DP2", "PP2 VPP2 DP2")
 MASKED = {f"{name}, masked": config for name, config in LOSSES.items() if config}
 MASKED_CUTS = ("one micro-batch", "CP2 DP2", "PP2 VPP2 DP2")
 INTO_MAIN_GRAD = "token-mean, into main_grad"
 
 
-def gradients(worlds: Any, folder: Path) -> dict[str, dict[str, float]]:
+def gradients(worlds: Any, folder: Path, cuts: Sequence[Cut]) -> dict[str, dict[str, float]]:
     """{cut: {loss: largest difference of any gradient from one micro-batch on one process, in units
     of the largest gradient}}."""
     from tests.dist.harness.worlds import measured
 
     file = folder / "gradients.pt"
-    return dict(measured(CUTS, lambda cut: (cut.name, _measure(cut, file)), within=worlds))
+    return dict(measured(cuts, lambda cut: (cut.name, _measure(cut, file)), within=worlds))
 
 
 def _measure(cut: Cut, path: Path) -> dict[str, float]:
