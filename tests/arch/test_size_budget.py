@@ -17,12 +17,12 @@ from tests.arch.measures import function_sizes, measure, rates
 
 MAX_METHODS = 40
 MAX_NODES = 350  # of a function
-LARGE_FUNCTIONS = 92  # of hybridflow have more; target 0
+LARGE_FUNCTIONS = 90  # of hybridflow have more; target 0
 LARGEST_FUNCTION = 871  # nodes; target MAX_NODES
 BOUNDS = {
     "tokens": 5.85,  # per line; target 5.5
     "parallel": 1.0,  # `a, b = x, y` per 1,000 lines; target 3
-    "comprehensions": 24.0,  # per 1,000 lines; target 20
+    "comprehensions": 21.5,  # per 1,000 lines; target 20
     "wide": 0.0,  # lines of 110 columns or more per 1,000 lines; target 0
 }
 
