@@ -135,8 +135,7 @@ class Advantages:
         prefix: str = "",
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Run the estimator on per-sample scores [B] and per-token penalties [T]. Returns its
-        jagged columns, whose names start with `prefix`.
-        """
+        jagged columns, whose names start with `prefix`."""
         lengths = torch.tensor(batch.lengths("response_ids"))
         counts = samples_that_count(batch, compares=self.estimator.compares_samples)
         tokens = counts.repeat_interleave(lengths)
@@ -295,11 +294,10 @@ class RequiredParts:
         """Return, for each row [B], why it counts as failed despite having a score, else None: a
         number is missing, or there are more turn or token rewards than turns or tokens."""
         texts: list[str | None] = [None] * len(batch)
-        failed = _failed(batch)
         extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [{}] * len(batch)
         most = _part_counts(batch) if self._takes_parts else {}
-        for row, extra in enumerate(extras):
-            if failed[row]:
+        for row, (extra, is_failed) in enumerate(zip(extras, _failed(batch), strict=True)):
+            if is_failed:
                 continue
             missing = [name for name in self._needed if finite_number(extra.get(name)) is None]
             if missing:
