@@ -34,7 +34,8 @@ def continued(prompts: DataProto, answers: DataProto) -> DataProto:
 def joined(begun: DataProto, rest: DataProto) -> DataProto:
     """Append the continuations `rest` to the interrupted responses `begun`, in order."""
     columns: dict[str, Any] = {"finish_reason": rest["finish_reason"]}
-    for name in (*_OF_TOKENS, *(SUPPORT if all(name in rest for name in SUPPORT) else ())):
+    with_support = set(SUPPORT) <= set(rest.columns)
+    for name in _OF_TOKENS + SUPPORT if with_support else _OF_TOKENS:
         before = begun.jagged(name)
         after = rest.jagged(name)
         rows = [np.concatenate(pair) for pair in zip(before, after, strict=True)]
