@@ -335,7 +335,7 @@ def _trained_columns(held: DataProto) -> dict[str, Column]:
     if "turns" in held:
         columns |= {name: held[name] for name in _CONVERSATION}
     if "reward_extra" in held:
-        extras = [json.loads(text) for text in held["reward_extra"].tolist()]
+        extras = list(map(json.loads, held["reward_extra"].tolist()))
         # dumps of older versions have failures only among the reward's extra values
         failures = (
             held["reward_failure"].tolist()
