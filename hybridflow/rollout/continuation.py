@@ -27,7 +27,7 @@ def continued(prompts: DataProto, answers: DataProto) -> DataProto:
     """Append each row's response so far to its prompt_ids. Other columns are unchanged."""
     asked = prompts.jagged("prompt_ids")
     begun = answers.jagged("response_ids")
-    rows = [np.concatenate([prompt, tokens]) for prompt, tokens in zip(asked, begun, strict=True)]
+    rows = list(map(np.concatenate, zip(asked, begun, strict=True)))
     return prompts.with_columns(prompt_ids=Jagged.from_rows(rows, asked.values.dtype))
 
 
@@ -38,7 +38,7 @@ def joined(begun: DataProto, rest: DataProto) -> DataProto:
     for name in _OF_TOKENS + SUPPORT if with_support else _OF_TOKENS:
         before = begun.jagged(name)
         after = rest.jagged(name)
-        rows = [np.concatenate(pair) for pair in zip(before, after, strict=True)]
+        rows = list(map(np.concatenate, zip(before, after, strict=True)))
         columns[name] = Jagged.from_rows(rows, before.values.dtype)
     versions = [str(row[-1]) if len(row) else "" for row in columns["response_versions"]]
     columns["weight_version"] = np.array(versions, dtype=object)

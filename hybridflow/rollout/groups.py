@@ -155,8 +155,8 @@ class Groups:
             self._steps.waited()
             self._begin_scoring()
         self._follow(chosen)
-        taken = set(map(id, chosen))
-        self._left = [group for group in self._left if id(group) not in taken]
+        taken = set(chosen)
+        self._left = [group for group in self._left if group not in taken]
         if self.config.trainer.tail_batching:
             # before the step starts: its slots are idle, and its memory may be needed
             await self._cut_off_rest()
@@ -362,17 +362,15 @@ class Groups:
         if the step has to wait.
         """
         size = self.config.data.train_batch_size
-        ended = {id(group) for group in self._left if group.scoring is not None}
-        oldest_first = sorted(self._left, key=lambda group: (group.version, id(group) not in ended))
+        ended = {group for group in self._left if group.scoring is not None}
+        oldest_first = sorted(self._left, key=lambda group: (group.version, group not in ended))
         due = self._due(oldest_first, version)
-        chosen = [
-            *oldest_first[:due],
-            *(group for group in oldest_first[due:] if id(group) in ended),
-        ][:size]
-        found = {id(group) for group in chosen}
+        rest = [group for group in oldest_first[due:] if group in ended]
+        chosen = [*oldest_first[:due], *rest][:size]
+        found = set(chosen)
         if len(chosen) < size or not found <= ended:
             return None
-        return [group for group in self._left if id(group) in found]
+        return [group for group in self._left if group in found]
 
     def _due(self, oldest_first: Sequence[_Group], version: int) -> int:
         """Return how many of these groups the step must train on so that none becomes too old."""
