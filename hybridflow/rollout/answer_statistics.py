@@ -72,8 +72,12 @@ def statistics_by_prompt(
 
 def numbers_up_to(samples: int) -> list[int]:
     """Return the powers of two (2, 4, 8, ...) below `samples`, followed by `samples` itself."""
-    powers = (2**power for power in range(1, samples.bit_length()))
-    return sorted({*(k for k in powers if k < samples), samples})
+    found = []
+    k = 2
+    while k < samples:
+        found.append(k)
+        k *= 2
+    return [*found, samples]
 
 
 def best_of(scores_PN: np.ndarray, k: int) -> np.ndarray:

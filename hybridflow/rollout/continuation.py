@@ -27,17 +27,18 @@ def continued(prompts: DataProto, answers: DataProto) -> DataProto:
     """Append each row's response so far to its prompt_ids. Other columns are unchanged."""
     asked = prompts.jagged("prompt_ids")
     begun = answers.jagged("response_ids")
-    rows = [np.concatenate([prompt, tokens]) for prompt, tokens in zip(asked, begun, strict=True)]
+    rows = list(map(np.concatenate, zip(asked, begun, strict=True)))
     return prompts.with_columns(prompt_ids=Jagged.from_rows(rows, asked.values.dtype))
 
 
 def joined(begun: DataProto, rest: DataProto) -> DataProto:
     """Append the continuations `rest` to the interrupted responses `begun`, in order."""
     columns: dict[str, Any] = {"finish_reason": rest["finish_reason"]}
-    for name in (*_OF_TOKENS, *(SUPPORT if all(name in rest for name in SUPPORT) else ())):
+    with_support = set(SUPPORT) <= set(rest.columns)
+    for name in _OF_TOKENS + SUPPORT if with_support else _OF_TOKENS:
         before = begun.jagged(name)
         after = rest.jagged(name)
-        rows = [np.concatenate(pair) for pair in zip(before, after, strict=True)]
+        rows = list(map(np.concatenate, zip(before, after, strict=True)))
         columns[name] = Jagged.from_rows(rows, before.values.dtype)
     versions = [str(row[-1]) if len(row) else "" for row in columns["response_versions"]]
     columns["weight_version"] = np.array(versions, dtype=object)

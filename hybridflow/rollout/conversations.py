@@ -48,7 +48,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError
 from hybridflow.rollout.continuation import free_routes
 from hybridflow.rollout.protocols import ROOM, Engines, SyncReport
-from hybridflow.rollout.requests import Request, Requests
+from hybridflow.rollout.requests import Request, Requests, available, values
 from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
@@ -156,16 +156,11 @@ class Conversations:
                 `prompts`. Agent loops start from the beginning, and receive the recorded answers
                 for as long as the policy's input tokens are the same.
         """
-        rows = prompts.select(
-            [name for name in ("prompt_ids", *_COLUMNS, *IMAGES) if name in prompts]
-        ).fetch()
-        uids = rows["uid"].tolist() if "uid" in rows else [None] * len(rows)
-        val_sets = rows[VAL_SET].tolist() if VAL_SET in rows else [""] * len(rows)
-        room = (
-            rows[ROOM].tolist()
-            if ROOM in rows
-            else [self.config.data.max_response_length] * len(rows)
-        )
+        rows = available(prompts, "prompt_ids", *_COLUMNS, *IMAGES).fetch()
+        with_images = set(IMAGES) <= set(rows.columns)
+        uids = values(rows, "uid", None)
+        val_sets = values(rows, VAL_SET, "")
+        room = values(rows, ROOM, self.config.data.max_response_length)
         first = self._next_number
         recorded = _recorded(begun)
         self._next_number += len(rows)
@@ -174,7 +169,7 @@ class Conversations:
             # samples of a prompt share a prefix, which an engine then computes once
             group = None if uids[row] is None else (first, uids[row])
             one = _Sample(first + row, training, val_sets[row], group, recorded.get(row, deque()))
-            if all(name in rows for name in IMAGES):
+            if with_images:
                 one.images = rows.select(IMAGES).rows(np.array([row]))
             one.conversation = Conversation(
                 prompt=ids.tolist(),
@@ -212,7 +207,7 @@ class Conversations:
 
     async def answers(self, samples: Sequence[_Sample]) -> DataProto:
         """Wait until all samples have finished, and return their answers as a batch."""
-        while not all(one.done() for one in samples):
+        while not all(map(_Sample.done, samples)):
             await self.advance()
         return await in_thread(partial(self.batch, samples))
 
@@ -241,13 +236,13 @@ class Conversations:
             )
         if not (is_training and derived.needs_engine_routes(self.config)):
             return batch
-        rows = [_routes(one, self.config) for one in found]
-        known = np.array(
-            [0 if one.routes is None or one.failure else len(one.routes) for one in found], np.int64
-        )
-        return batch.with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)}).with_columns(
-            **{ROUTED: known}
-        )
+        rows = []
+        known = []
+        for one in found:
+            rows.append(_routes(one, self.config))
+            known.append(0 if one.routes is None or one.failure else len(one.routes))
+        batch = batch.with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+        return batch.with_columns(**{ROUTED: np.array(known, np.int64)})
 
     def shown(self, samples: Sequence[_Sample]) -> DataProto:
         """Return the batch of these conversations (`batch`) without the columns for routed
@@ -260,25 +255,31 @@ class Conversations:
         """Return the answers that these conversations have received so far, in order. The column
         `shown` contains a digest of the tokens before each answer.
         """
-        asking = [(one, one.request) for one in samples if one.request is not None]
-        now = await self.engines.begun([request for _, request in asking])
+        asking = []  # numbers of conversations
+        requests = []
+        for one in samples:
+            if one.request is not None:
+                asking.append(one.number)
+                requests.append(one.request)
+        now = await self.engines.begun(requests)
         # by conversation number: the row of its pending answer
-        at: dict[int, int] = {}
+        at = {}
         for row, place in enumerate([] if now is None else now["sample"].tolist()):
-            at[asking[place][0].number] = row
-        parts: list[DataProto] = []
+            at[asking[place]] = row
+        parts = []
         for place, one in enumerate(samples):
             whole = [*one.conversation.prompt, *one.conversation.tokens]
-            rows = [
-                batch.rows(np.array([row])).with_columns(shown=objects([_digest(whole[:length])]))
-                for length, batch, row in one.answers
-            ]
+            rows = []
+            for length, batch, row in one.answers:
+                shown = objects([_digest(whole[:length])])
+                rows.append(batch.rows(np.array([row])).with_columns(shown=shown))
             if now is not None and one.number in at:
                 answer = now.rows(np.array([at[one.number]])).drop(["sample"])
                 rows.append(answer.with_columns(shown=objects([_digest(whole)])))
             else:
                 rows += [answer.drop(["row"]) for answer in one.before]
-            parts += [row.with_columns(sample=np.array([place])) for row in rows]
+            for answer in rows:
+                parts.append(answer.with_columns(sample=np.array([place])))
         return DataProto.concat(parts) if parts else None
 
     async def abort(self, samples: Sequence[_Sample]) -> None:
@@ -439,12 +440,16 @@ def sampled_of(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
     """Convert an answer to `Sampled`, truncated to `most` tokens. `asked` is the number of tokens
     that precede it.
     """
-    ids, log_probs, versions = (answers.jagged(name).row(row) for name in _SAMPLED)
+
+    def of_tokens(name: str) -> np.ndarray:
+        return answers.jagged(name).row(row)
+
+    ids, log_probs, versions = map(of_tokens, _SAMPLED)
     reason = "length" if len(ids) > most else str(answers["finish_reason"][row])
-    routes = answers.jagged(ROUTES).row(row)[: asked + most] if ROUTES in answers else None
+    routes = of_tokens(ROUTES)[: asked + most] if ROUTES in answers else None
     support = None
     if SUPPORT[0] in answers:
-        support = Supports(*(answers.jagged(name).row(row) for name in SUPPORT)).take(slice(most))
+        support = Supports(*map(of_tokens, SUPPORT)).take(slice(most))
     return Sampled(ids[:most], log_probs[:most], versions[:most], reason, routes, support)
 
 
@@ -461,17 +466,19 @@ def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
 def as_batch(conversations: Sequence[Conversation], *, with_rewards: bool = False) -> DataProto:
     """Build a batch with one row per conversation. Failed conversations have no sampled tokens, so
     they are not trained on."""
-    masks = [np.array(one.mask, np.bool_) & (one.failure is None) for one in conversations]
+    masks = []
+    versions = []
+    for one in conversations:
+        masks.append(np.array(one.mask, np.bool_) & (one.failure is None))
+        versions.append(str(one.versions[-1]) if one.versions else "")
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([one.tokens for one in conversations], np.int64),
         "response_mask": Jagged.from_rows(masks, np.bool_),
         "rollout_log_probs": Jagged.from_rows([one.log_probs for one in conversations], np.float32),
         "response_versions": Jagged.from_rows([one.versions for one in conversations], np.int64),
         "finish_reason": objects([one.finish_reason for one in conversations]),
-        "weight_version": objects(
-            [str(one.versions[-1]) if one.versions else "" for one in conversations]
-        ),
-        "answer_text": objects([_last_answer(one) for one in conversations]),
+        "weight_version": objects(versions),
+        "answer_text": objects(list(map(_last_answer, conversations))),
         "messages": objects([one.messages for one in conversations]),
         "turns": np.array([one.answered for one in conversations], np.int64),
         "tool_calls": np.array([one.calls for one in conversations], np.int64),
@@ -483,10 +490,10 @@ def as_batch(conversations: Sequence[Conversation], *, with_rewards: bool = Fals
 
 
 def _last_answer(conversation: Conversation) -> str:
-    said = [
-        message["content"] for message in conversation.messages if message["role"] == "assistant"
-    ]
-    return said[-1] if said else ""
+    for message in reversed(conversation.messages):
+        if message["role"] == "assistant":
+            return message["content"]
+    return ""
 
 
 def conversing(

@@ -145,20 +145,25 @@ def _extras(batch: DataProto) -> list[dict[str, Any]]:
     """Return the reward's extra values, plus the error text for rows that failed."""
     extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [None] * len(batch)
     texts = _failures(batch)
-    return [
-        (extra or {}) | ({"failure": text} if text else {})
-        for extra, text in zip(extras, texts, strict=True)
-    ]
+    found = []
+    for extra, text in zip(extras, texts, strict=True):
+        own = dict(extra or {})
+        if text:
+            own["failure"] = text
+        found.append(own)
+    return found
 
 
 def _prompt_texts(prompts: Jagged, tokenizer: Tokenizer) -> list[str]:
     """Decode each row's prompt. The samples of a group share one, which is decoded once."""
     texts: dict[bytes, str] = {}
-    keys = [row.tobytes() for row in prompts]
-    for key, row in zip(keys, prompts, strict=True):
+    found = []
+    for row in prompts:
+        key = row.tobytes()
         if key not in texts:
             texts[key] = tokenizer.decode(row.tolist())
-    return [texts[key] for key in keys]
+        found.append(texts[key])
+    return found
 
 
 def _means(column: Jagged, mask: Jagged) -> np.ndarray:
@@ -335,7 +340,7 @@ def _trained_columns(held: DataProto) -> dict[str, Column]:
     if "turns" in held:
         columns |= {name: held[name] for name in _CONVERSATION}
     if "reward_extra" in held:
-        extras = [json.loads(text) for text in held["reward_extra"].tolist()]
+        extras = list(map(json.loads, held["reward_extra"].tolist()))
         # dumps of older versions have failures only among the reward's extra values
         failures = (
             held["reward_failure"].tolist()

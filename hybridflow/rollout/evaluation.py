@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from hybridflow.rollout.answer_statistics import answer_statistics
 from hybridflow.rollout.conversations import TURN_REWARDS
 from hybridflow.rollout.dumps import dump_batch
 from hybridflow.rollout.protocols import ROOM, Rollouts
+from hybridflow.rollout.requests import available, values
 
 SCORING = DataflowStep(
     "reward",
@@ -76,62 +78,56 @@ class Scorer:
 
     def begin(self, batch: DataProto, size: int) -> list[Scoring]:
         """Start scoring a batch in parts of `size` rows. Pass the result to `finish`."""
-        columns = [batch[name].tolist() for name in ("data_source", "ground_truth", "extra_info")]
+        sources = batch["data_source"].tolist()
+        truths = batch["ground_truth"].tolist()
         given = batch[TURN_REWARDS].tolist() if TURN_REWARDS in batch else None
+        texts: list[str] = []
         # for conversations only the last answer is scored
         if "answer_text" in batch:
-            texts = batch["answer_text"].tolist()
-            columns[2] = [
-                {**(info or {}), "messages": messages}
-                for info, messages in zip(columns[2], batch["messages"].tolist(), strict=True)
-            ]
-            if given is not None:
-                columns[2] = [
-                    {**info, TURN_REWARDS: rewards}
-                    for info, rewards in zip(columns[2], given, strict=True)
-                ]
+            texts += batch["answer_text"].tolist()
         else:
-            pieces = batch.pieces(["response_ids"])
-            texts = [
-                self.tokenizer.decode_response(row.tolist())
-                for piece in pieces
-                for row in piece.jagged("response_ids")
-            ]
-        facts = self._facts(batch)
-        columns[2] = [{**(info or {}), **row} for info, row in zip(columns[2], facts, strict=True)]
+            for piece in batch.pieces(["response_ids"]):
+                for row in piece.jagged("response_ids"):
+                    texts.append(self.tokenizer.decode_response(row.tolist()))
+        infos = self._infos(batch)
         groups = batch["uid"].tolist() if "uid" in batch else list(range(len(texts)))
         parts: list[Scoring] = []
-        for part in (slice(start, start + size) for start in range(0, len(texts), max(size, 1))):
+        for start in range(0, len(texts), max(size, 1)):
+            part = slice(start, start + size)
             if given is not None and _loop_scores(self.rewards.config):
                 weight = self.rewards.config.weight
                 results = [_loop_result(rewards, weight) for rewards in given[part]]
                 parts.append(Scoring(texts[part], results))
             else:
-                sources, truths, infos = (column[part] for column in columns)
-                submitted = self.rewards.submit(sources, texts[part], truths, infos, groups[part])
+                submitted = self.rewards.submit(
+                    sources[part], texts[part], truths[part], infos[part], groups[part]
+                )
                 parts.append(Scoring(texts[part], submitted))
         return parts
 
-    def _facts(self, batch: DataProto) -> list[dict[str, Any]]:
-        """Return the information about each row's prompt that the reward needs."""
+    def _infos(self, batch: DataProto) -> list[dict[str, Any]]:
+        """Return each row's extra_info for the reward, with the messages and rewards of its
+        conversation and the information about its prompt that the reward needs."""
         reads_prompt = self.rewards.reads_prompt
         reads_thinking = self.rewards.reads_thinking
-        found: list[dict[str, Any]] = [{} for _ in range(len(batch))]
+        infos = [dict(info or {}) for info in batch["extra_info"].tolist()]
+        if "answer_text" in batch:
+            for name in available(batch, "messages", TURN_REWARDS).columns:
+                for info, value in zip(infos, batch[name].tolist(), strict=True):
+                    info[name] = value
+        if not (reads_prompt or reads_thinking):
+            return infos
         # the samples of a prompt have the same tokens at its end
         known: dict[tuple[int, ...], bool] = {}
-        for facts, row in (
-            zip(found, batch.jagged("prompt_ids"), strict=True)
-            if reads_prompt or reads_thinking
-            else ()
-        ):
+        for info, row in zip(infos, batch.jagged("prompt_ids"), strict=True):
             if reads_prompt:
-                facts[PROMPT] = self.tokenizer.decode(row.tolist())
+                info[PROMPT] = self.tokenizer.decode(row.tolist())
             if reads_thinking:
                 end = tuple(row[-_MARKER_TOKENS:].tolist())
                 if end not in known:
                     known[end] = opens_thinking(self.tokenizer.decode(end))
-                facts[THINKING_OPEN] = known[end]
-        return found
+                info[THINKING_OPEN] = known[end]
+        return infos
 
     async def finish(self, parts: Sequence[Scoring]) -> DataProto:
         """Wait until all parts are scored. Returns the same columns as `score` for their rows, in
@@ -140,26 +136,26 @@ class Scorer:
         Raises:
             DataError: same as for `RewardManager.check`.
         """
-        texts = [text for part in parts for text in part.texts]
-        submitted = [part.rows for part in parts if isinstance(part.rows, Submitted)]
+        texts: list[str] = []
+        submitted = []
+        for part in parts:
+            texts += part.texts
+            if isinstance(part.rows, Submitted):
+                submitted.append(part.rows)
         collected = await self.rewards.collect(submitted)
-        self.rewards.check([result for found in collected for result in found])
+        self.rewards.check(list(chain(*collected)))
         left = iter(collected)
-        results = [
-            one
-            for part in parts
-            for one in (next(left) if isinstance(part.rows, Submitted) else part.rows)
-        ]
+        results: list[ScoreResult] = []
+        for part in parts:
+            results += next(left) if isinstance(part.rows, Submitted) else part.rows
         scores = np.array([result.score for result in results], dtype=np.float32)
+        extras = [result.extra for result in results]
+        failures = [result.failure for result in results]
         found_columns = {"response_text": np.array(texts, dtype=object), "scores": scores}
-        if any(result.extra for result in results):
-            found_columns["reward_extra"] = np.array(
-                [result.extra for result in results], dtype=object
-            )
-        if any(result.failure for result in results):
-            found_columns["reward_failure"] = np.array(
-                [result.failure for result in results], dtype=object
-            )
+        if any(extras):
+            found_columns["reward_extra"] = np.array(extras, dtype=object)
+        if any(failures):
+            found_columns["reward_failure"] = np.array(failures, dtype=object)
         return DataProto.from_columns(found_columns)
 
     def check_failures(self, batch: DataProto) -> None:
@@ -241,16 +237,12 @@ def check_numbers(
 def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
     """Open the validation sets for which files are configured. Returns {name: prompts}. Raises the
     same errors as `open_prompts`."""
-    return {
-        name: open_prompts(
-            wanted.files,
-            tokenizer.with_template(wanted.chat_template_kwargs),
-            config.data,
-            wanted.max_prompts,
-        )
-        for name, wanted in val_sets(config).items()
-        if wanted.files
-    }
+    opened = {}
+    for name, wanted in val_sets(config).items():
+        if wanted.files:
+            own = tokenizer.with_template(wanted.chat_template_kwargs)
+            opened[name] = open_prompts(wanted.files, own, config.data, wanted.max_prompts)
+    return opened
 
 
 class Validator:
@@ -290,7 +282,7 @@ class Validator:
         """
         asked = {name: self._prompts(name) for name in self.datasets}
         samples = {name: engines.begin(prompts, training=False) for name, prompts in asked.items()}
-        begun = [sample for one in samples.values() for sample in one]
+        begun = list(chain(*samples.values()))
         for name, prompts in asked.items():
             while watch is not None and not all(sample.done() for sample in samples[name]):
                 await engines.advance()
@@ -330,11 +322,11 @@ class Validator:
         data source. Also compute response lengths, and the means of the reward's extra values.
         """
         metrics = {f"{prefix}/response_length/mean": float(np.mean(batch.lengths("response_ids")))}
-        parts = {
-            f"/{source}": batch["data_source"] == source
-            for source in dict.fromkeys(batch["data_source"].tolist())
-        }
-        for part, rows in {"": np.ones(len(batch), dtype=bool), **parts}.items():
+        parts = {"": np.ones(len(batch), dtype=bool)}
+        sources = batch["data_source"]
+        for source in dict.fromkeys(sources.tolist()):
+            parts[f"/{source}"] = sources == source
+        for part, rows in parts.items():
             scores = batch["scores"][rows]
             metrics[f"{prefix}{part}/score"] = float(np.mean(scores))
             if np.isin(scores, (0.0, 1.0)).all():
@@ -342,12 +334,12 @@ class Validator:
             if samples > 1:
                 extras = batch["reward_extra"][rows].tolist() if "reward_extra" in batch else None
                 found = answer_statistics(scores, samples, extras)
-                metrics |= {f"{prefix}{part}/{name}": value for name, value in found.items()}
-        return metrics | {
-            f"{prefix}/{name}": value
-            for name, value in extra_metrics(batch).items()
-            if name.endswith("/mean")
-        }
+                for name, value in found.items():
+                    metrics[f"{prefix}{part}/{name}"] = value
+        for name, value in extra_metrics(batch).items():
+            if name.endswith("/mean"):
+                metrics[f"{prefix}/{name}"] = value
+        return metrics
 
 
 def _core(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
@@ -356,7 +348,7 @@ def _core(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
     extra value `acc` if every row has it, otherwise from the score.
     """
     metrics = {}
-    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [{}] * len(batch)
+    extras = values(batch, "reward_extra", {})
     accuracies = [finite_number(extra.get("acc")) for extra in extras]
     for source in dict.fromkeys(batch["data_source"].tolist()):
         rows = np.flatnonzero(batch["data_source"] == source)
@@ -377,7 +369,7 @@ def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
     """Mark additional rows as failed, and set their scores to 0. `texts` [B] contains the reason
     for each failed row, and None for the others.
     """
-    before = batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
+    before = values(batch, "reward_failure", None)
     merged = [old if old is not None else new for old, new in zip(before, texts, strict=True)]
     scores = np.where([text is None for text in texts], batch["scores"], np.float32(0.0))
     return batch.with_columns(scores=scores, reward_failure=objects(merged))
@@ -403,9 +395,7 @@ def failures(batch: DataProto) -> list[str]:
     number of affected rows and the index of the first.
     """
     rows: dict[str, list[int]] = {}
-    for row, text in enumerate(
-        batch["reward_failure"].tolist() if "reward_failure" in batch else ()
-    ):
+    for row, text in enumerate(values(batch, "reward_failure", None)):
         if text is not None:
             rows.setdefault(text, []).append(row)
     ordered = sorted(rows.items(), key=lambda item: -len(item[1]))
@@ -419,26 +409,20 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
     """Compute reward_extra/NAME/mean, /max and /min over the rows for which the reward returned a
     finite number or boolean called NAME, and reward/failed, the fraction of rows whose scoring
     failed."""
-    failed = (
-        [text is not None for text in batch["reward_failure"].tolist()]
-        if "reward_failure" in batch
-        else []
-    )
-    values: dict[str, list[float]] = {}
-    for extra in batch["reward_extra"].tolist() if "reward_extra" in batch else ():
+    numbers: dict[str, list[float]] = {}
+    for extra in values(batch, "reward_extra", {}):
         for name, value in extra.items():
             if (number := finite_number(value)) is not None:
-                values.setdefault(name, []).append(number)
-    spreads = {
-        f"reward_extra/{name}/{what}": float(of(found))
-        for name, found in values.items()
-        for what, of in (("mean", np.mean), ("max", np.max), ("min", np.min))
-    }
-    return (
-        spreads
-        | ({"reward/failed": float(np.mean(failed))} if failed else {})
-        | _conversation_metrics(batch)
-    )
+                numbers.setdefault(name, []).append(number)
+    metrics = {}
+    for name, found in numbers.items():
+        metrics[f"reward_extra/{name}/mean"] = float(np.mean(found))
+        metrics[f"reward_extra/{name}/max"] = max(found)
+        metrics[f"reward_extra/{name}/min"] = min(found)
+    if "reward_failure" in batch and len(batch):
+        failed = [text is not None for text in batch["reward_failure"].tolist()]
+        metrics["reward/failed"] = float(np.mean(failed))
+    return metrics | _conversation_metrics(batch)
 
 
 def _conversation_metrics(batch: DataProto) -> dict[str, float]:

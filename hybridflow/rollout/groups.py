@@ -155,8 +155,8 @@ class Groups:
             self._steps.waited()
             self._begin_scoring()
         self._follow(chosen)
-        taken = set(map(id, chosen))
-        self._left = [group for group in self._left if id(group) not in taken]
+        taken = set(chosen)
+        self._left = [group for group in self._left if group not in taken]
         if self.config.trainer.tail_batching:
             # before the step starts: its slots are idle, and its memory may be needed
             await self._cut_off_rest()
@@ -169,10 +169,9 @@ class Groups:
                 "rollout/steps_ahead": float(self._ahead),
             }
         prompts = _prompts_of(chosen)
-        samples = [one for group in chosen for one in group.samples]
         # slow for conversations
-        answered = await in_thread(partial(self.engines.batch, samples))
-        self._scored = [group.scoring for group in chosen if group.scoring is not None]
+        answered = await in_thread(partial(self.engines.batch, _samples_of(chosen)))
+        self._scored = _scorings_of(chosen)
         uid = np.repeat(np.arange(len(chosen), dtype=np.int64), self.config.rollout.n)
         return self.keep(prompts.with_columns(uid=uid).union(answered))
 
@@ -210,7 +209,7 @@ class Groups:
         there are none. Call it together with `state`. The columns are the group's position in that
         state (`group`), the sample's position in the group, and the answer so far.
         """
-        samples = [one for group in self._left for one in group.samples]
+        samples = _samples_of(self._left)
         begun = await self.engines.begun(samples) if samples else None
         if begun is None:
             return None
@@ -248,10 +247,9 @@ class Groups:
             )
             self._ahead = max(steps, self._first_ahead())
         if begun is not None and self._kind().items() <= state.items():
-            self._begun = (
-                [self._kept(made_by, state["versions"], version) for made_by in state["versions"]],
-                begun,
-            )
+            versions = state["versions"]
+            kept = [self._kept(made_by, versions, version) for made_by in versions]
+            self._begun = kept, begun
 
     def _kind(self) -> dict[str, Any]:
         """Return the settings that must match for a partial answer to be continued."""
@@ -316,14 +314,14 @@ class Groups:
         if not new:
             return
         prompts = _prompts_of(new)
-        answered = self.engines.shown([one for group in new for one in group.samples])
+        answered = self.engines.shown(_samples_of(new))
         parts = self.scorer.begin(prompts.union(answered), self.config.rollout.n)
         for group, part in zip(new, parts, strict=True):
             group.steps = self._steps.time - group.since
             group.scoring = part
 
     def _forget_scoring(self) -> None:
-        self.scorer.forget([group.scoring for group in self._left if group.scoring is not None])
+        self.scorer.forget(_scorings_of(self._left))
 
     def _drawn(self, count: int) -> list[int]:
         """Return the next `count` rows of the dataset; an empty list if `count` is not positive."""
@@ -352,7 +350,7 @@ class Groups:
 
     async def _cut_off_rest(self) -> None:
         """Abort the groups that the step does not train on, and defer them to a long round."""
-        await self.engines.abort([one for group in self._left for one in group.samples])
+        await self.engines.abort(_samples_of(self._left))
         self._forget_scoring()
         self._cut_off += [group.index for group in self._left]
         self._left = []
@@ -364,27 +362,25 @@ class Groups:
         if the step has to wait.
         """
         size = self.config.data.train_batch_size
-        ended = {id(group) for group in self._left if group.scoring is not None}
-        oldest_first = sorted(self._left, key=lambda group: (group.version, id(group) not in ended))
+        ended = {group for group in self._left if group.scoring is not None}
+        oldest_first = sorted(self._left, key=lambda group: (group.version, group not in ended))
         due = self._due(oldest_first, version)
-        chosen = [
-            *oldest_first[:due],
-            *(group for group in oldest_first[due:] if id(group) in ended),
-        ][:size]
-        found = {id(group) for group in chosen}
+        rest = [group for group in oldest_first[due:] if group in ended]
+        chosen = [*oldest_first[:due], *rest][:size]
+        found = set(chosen)
         if len(chosen) < size or not found <= ended:
             return None
-        return [group for group in self._left if id(group) in found]
+        return [group for group in self._left if group in found]
 
     def _due(self, oldest_first: Sequence[_Group], version: int) -> int:
         """Return how many of these groups the step must train on so that none becomes too old."""
         size = self.config.data.train_batch_size
         most = self.config.trainer.max_staleness
+        due = 0
         # the n-th group must be among the first n, and later steps can train `size` each
-        places = enumerate(oldest_first, start=1)
-        return max(
-            [number - size * (group.version + most - version) for number, group in places] + [0]
-        )
+        for number, group in enumerate(oldest_first, start=1):
+            due = max(due, number - size * (group.version + most - version))
+        return due
 
     def _first_ahead(self) -> int:
         """Return the prefetch depth, in steps, to use until the generation time is known."""
@@ -396,6 +392,14 @@ class Groups:
         if self.config.trainer.steps_ahead is None:
             steps = math.ceil(np.mean([group.steps for group in trained]) - _LATE)
             self._ahead = max(self._first_ahead(), min(steps, self.config.trainer.max_staleness))
+
+
+def _samples_of(groups: Sequence[_Group]) -> list[Sample]:
+    return [one for group in groups for one in group.samples]
+
+
+def _scorings_of(groups: Sequence[_Group]) -> list[Scoring]:
+    return [group.scoring for group in groups if group.scoring is not None]
 
 
 def _prompts_of(groups: Sequence[_Group]) -> DataProto:

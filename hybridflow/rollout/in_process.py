@@ -104,14 +104,12 @@ class InProcessRollouts(Requests):
 
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
         wanted = [ticket for part in tickets.values() for ticket in part]
-        kept = [
-            (training, part, ~np.isin(part["ticket"], wanted)) for training, part in self._asked
-        ]
-        self._asked = [
-            (training, part.rows(np.flatnonzero(stays)))
-            for training, part, stays in kept
-            if stays.any()
-        ]
+        asked = self._asked
+        self._asked = []
+        for training, part in asked:
+            stays = np.flatnonzero(~np.isin(part["ticket"], wanted))
+            if len(stays):
+                self._asked.append((training, part.rows(stays)))
 
     async def _forget(self, engines: Sequence[int]) -> None:
         self._asked = []

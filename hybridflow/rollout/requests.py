@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -113,17 +114,13 @@ class Requests(ABC):
         self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
     ) -> list[Request]:
         """Create a request for each row (`Rollouts.begin`)."""
-        rows = prompts.select([name for name in ("prompt_ids", *IMAGES) if name in prompts])
+        rows = available(prompts, "prompt_ids", *IMAGES)
         uids = prompts["uid"].tolist() if "uid" in prompts else range(len(prompts))
-        most = (
-            prompts[ROOM].tolist()
-            if ROOM in prompts
-            else [self.config.data.max_response_length] * len(prompts)
-        )
-        val_sets = prompts[VAL_SET].tolist() if VAL_SET in prompts else [""] * len(prompts)
-        known = (
-            {} if begun is None else {row: place for place, row in enumerate(begun["row"].tolist())}
-        )
+        most = values(prompts, ROOM, self.config.data.max_response_length)
+        val_sets = values(prompts, VAL_SET, "")
+        known: dict[int, int] = {}  # by row of the prompts: its row in `begun`
+        if begun is not None:
+            known.update(zip(begun["row"].tolist(), range(len(begun)), strict=True))
         first = self._next_number
         requests = []
         for row, uid in enumerate(uids):
@@ -224,7 +221,7 @@ class Requests(ABC):
 
     async def answers(self, samples: Sequence[Request]) -> DataProto:
         """Wait until all samples have finished, and return their answers as a batch."""
-        while not all(one.done() for one in samples):
+        while not all(map(Request.done, samples)):
             await self.advance()
         return self.batch(samples)
 
@@ -259,29 +256,33 @@ class Requests(ABC):
     async def begun(self, samples: Sequence[Request]) -> DataProto | None:
         """Return the partial answers (`Rollouts.begun`) with the columns of `batch`. Answers in
         progress have the finish reason `CUT_SHORT`."""
-        places = {one.number: place for place, one in enumerate(samples)}
-        ended = [one for one in samples if one.done()]
+        ended = []  # places in `samples`
+        left = {}  # by number: the place
+        engines = set[int]()
+        for place, one in enumerate(samples):
+            if one.done():
+                ended.append(place)
+                continue
+            left[one.number] = place
+            if one.training and one.number in self._under_way:
+                engines.add(one.engine)
         parts = []
         if ended:
-            at = np.array([places[one.number] for one in ended], np.int64)
-            parts.append(self.batch(ended).fetch().with_columns(sample=at))
-        left = {one.number: one for one in samples if not one.done()}
-        engines = sorted(
-            {one.engine for one in left.values() if one.number in self._under_way and one.training}
-        )
-        for answers in await self._so_far(engines) if engines else ():
+            whole = self.batch([samples[place] for place in ended]).fetch()
+            parts.append(whole.with_columns(sample=np.array(ended, np.int64)))
+        for answers in await self._so_far(sorted(engines)) if engines else ():
             found = answers.fetch()
             for row, number in enumerate(found["ticket"].tolist()):
-                one = left.pop(number, None)
-                if one is not None:
+                if number in left:
+                    place = left.pop(number)
+                    begun = samples[place].begun
                     rest = found.rows(np.array([row])).drop(["ticket"])
-                    whole = rest if one.begun is None else joined(one.begun, rest)
-                    parts.append(whole.with_columns(sample=np.array([places[number]])))
-        parts += [
-            one.begun.with_columns(sample=np.array([places[one.number]]))
-            for one in left.values()
-            if one.begun is not None
-        ]
+                    whole = rest if begun is None else joined(begun, rest)
+                    parts.append(whole.with_columns(sample=np.array([place])))
+        for place in left.values():
+            begun = samples[place].begun
+            if begun is not None:
+                parts.append(begun.with_columns(sample=np.array([place])))
         return DataProto.concat(parts) if parts else None
 
     def _answers(self, samples: Sequence[Request], names: Sequence[str] | None = None) -> DataProto:
@@ -299,16 +300,20 @@ class Requests(ABC):
             shown = batch if names is None else batch.select(names)
             parts.append(shown.rows(np.array(rows[key])))
         found = concat(parts)
-        return found.reorder(np.argsort(np.concatenate([places[key] for key in batches])))
+        return found.reorder(np.argsort(np.concatenate(list(places.values()))))
 
     # ---- aborts
 
     async def abort(self, samples: Sequence[Request]) -> None:
         """Abort these requests, whatever their state (`Rollouts.abort`)."""
         numbers = {one.number for one in samples}
-        self._new = [one for one in self._new if one.number not in numbers]
-        kept = ([one for one in group if one.number not in numbers] for group in self._waiting)
-        self._waiting = deque(group for group in kept if group)
+
+        def stays(one: Request) -> bool:
+            return one.number not in numbers
+
+        self._new = list(filter(stays, self._new))
+        kept = [list(filter(stays, group)) for group in self._waiting]
+        self._waiting = deque(filter(None, kept))
         at_engines: dict[int, list[int]] = {}
         for number in sorted(numbers & self._under_way.keys()):
             at_engines.setdefault(self._under_way.pop(number).engine, []).append(number)
@@ -347,10 +352,12 @@ class Requests(ABC):
         sets = _RUNNING_SETS * (1 + self.config.trainer.max_staleness)
         room = sets * self.config.rollout.max_running_requests * len(owed) - len(self._under_way)
         groups: list[list[Request]] = []
+        tokens = []
         while self._waiting and (room > 0 or len(owed) == 1):
-            groups.append(self._waiting.popleft())
-            room -= len(groups[-1])
-        tokens = [sum(one.most for one in group) for group in groups]
+            group = self._waiting.popleft()
+            groups.append(group)
+            tokens.append(sum(one.most for one in group))
+            room -= len(group)
         for group, engine in zip(groups, shares(tokens, owed), strict=True):
             for one in group:
                 one.engine = engine
@@ -366,16 +373,14 @@ class Requests(ABC):
         for (validating, _, _), parts in sorted(alike.items()):
             # scheduling thousands of requests takes time: let other tasks run in between
             await asyncio.sleep(0)
-            # skip those aborted in the meantime
-            left = {
-                engine: [one for one in part if one.number in self._under_way]
-                for engine, part in parts.items()
-            }
-            if any(left.values()):
-                await self._ask(
-                    not validating,
-                    {engine: _rows(part) for engine, part in sorted(left.items()) if part},
-                )
+            asked = {}
+            for engine, part in sorted(parts.items()):
+                # skip those aborted in the meantime
+                left = [one for one in part if one.number in self._under_way]
+                if left:
+                    asked[engine] = _rows(left)
+            if asked:
+                await self._ask(not validating, asked)
 
     def _take_in(self) -> None:
         """Queue new requests, sorted by `order` regardless of when environments responded."""
@@ -531,9 +536,19 @@ def extras_for(config: RunConfig, training: bool) -> Extras:
 def concat(parts: Sequence[DataProto]) -> DataProto:
     """Concatenate batches. Columns that are deferred in only some of the batches are fetched
     first."""
-    return DataProto.concat(
-        [part.fetch() for part in parts] if len({part.deferred for part in parts}) > 1 else parts
-    )
+    deferred = {part.deferred for part in parts}
+    return DataProto.concat(list(map(DataProto.fetch, parts)) if len(deferred) > 1 else parts)
+
+
+def available(batch: DataProto, *names: str) -> DataProto:
+    """Select these columns, except those that the batch does not have."""
+    return batch.select([name for name in names if name in batch])
+
+
+def values(batch: DataProto, name: str, default: Any) -> list[Any]:
+    """Return a column's values, or `default` for each row if the batch does not have the column."""
+    found: list[Any] = batch[name].tolist() if name in batch else [default] * len(batch)
+    return found
 
 
 def _ended_as(reason: str, answer: DataProto) -> DataProto:
@@ -556,7 +571,7 @@ def _tokens_of(requests: Sequence[Request]) -> DataProto:
 
 
 def _rows(requests: Sequence[Request]) -> DataProto:
-    """Return the prompts of these requests, in order."""
+    """Return the prompts of these requests, in order. All have the same sampling settings."""
     parts: list[DataProto] = []
     start = 0
     for end in range(1, len(requests) + 1):
@@ -568,13 +583,12 @@ def _rows(requests: Sequence[Request]) -> DataProto:
         else:
             parts.append(prompts.rows(np.array([one.row for one in requests[start:end]])))
         start = end
-    named = (
-        {VAL_SET: np.array([one.val_set for one in requests], object)}
-        if requests[0].val_set
-        else {}
-    )
-    if requests[0].sampling is not None:
-        named[_SAMPLING] = objects([one.sampling for one in requests])
+    first = requests[0]
+    named = {}
+    if first.val_set:
+        named[VAL_SET] = objects([first.val_set] * len(requests))
+    if first.sampling is not None:
+        named[_SAMPLING] = objects([first.sampling] * len(requests))
     return concat(parts).with_columns(
         ticket=np.array([one.number for one in requests], np.int64),
         max_new_tokens=np.array([one.most for one in requests], np.int64),

@@ -187,14 +187,11 @@ class EngineGroup(Requests):
         return answers
 
     async def _leave_out_lost(self, answers: int) -> None:
-        lost = {
-            n: (
-                f"{state.name} is {'without weights' if state.state == UP else state.state}: "
-                f"{state.reason}"
-            )
-            for n, state in enumerate(await self.states())
-            if not state.has_weights
-        }
+        lost = {}
+        for number, state in enumerate(await self.states()):
+            if not state.has_weights:
+                found = "without weights" if state.state == UP else state.state
+                lost[number] = f"{state.name} is {found}: {state.reason}"
         self.quarantine(self.stale | lost)
         self._serving()
         _log.warning(
@@ -228,8 +225,11 @@ def over_engines(loads: list[dict[str, float]]) -> dict[str, float]:
     """Merge the engines' loads into a step's `engine/...` metrics: the average of the means and the
     maximum of the maxima.
     """
+    by_name: dict[str, list[float]] = {}
+    for load in loads:
+        for name, value in load.items():
+            by_name.setdefault(name, []).append(value)
     found = {}
-    for name in dict.fromkeys(name for load in loads for name in load):
-        values = [load[name] for load in loads if name in load]
+    for name, values in by_name.items():
         found[f"engine/{name}"] = float(max(values) if name.endswith("/max") else np.mean(values))
     return found

@@ -126,18 +126,18 @@ class SliceSync:
         """Send the weights to all engines that are up, with retries. Returns the reason for each
         engine that did not receive them, and the number of bytes received by the others."""
         states = await self.engines.states()
-        stale = {
-            number: f"{s.name} is {s.state}: {s.reason}"
-            for number, s in enumerate(states)
-            if s.state != "up"
-        }
+        stale = {}
+        pending = []
         for number, state in enumerate(states):
+            if state.state == "up":
+                pending.append(number)
+            else:
+                stale[number] = f"{state.name} is {state.state}: {state.reason}"
             # the other end of the session died with the engine's processes
             if state.restarts != self._restarts[number]:
                 self._restarts[number] = state.restarts
                 self._sessions[number] += 1
                 self._has_weights[number] = False
-        pending = [number for number in range(len(states)) if number not in stale]
         nbytes = 0
         for _ in range(1 + self.sync_config.max_retries):
             outcomes = await self._attempt(pending, version) if pending else []
@@ -175,16 +175,11 @@ class SliceSync:
         except HybridFlowError:
             # a trainer rank is lost: the run ends with its error, and the engine's error is only
             # logged
-            self.engines.quarantine(
-                {
-                    **self.engines.stale,
-                    **{o.number: o.error for o in received if o.status != "served"},
-                }
-            )
+            failed = {o.number: o.error for o in received if o.status != "served"}
+            self.engines.quarantine(self.engines.stale | failed)
             raise
-        for number in {
-            outcome.number for outcome in (*received, *sent) if outcome.status != "served"
-        }:
+        ends = (*received, *sent)
+        for number in {one.number for one in ends if one.status != "served"}:
             self._sessions[number] += 1  # either end has closed the session
         joined = []
         for outcome in received:
