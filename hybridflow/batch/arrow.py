@@ -164,18 +164,19 @@ def pick_parquet(
             if any(first <= number < end for number in numbers):
                 at = first
                 for piece in file.iter_batches(64, row_groups=[group], columns=names):
-                    inside = []
                     for number in numbers:
                         if at <= number < at + len(piece):
-                            inside.append(number)
-                    found |= {number: piece.slice(number - at, 1) for number in inside}
+                            found[number] = piece.slice(number - at, 1)
                     at += len(piece)
             first = end
-        if missing := [number for number in numbers if number not in found]:
-            raise DataError(
-                f"{path}: row {missing[0]} is missing, although the footer's row count includes it"
-            )
-        return from_table(pa.Table.from_batches([found[number] for number in numbers]))
+        rows = []
+        for number in numbers:
+            if number not in found:
+                raise DataError(
+                    f"{path}: row {number} is missing, although the footer's row count includes it"
+                )
+            rows.append(found[number])
+        return from_table(pa.Table.from_batches(rows))
 
 
 @contextmanager
@@ -217,12 +218,11 @@ def _refuse_bomb(
         group = file.metadata.row_group(number)
         size = group.total_byte_size
         if columns is not None:
-            parts = (group.column(index) for index in range(group.num_columns))
-            size = sum(
-                part.total_uncompressed_size
-                for part in parts
-                if part.path_in_schema.split(".")[0] in columns
-            )
+            size = 0
+            for index in range(group.num_columns):
+                part = group.column(index)
+                if part.path_in_schema.split(".")[0] in columns:
+                    size += part.total_uncompressed_size
         if size < 0 or size > (most_bytes or memory // 2):
             limit = (
                 "more than half of this machine's memory"

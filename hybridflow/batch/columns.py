@@ -170,7 +170,7 @@ def concat_column(parts: Sequence[Held]) -> Held:
     first = parts[0]
     if isinstance(first, Deferred):
         return first.concat([part for part in parts[1:] if isinstance(part, Deferred)])
-    filled = [part for part in parts if len(part)] or [first]
+    filled = list(filter(len, parts)) or [first]
     if len(filled) == 1:
         return filled[0]
     if isinstance(first, Jagged):
@@ -205,7 +205,7 @@ def same_value(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same_value(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(map(same_value, a, b))
     return _same_object(a, b)
 
 
@@ -227,7 +227,7 @@ def _same_array(a: np.ndarray, b: np.ndarray) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.dtype == object:
-        return all(same_value(x, y) for x, y in zip(a.flat, b.flat, strict=True))
+        return all(map(same_value, a.flat, b.flat))
     return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
 
 
@@ -277,7 +277,7 @@ def as_tensor(array: npt.NDArray[Any], bfloat16: bool = False) -> torch.Tensor:
     """
     import torch  # here, because most users of batches need no tensors
 
-    if not array.dtype.isnative or any(stride < 0 for stride in array.strides):
+    if not array.dtype.isnative or min(array.strides, default=0) < 0:
         array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
     tensor = torch.from_numpy(np.asarray(_Writable(array)))
     return tensor.view(torch.bfloat16) if bfloat16 else tensor

@@ -116,7 +116,7 @@ class Jagged:
         return len(self.offsets) - 1
 
     def __iter__(self) -> Iterator[npt.NDArray[Any]]:
-        return (self.row(i) for i in range(len(self)))
+        return map(self.row, range(len(self)))
 
     def __repr__(self) -> str:
         return f"Jagged({len(self)} rows, {len(self.values)} values, {self.dtype})"
@@ -167,9 +167,12 @@ class Jagged:
         """Concatenate the rows of `parts` (at least one; same dtype and trailing shape)."""
         if len(parts) == 1:
             return parts[0]
-        return Jagged.from_lengths(
-            np.concatenate([p.values for p in parts]), np.concatenate([p.lengths for p in parts])
-        )
+        values = []
+        lengths = []
+        for part in parts:
+            values.append(part.values)
+            lengths.append(part.lengths)
+        return Jagged.from_lengths(np.concatenate(values), np.concatenate(lengths))
 
 
 def describe(value: object) -> str:

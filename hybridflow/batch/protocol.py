@@ -200,18 +200,16 @@ class DataProto:
 
     def fetch(self) -> DataProto:
         """Return the same batch with every deferred column fetched."""
-        found = {}
+        if not self.deferred:
+            return self
+        columns = dict(self._columns)
+        tags = set(self._bfloat16)
         for name, column in self._columns.items():
             if isinstance(column, Deferred):
-                found[name] = column.fetch()
-        if not found:
-            return self
-        tags = self._bfloat16 | {name for name, (_, is_bfloat16) in found.items() if is_bfloat16}
-        return DataProto(
-            {**self._columns, **{name: column for name, (column, _) in found.items()}},
-            self._meta,
-            tags,
-        )
+                columns[name], is_bfloat16 = column.fetch()
+                if is_bfloat16:
+                    tags.add(name)
+        return DataProto(columns, self._meta, tags)
 
     def pieces(self, names: Iterable[str], nbytes: int = 4 << 20) -> Iterator[DataProto]:
         """Fetch the named columns and yield them in consecutive pieces of about `nbytes`.
@@ -398,10 +396,12 @@ class DataProto:
         if plan < 1:
             raise SchemaError(f"chunk requires at least one piece, got {plan}")
         small, extra = divmod(len(self), plan)
-        ends = np.cumsum([small + (i < extra) for i in range(plan)]).tolist()
         chunks: list[DataProto] = []
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        start = 0
+        for i in range(plan):
+            end = start + small + (i < extra)
             chunks.append(self._slice(start, end))
+            start = end
         return chunks
 
     @staticmethod
@@ -428,9 +428,9 @@ class DataProto:
         meta = merged_meta("concat", [part._meta for part in parts])
         if len(parts) == 1:
             return first
-        columns = {
-            name: concat_column([part._columns[name] for part in parts]) for name in first.columns
-        }
+        columns = {}
+        for name in first.columns:
+            columns[name] = concat_column([part._columns[name] for part in parts])
         return DataProto(columns, meta, first._bfloat16)
 
     def pad_to_divisor(self, n: int) -> tuple[DataProto, int]:

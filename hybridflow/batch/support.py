@@ -33,10 +33,12 @@ class Supports:
     @classmethod
     def concat(cls, parts: Sequence[Supports]) -> Supports:
         """Concatenate the supports of all parts."""
-        parts = [cls.unknown(0), *parts]
-        return cls(
-            np.concatenate([one.sizes for one in parts]), np.concatenate([one.ids for one in parts])
-        )
+        sizes = []
+        ids = []
+        for one in (cls.unknown(0), *parts):
+            sizes.append(one.sizes)
+            ids.append(one.ids)
+        return cls(np.concatenate(sizes), np.concatenate(ids))
 
     def __len__(self) -> int:
         return len(self.sizes)

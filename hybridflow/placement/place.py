@@ -56,15 +56,15 @@ class Placement:
     processes: tuple[Process, ...]
 
     @cached_property
-    def _by_role(self) -> dict[str, tuple[Process, ...]]:
+    def _by_role(self) -> dict[str, list[Process]]:
         by_role: dict[str, list[Process]] = {}
         for process in self.processes:
             by_role.setdefault(process.role, []).append(process)
-        return {role: tuple(processes) for role, processes in by_role.items()}
+        return by_role
 
     def of(self, role: str) -> tuple[Process, ...]:
         """Return the processes of a role, ordered by rank and part."""
-        return self._by_role[role]
+        return tuple(self._by_role[role])
 
     def describe(self) -> str:
         """Format the placement as text, one line per role and node."""
@@ -126,10 +126,10 @@ def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> 
     members = _members_in(allowed, largest, pool.packing, cluster.is_local)
     if members is None:
         raise ResourceError(_does_not_fit(cluster, pool, largest, allowed))
-    used: dict[int, list[int]] = {}
+    used: dict[int, tuple[int, ...]] = {}
     for node, devices in sorted(chain.from_iterable(members)):
-        used.setdefault(node, []).extend(devices)
-    return [(node, tuple(devices)) for node, devices in used.items()]
+        used[node] = (*used.get(node, ()), *devices)
+    return list(used.items())
 
 
 def _members_in(
@@ -157,7 +157,7 @@ def _members_in(
     members = []
     for bundle, count in sorted(zip(bundles, counts, strict=True)):
         for number in range(count):
-            cuts = [(number * stacked + layer) * size for layer in range(stacked)]
+            cuts = range(number * stacked * size, (number + 1) * stacked * size, size)
             members.append(
                 [(node, devices[cut : cut + size]) for node, devices in bundle for cut in cuts]
             )
@@ -194,9 +194,10 @@ def _evenly(capacity: Sequence[int], count: int) -> list[int]:
 
 
 def _processes(found: Sequence[tuple[Group, int, int, Room]]) -> Iterable[Process]:
-    on_node = Counter(node for _, _, _, (node, _) in found)
+    on_node: Counter[int] = Counter()
     seen: dict[tuple[str, int], tuple[int, ...]] = {}
     for group, _, _, (node, devices) in found:
+        on_node[node] += 1
         seen[group.role, node] = (*seen.get((group.role, node), ()), *devices)
     local_ranks: Counter[tuple[str, int]] = Counter()
     opened: Counter[int] = Counter()
@@ -228,10 +229,10 @@ def _does_not_fit(
     name = pool.name if group is None else group.role
     need = _shape_of(pool, cluster) if group is None else _members_of(group, pool, cluster)
     whole = ", on nodes that no other pool uses" if pool.packing == "whole_nodes" else ""
-    free = {node: len(devices) for node, devices in rooms}
+    free = dict(rooms)
     there = []
     for n, node in enumerate(cluster.nodes[:_SHOWN_NODES]):
-        there.append(f"{node.address}: {free.get(n, 0)} of {_total(node)}")
+        there.append(f"{node.address}: {len(free.get(n, ()))} of {_total(node)}")
     if len(cluster.nodes) > _SHOWN_NODES:
         there.append(f"{len(cluster.nodes) - _SHOWN_NODES} more nodes")
     return (
@@ -272,12 +273,13 @@ def _on(found: Sequence[Process], kind: str) -> str:
     """Format the devices of each process, as a suffix for `describe`."""
     if kind == "cpu":
         return ""
-    if all(len(one.devices) == 1 for one in found):
-        return f" on GPU {_ranges([one.devices[0] for one in found])}"
-    return f" on GPUs {' '.join(_ranges(one.devices) for one in found)}"
+    devices = [one.devices for one in found]
+    if set(map(len, devices)) == {1}:
+        return f" on GPU {_ranges(chain.from_iterable(devices))}"
+    return f" on GPUs {' '.join(map(_ranges, devices))}"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _ranges(numbers: Iterable[int]) -> str:
     """Format 0, 1, 2, 3, 6 as `0-3,6`."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -57,11 +57,10 @@ def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tupl
 
     With `kind` cuda, an engine uses one GPU per rank. With cpu, it counts as one process per node.
     """
-    roles = []
+    groups = []
     for role in derived.roles_in_use(config, job):
         if role == "actor" or not _is_guest(config, role):
-            roles.append(role)
-    groups = [Group(role, derived.role_world_size(config, role)) for role in roles]
+            groups.append(Group(role, derived.role_world_size(config, role)))
     if job == "train" and derived.generates(config):
         nodes = config.rollout.nodes_per_engine
         ranks = derived.engine_ranks(config) // nodes if kind == "cuda" else 1

@@ -43,8 +43,10 @@ def smallest(pools: Sequence[Pool], devices: int) -> ClusterShape:
         most += pool.shape[0] if pool.shape else sum(one.count * one.nodes for one in pool.groups)
     place(ClusterShape.uniform(most, devices), pools)
     least = -(-sum(map(_devices, pools)) // devices)
-    enough = (nodes for nodes in range(least, most) if _fits(pools, nodes, devices))
-    return ClusterShape.uniform(next(enough, most), devices)
+    for nodes in range(least, most):
+        if _fits(pools, nodes, devices):
+            return ClusterShape.uniform(nodes, devices)
+    return ClusterShape.uniform(most, devices)
 
 
 def _fits(pools: Sequence[Pool], nodes: int, devices: int) -> bool:

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from hybridflow.dispatch import WorkerContext
@@ -43,7 +44,7 @@ def start_actors(
     # py_executable is Ray's supported setting for how a worker process is launched
     python = shlex.join([sys.executable, "-I", "-S", fork_client.__file__, fork_server])
     environment = {"runtime_env": {"py_executable": python}} if fork_server else {}
-    nodes = {node: cluster.processes_of(node) for node in {slot.node for slot in pool.slots}}
+    nodes = {node: cluster.processes_of(node) for node in set(pool.nodes)}
     ranks = []
     for r, slot in enumerate(pool.slots):
         known = (
@@ -86,10 +87,9 @@ def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
     try:
         first = ray.get_actor(f"{name}:0", NAMESPACE)
         known: Identity = ray.get(first.identity.remote(), timeout=cluster.config.start_timeout_s)
-        actors = [
-            first,
-            *(ray.get_actor(f"{name}:{r}", NAMESPACE) for r in range(1, known.world_size)),
-        ]
+        actors = [first]
+        for r in range(1, known.world_size):
+            actors.append(ray.get_actor(f"{name}:{r}", NAMESPACE))
         found: list[Identity] = ray.get(
             [actor.identity.remote() for actor in actors], timeout=cluster.config.start_timeout_s
         )
@@ -97,11 +97,10 @@ def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
         raise ResourceError(
             f"detached group {name!r} not found: {str(error).strip().splitlines()[0]}"
         ) from error
-    nodes = {node: cluster.processes_of(node) for node in {one.node for one in found}}
-    ranks = [
-        Rank(actor, one.node, one.log_path, nodes[one.node], one.pid)
-        for actor, one in zip(actors, found, strict=True)
-    ]
+    processes_of = cache(cluster.processes_of)
+    ranks = []
+    for actor, one in zip(actors, found, strict=True):
+        ranks.append(Rank(actor, one.node, one.log_path, processes_of(one.node), one.pid))
     return ranks, known.role
 
 
@@ -125,7 +124,7 @@ def _pinned_settings(user: Mapping[str, str]) -> str:
     settings = user.get("PYTORCH_ALLOC_CONF") or user.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if _PINNED in settings:
         return settings
-    return ",".join(part for part in (settings, f"{_PINNED}:128") if part)
+    return ",".join(filter(None, (settings, f"{_PINNED}:128")))
 
 
 def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, str]:

@@ -277,16 +277,13 @@ class Cluster:
 
         self.require_open()
         free = available_resources_per_node()
-        states = [
-            NodeState(
-                node["NodeID"],
-                node["NodeManagerAddress"],
-                dict(node["Resources"]),
-                dict(free.get(node["NodeID"], {})),
-            )
-            for node in ray.nodes()
-            if node["Alive"]
-        ]
+        states = []
+        for node in ray.nodes():
+            if node["Alive"]:
+                name = node["NodeID"]
+                total = dict(node["Resources"])
+                free_here = dict(free.get(name, {}))
+                states.append(NodeState(name, node["NodeManagerAddress"], total, free_here))
         return sorted(states, key=lambda state: (_ip_key(state.address), state.node_id))
 
     def processes_of(self, address: str) -> RemoteNode | None:
@@ -455,8 +452,10 @@ def _starting_processes() -> dict[str, int]:
         with suppress(OSError):  # the thread has ended
             for pid in (task / "children").read_text().split():
                 with suppress(OSError):  # the process has ended
-                    found[Path(f"/proc/{pid}/comm").read_text().strip()] = int(pid)
-    return {name: pid for name, pid in found.items() if name in ("gcs_server", "raylet")}
+                    name = Path(f"/proc/{pid}/comm").read_text().strip()
+                    if name in ("gcs_server", "raylet"):
+                        found[name] = int(pid)
+    return found
 
 
 def _prepare_client(ray: Any) -> None:

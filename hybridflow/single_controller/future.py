@@ -159,9 +159,10 @@ class Future:
         self._listen()
         try:
             await self._receive_all(time.monotonic() + self._timeout_s)
-            headers = {
-                rank: value for rank, value in self._results.items() if isinstance(value, Header)
-            }
+            headers = {}
+            for rank, value in self._results.items():
+                if isinstance(value, Header):
+                    headers[rank] = value
             self._value = self._collect({**self._results, **stored_results(self._stored, headers)})
         except HybridFlowError as error:
             self._error = error
@@ -335,7 +336,7 @@ def _is_ours(cause: Failure | Exception) -> bool:
 
 def _how_it_died(error: Exception) -> str:
     """Extract the lines of Ray's error message that describe how the process exited."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = list(filter(None, map(str.strip, str(error).splitlines())))
     telling = [line for line in lines if "exit" in line.lower() or "kill" in line.lower()]
     return " ".join((telling or lines[-1:])[:2])
 

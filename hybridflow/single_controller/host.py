@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -95,11 +96,10 @@ def address_of(worker_class: type, method: Callable[..., Any], role: str | None)
         if not _owns(worker_class, method, spec):
             raise TypeError(f"{called} is not a method of {worker_class.__name__}")
         return spec.name
-    owners = [
-        name
-        for name, found in worker_class.roles.items()
-        if role in (None, name) and _owns(found, method, spec)
-    ]
+    owners = []
+    for name, found in worker_class.roles.items():
+        if role in (None, name) and _owns(found, method, spec):
+            owners.append(name)
     if len(owners) != 1:
         problem = (
             f"belongs to {' and '.join(owners)}: pass role=" if owners else "is not a method of"
@@ -237,11 +237,11 @@ class Host:
         if not together:
             return result if isinstance(result, Failure) else None
         if not isinstance(result, DataProto):
-            return (result, *(None for _ in together))
-        if sorted(result.columns) != sorted(name for names in together for name in names):
-            return (result, *(None for _ in together))  # the driver raises the error
+            return (result, *[None] * len(together))
+        if sorted(result.columns) != sorted(chain.from_iterable(together)):
+            return (result, *[None] * len(together))  # the driver raises the error
         columns = DataProto(dict(result.items()), {}, result.bfloat16)  # meta is in the header
-        return (Header.of(result, inline_bytes), *(columns.select(names) for names in together))
+        return (Header.of(result, inline_bytes), *map(columns.select, together))
 
 
 async def _awaited(value: Any) -> Any:

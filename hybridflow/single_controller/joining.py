@@ -81,11 +81,9 @@ def _running() -> set[str]:
             if process.stat().st_uid == os.getuid():
                 program, *words = (process / "cmdline").read_bytes().split(b"\0")
                 if program.endswith(b"/raylet"):
-                    found |= {
-                        word.partition(b"=")[2].decode()
-                        for word in words
-                        if word.startswith(b"--gcs-address=")
-                    }
+                    for word in words:
+                        if word.startswith(b"--gcs-address="):
+                            found.add(word.partition(b"=")[2].decode())
     return found - {"", "None"}
 
 

@@ -6,13 +6,13 @@ queried afterwards. Processes do not request GPUs from Ray but get explicit devi
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.device.platform import Kind
 from hybridflow.errors import ResourceError
-from hybridflow.placement import ClusterShape, Group, Node, Placement, Pool, Process, place
+from hybridflow.placement import ClusterShape, Group, Node, Placement, Pool, place
 from hybridflow.single_controller.cluster import Cluster, NodeState
 
 if TYPE_CHECKING:
@@ -109,17 +109,21 @@ class ResourcePool:
             raise ResourceError(
                 f"sub-pool sizes {list(sizes)} must add up to the pool's {len(self)} slots"
             )
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        return [
-            ResourcePool(self.slots[end - size : end], self.gpus, self.max_colocate)
-            for end, size in zip(ends, sizes, strict=True)
-        ]
+        pools = []
+        start = 0
+        for size in sizes:
+            slots = self.slots[start : start + size]
+            pools.append(ResourcePool(slots, self.gpus, self.max_colocate))
+            start += size
+        return pools
 
     @staticmethod
     def merge(pools: Sequence[ResourcePool]) -> ResourcePool:
         """Concatenate the slots of several pools. Raises ResourceError if the pools overlap, or
         differ in `gpus` or `max_colocate`."""
-        slots = [slot for pool in pools for slot in pool.slots]
+        slots: list[Slot] = []
+        for pool in pools:
+            slots += pool.slots
         keys = {(slot.placement_group.id, slot.bundle_index, slot.local_rank) for slot in slots}
         if len(keys) != len(slots):
             raise ResourceError("merged pools overlap: a slot would have two ranks")
@@ -133,9 +137,8 @@ class ResourcePool:
         """
         from ray.util.placement_group import remove_placement_group
 
-        for group in {
-            slot.placement_group.id: slot.placement_group for slot in self.slots
-        }.values():
+        groups = {slot.placement_group.id: slot.placement_group for slot in self.slots}
+        for group in groups.values():
             remove_placement_group(group)
 
 
@@ -160,6 +163,8 @@ def reserve(
             immediately), a node has fewer GPUs than `cluster.devices_per_node`, or Ray on a node
             has a setting that would put several processes on one device.
     """
+    for pool in pools:
+        max_colocate = max(max_colocate, len(pool.groups))
     wait = cluster.config.start_timeout_s if timeout_s is None else timeout_s
     deadline = time.monotonic() + wait
     while True:
@@ -174,9 +179,7 @@ def reserve(
             placement = place(_shape(cluster, states, kind), pools)
             group = _reserve(placement, states, deadline, detached)
             if group is not None:
-                return placement, _slots(
-                    placement, group, max(max_colocate, *(len(pool.groups) for pool in pools))
-                )
+                return placement, _slots(placement, group, max_colocate)
             reason = "Ray did not grant resources that were free a moment before"
         except ResourceError as error:
             reason = str(error)
@@ -209,21 +212,19 @@ def _usable(cluster: Cluster, kind: str) -> list[NodeState]:
 def _shape(
     cluster: Cluster, states: Sequence[NodeState], kind: Kind, everything: bool = False
 ) -> ClusterShape:
-    """Return each node's free (or, with `everything`, total) resources.
+    """Return each node's free (or, with `everything`, total) resources."""
+    nodes = []
+    for state in states:
+        total = _processes_on(state.total, kind)
+        free = total if everything else _processes_on(state.free, kind)
+        nodes.append(Node(state.address, free, total - free))
+    return ClusterShape(tuple(nodes), kind, cluster.is_local)
 
-    A process on a GPU also needs a CPU.
-    """
-    names = ("CPU", "GPU") if kind == "cuda" else ("CPU",)
-    total = [int(min(state.total.get(name, 0) for name in names)) for state in states]
-    free = (
-        total
-        if everything
-        else [int(min(state.free.get(name, 0) for name in names)) for state in states]
-    )
-    nodes = zip(states, free, total, strict=True)
-    return ClusterShape(
-        tuple(Node(s.address, now, all_ - now) for s, now, all_ in nodes), kind, cluster.is_local
-    )
+
+def _processes_on(resources: Mapping[str, float], kind: Kind) -> int:
+    """Return how many processes can run on these resources. A process on a GPU also needs a CPU."""
+    most = resources.get("CPU", 0)
+    return int(min(most, resources.get("GPU", 0)) if kind == "cuda" else most)
 
 
 def _reserve(
@@ -269,17 +270,14 @@ def _slots(
     used = _used(placement)
     bundle_of = {node: index for index, node in enumerate(used)}
     names = _device_names(placement, group, used) if gpus else {}
-
-    def slot(one: Process) -> Slot:
+    slots: dict[str, list[Slot]] = {}
+    for one in placement.processes:
         devices = tuple(names[one.node][device] for device in one.visible) if gpus else ()
         address = placement.cluster.nodes[one.node].address
-        return Slot(address, one.local_rank, group, bundle_of[one.node], devices, one.ports)
-
-    roles = dict.fromkeys(one.role for one in placement.processes)
-    return {
-        role: ResourcePool(tuple(map(slot, placement.of(role))), gpus, max_colocate)
-        for role in roles
-    }
+        slots.setdefault(one.role, []).append(
+            Slot(address, one.local_rank, group, bundle_of[one.node], devices, one.ports)
+        )
+    return {role: ResourcePool(tuple(own), gpus, max_colocate) for role, own in slots.items()}
 
 
 def _device_names(
@@ -296,16 +294,11 @@ def _device_names(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     ask = ray.remote(_reserved_devices)
-    answers = [
-        ask.options(
-            num_cpus=0,
-            num_gpus=len(devices),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=index
-            ),
-        ).remote()
-        for index, devices in enumerate(used.values())
-    ]
+    answers = []
+    for index, devices in enumerate(used.values()):
+        there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        options = ask.options(num_cpus=0, num_gpus=len(devices), scheduling_strategy=there)
+        answers.append(options.remote())
     try:
         found = ray.get(answers, timeout=60 + len(answers))
     except ray.exceptions.RayError as error:
@@ -313,7 +306,8 @@ def _device_names(
         raise ResourceError(
             f"could not query the reserved devices of the nodes: {error}"
         ) from error
-    for node, (_, settings) in zip(used, found, strict=True):
+    names = {}
+    for (node, devices), (reserved, settings) in zip(used.items(), found, strict=True):
         if settings:
             remove_placement_group(group)
             raise ResourceError(
@@ -321,10 +315,8 @@ def _device_names(
                 f"{', '.join(settings)}, which would put several ranks on one device; unset it in "
                 "the environment of `ray start`"
             )
-    return {
-        node: dict(zip(devices, names, strict=True))
-        for (node, devices), (names, _) in zip(used.items(), found, strict=True)
-    }
+        names[node] = dict(zip(devices, reserved, strict=True))
+    return names
 
 
 def _reserved_devices() -> tuple[list[str], list[str]]:
@@ -334,7 +326,7 @@ def _reserved_devices() -> tuple[list[str], list[str]]:
 
     import ray
 
-    names = [str(one) for one in ray.get_gpu_ids()]
+    names = list(map(str, ray.get_gpu_ids()))
     settings = [name for name in _REFUSED if os.environ.get(name, "").lower() in ("1", "true")]
     return sorted(
         names, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)

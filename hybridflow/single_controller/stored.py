@@ -43,10 +43,12 @@ class Header:
     @classmethod
     def of(cls, batch: DataProto, inline_bytes: int = 0) -> Header:
         """Build the header of `batch`, including all columns of at most `inline_bytes`."""
-        sizes = {name: column.nbytes for name, column in batch.items()}
-        lengths = {
-            name: column.lengths for name, column in batch.items() if isinstance(column, Jagged)
-        }
+        sizes = {}
+        lengths = {}
+        for name, column in batch.items():
+            sizes[name] = column.nbytes
+            if isinstance(column, Jagged):
+                lengths[name] = column.lengths
         small = batch.select(name for name, nbytes in sizes.items() if nbytes <= inline_bytes)
         return cls(len(batch), dict(batch.meta), sizes, lengths, small)
 
@@ -105,10 +107,9 @@ class Recipe:
         """Build the batch from the objects sent with the call."""
         batch = objects[self.local] if isinstance(self.local, int) else self.local
         for column in self.columns:
-            parts = [
-                objects[at].select([name]).rename({name: column.name})
-                for at, name in column.sources
-            ]
+            parts = []
+            for at, name in column.sources:
+                parts.append(objects[at].select([name]).rename({name: column.name}))
             batch = batch.union(gather(parts, column.index))
         return batch.select(self.names)
 
@@ -133,10 +134,10 @@ def gather(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
             f"row {int(index.max())} is out of range: the parts have {starts[-1]} rows"
         )
     part_of = np.searchsorted(starts, index, side="right") - 1
-    taken = DataProto.concat(
-        [part.rows(index[part_of == i] - starts[i]) for i, part in enumerate(parts)]
-    )
-    return taken.reorder(np.argsort(np.argsort(part_of, kind="stable")))
+    taken = []
+    for i, part in enumerate(parts):
+        taken.append(part.rows(index[part_of == i] - starts[i]))
+    return DataProto.concat(taken).reorder(np.argsort(np.argsort(part_of, kind="stable")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,24 +172,29 @@ class StoredColumn(Deferred):
 
     def concat(self, others: Sequence[Deferred]) -> StoredColumn:
         """Append the rows of other columns to this one."""
-        columns = [self, *(other for other in others if isinstance(other, StoredColumn))]
-        starts = np.cumsum(
-            [0, *(sum(part.header.rows for part in column.parts) for column in columns)]
-        )
-        index = np.concatenate(
-            [column.index + start for column, start in zip(columns, starts, strict=False)]
-        )
-        return StoredColumn(tuple(part for column in columns for part in column.parts), index)
+        parts = list(self.parts)
+        index = [self.index]
+        start = self._rows.sum()
+        for other in others:
+            if isinstance(other, StoredColumn):
+                parts += other.parts
+                index.append(other.index + start)
+                start += other._rows.sum()
+        return StoredColumn(tuple(parts), np.concatenate(index))
+
+    @property
+    def _rows(self) -> np.ndarray:
+        """Number of rows of each part."""
+        return np.array([part.header.rows for part in self.parts], np.int64)
 
     def needed(self) -> StoredColumn:
         """Return the same rows, but drop the parts that contribute no rows."""
-        starts = np.cumsum([0, *(part.header.rows for part in self.parts)])
-        part_of = np.searchsorted(starts, self.index, side="right") - 1
+        rows = self._rows
+        ends = np.cumsum(rows)
+        part_of = np.searchsorted(ends, self.index, side="right")
         used = np.unique(part_of) if len(self.index) else np.zeros(1, np.int64)
         moved = np.zeros(len(self.parts), np.int64)
-        moved[used] = (
-            np.cumsum([0, *(self.parts[at].header.rows for at in used[:-1])]) - starts[used]
-        )
+        moved[used] = np.cumsum(rows[used]) - ends[used]
         return StoredColumn(tuple(self.parts[at] for at in used), self.index + moved[part_of])
 
     def fetch(self) -> tuple[Column, bool]:
@@ -203,26 +209,27 @@ class StoredColumn(Deferred):
                 f"lost column {column.parts[0].name!r}: {str(error).strip().splitlines()[-1]}"
             ) from error
         name = column.parts[0].name
-        alike = [
-            held.select([part.name]).rename({part.name: name})
-            for part, held in zip(column.parts, objects, strict=True)
-        ]
+        alike = []
+        for part, held in zip(column.parts, objects, strict=True):
+            alike.append(held.select([part.name]).rename({part.name: name}))
         found = gather(alike, column.index)
         return found[name], name in found.bfloat16
 
     @property
     def lengths(self) -> np.ndarray | None:
         """Row lengths `[B]` of a jagged column, taken from the headers; None for a dense column."""
-        found = [part.header.lengths.get(part.name) for part in self.parts]
-        known = [lengths for lengths in found if lengths is not None]
-        return np.concatenate(known)[self.index] if len(known) == len(found) else None
+        found = []
+        for part in self.parts:
+            if part.name not in part.header.lengths:
+                return None
+            found.append(part.header.lengths[part.name])
+        return np.concatenate(found)[self.index]
 
     @property
     def nbytes(self) -> int:
         """Size of these rows in bytes; an estimate if they include only some rows of a part."""
-        rows = sum(part.header.rows for part in self.parts)
         total = sum(part.header.nbytes[part.name] for part in self.parts)
-        return total * len(self.index) // max(rows, 1)
+        return total * len(self.index) // max(int(self._rows.sum()), 1)
 
 
 @dataclass
@@ -268,16 +275,12 @@ def keep_in_store(batch: DataProto) -> DataProto:
     """
     import ray
 
-    large = {
-        name: column
-        for name, column in batch.items()
-        if isinstance(column, Jagged) and column.nbytes > INLINE_BYTES
-    }
     kept = {}
-    for name, column in large.items():
-        alone = DataProto({name: column}, {}, batch.bfloat16 & {name})
-        kept[name] = StoredColumn.whole(Part(ray.put(alone), name, Header.of(alone)))
-    return DataProto({**dict(batch.items()), **kept}, batch.meta, batch.bfloat16 - set(large))
+    for name, column in batch.items():
+        if isinstance(column, Jagged) and column.nbytes > INLINE_BYTES:
+            alone = DataProto({name: column}, {}, batch.bfloat16 & {name})
+            kept[name] = StoredColumn.whole(Part(ray.put(alone), name, Header.of(alone)))
+    return DataProto({**dict(batch.items()), **kept}, batch.meta, batch.bfloat16 - set(kept))
 
 
 def stored_results(
@@ -294,11 +297,12 @@ def stored_results(
     near = set.intersection(*small) if small else set()
     results = {}
     for rank, header in headers.items():
-        parts = {name: Part(ref, name, header) for name, ref in refs[rank].items()}
-        columns = {
-            name: header.small[name] if name in near else StoredColumn.whole(part)
-            for name, part in parts.items()
-        }
+        columns: dict[str, Column | StoredColumn] = {}
+        for name, ref in refs[rank].items():
+            if name in near:
+                columns[name] = header.small[name]
+            else:
+                columns[name] = StoredColumn.whole(Part(ref, name, header))
         results[rank] = DataProto(columns, header.meta, header.small.bfloat16 & near)
     return results
 

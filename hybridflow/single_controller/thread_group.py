@@ -154,7 +154,7 @@ class _Calls:
         return self._result().__await__()
 
     async def _result(self) -> Any:
-        wrapped = [asyncio.wrap_future(one) for one in self._begun.values()]
+        wrapped = list(map(asyncio.wrap_future, self._begun.values()))
         _, late = await asyncio.wait(wrapped, timeout=self._timeout)
         if late:
             raise WorkerError(f"{self._name} did not return within {self._timeout:g} s")

@@ -216,9 +216,9 @@ class Starting:
 
     def ended(self) -> str:
         """Describe the first process that has exited."""
-        self._seen |= {
-            name: pid for name, pid in self._running().items() if pid not in self._before
-        }
+        for name, pid in self._running().items():
+            if pid not in self._before:
+                self._seen[name] = pid
         return Processes(self._seen).ended()
 
     def silent(self) -> str:

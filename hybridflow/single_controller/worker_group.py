@@ -37,6 +37,7 @@ from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.event_loop import block_on
 from hybridflow.single_controller.future import Future, Rank
 from hybridflow.single_controller.host import HostInfo, address_of
+from hybridflow.single_controller.remote_node import RemoteNode
 from hybridflow.single_controller.resource_pool import ResourcePool
 from hybridflow.single_controller.stored import INLINE_BYTES, At, Outgoing, Request, is_small
 
@@ -251,13 +252,16 @@ class WorkerGroup:
             for rank in ranks:
                 ray.kill(rank.actor, no_restart=True)
         self._broken = self._broken or WorkerError("the group was killed", role=self.role)
-        end_processes(
-            [rank.pid for rank in ranks if rank.remote is None and rank.pid],
-            *([0.0] if lost else []),
-        )
+        here: list[int] = []
+        there: dict[RemoteNode, list[int]] = {}
+        for rank in ranks:
+            on_node = here if rank.remote is None else there.setdefault(rank.remote, [])
+            if rank.pid:
+                on_node.append(rank.pid)
+        end_processes(here, *([0.0] if lost else []))
         if not lost:
-            for node in {rank.remote for rank in ranks if rank.remote is not None}:
-                node.end([rank.pid for rank in ranks if rank.remote is node and rank.pid])
+            for node, pids in there.items():
+                node.end(pids)
 
     # --- private
     # ---------------------------------------------------------------------------------------------
@@ -281,17 +285,16 @@ class WorkerGroup:
         )
         for rank, info in zip(self._ranks, infos, strict=True):
             rank.pid = info.pid
-        contexts = [self._context(pool, r, infos) for r in range(self.world_size)]
-        placed = [placed_environment(s, i, pool.gpus) for s, i in zip(slots, infos, strict=True)]
-        settings = [
-            (self.role, c, environment(c, {**given, **self._env}), import_path())
-            for c, given in zip(contexts, placed, strict=True)
-        ]
+        settings = []
+        construction = []
+        for r, (slot, info) in enumerate(zip(slots, infos, strict=True)):
+            context = self._context(pool, r, infos)
+            env = environment(context, placed_environment(slot, info, pool.gpus) | self._env)
+            settings.append((self.role, context, env, import_path()))
+            construction.append((self.worker_class, context, self._args))
         await self._everywhere("set_up", settings, deadline)
         await self._compare_clocks(infos, deadline)
-        await self._everywhere(
-            "construct", [(self.worker_class, c, self._args) for c in contexts], deadline
-        )
+        await self._everywhere("construct", construction, deadline)
         await self._find_positions()
 
     async def _compare_clocks(self, infos: Sequence[HostInfo], deadline: float) -> None:
@@ -336,9 +339,9 @@ class WorkerGroup:
         self, step: str, arguments: Sequence[tuple[Any, ...]], deadline: float
     ) -> Future:
         """Call one of the start-up methods of `Host` on all ranks, with a deadline."""
-        refs = {
-            r: getattr(rank.actor, step).remote(*arguments[r]) for r, rank in enumerate(self._ranks)
-        }
+        refs = {}
+        for r, rank in enumerate(self._ranks):
+            refs[r] = getattr(rank.actor, step).remote(*arguments[r])
         name = "start-up" if step != "construct" else f"{self.worker_class.__name__}.__init__"
         left = max(0.0, deadline - time.monotonic())
         return self._future(name, left, refs=refs, collect=in_rank_order)
@@ -374,9 +377,9 @@ class WorkerGroup:
                 refs[r], *held = actor.call_stored.options(num_returns=1 + len(together)).remote(
                     together, inline, *arguments
                 )
-                stored[r] = {
-                    name: ref for names, ref in zip(together, held, strict=True) for name in names
-                }
+                stored[r] = {}
+                for names, ref in zip(together, held, strict=True):
+                    stored[r] |= dict.fromkeys(names, ref)
             else:
                 refs[r] = actor.call_stored.remote((), 0, *arguments)
         wait = self._config.call_timeout_s if timeout is None else timeout
