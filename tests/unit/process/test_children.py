@@ -36,7 +36,7 @@ def test_a_parent_that_ended_before_the_request_is_noticed() -> None:
 PRINTS = """
 import os, sys
 from pathlib import Path
-from hybridflow.process import spans
+from hybridflow.observe import spans
 from hybridflow.process.children import print_whole_lines
 print_whole_lines()
 print("dropped")
