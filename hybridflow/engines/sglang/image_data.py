@@ -86,11 +86,13 @@ def decode(image_data: str) -> list[list[ImagePatches]]:
     """Return the images of each prompt.
 
     Raises:
-        ValueError: the data does not match the grids.
+        ValueError: the dtype is none of `DTYPES`, or the data does not match the grids.
     """
     import torch
 
     given = orjson.loads(image_data.removeprefix(_MARK))
+    if given[_DTYPE] not in DTYPES:
+        raise ValueError(f"dtype {given[_DTYPE]!r} is not one of {', '.join(DTYPES)}")
     dtype = getattr(torch, given[_DTYPE])
     table = []
     for number, one in enumerate(given[_IMAGES]):

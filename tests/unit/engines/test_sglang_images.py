@@ -78,6 +78,9 @@ def test_patches_that_do_not_fill_their_grid_are_refused() -> None:
     sent["images"][0]["patches"] = base64.b64encode(patches[:-4]).decode()
     with pytest.raises(ValueError, match="image 0 has 767 values, which are not 8 equal patches"):
         decode(f"patches:{json.dumps(sent)}")
+    sent["dtype"] = "load"
+    with pytest.raises(ValueError, match="dtype .load. is not one of float32, bfloat16"):
+        decode(f"patches:{json.dumps(sent)}")
 
 
 def body_of(prompts: list[list[int]], images: list[PromptImages]) -> dict[str, Any]:

@@ -172,7 +172,10 @@ def run_of(
     ("config", "message"),
     [
         (run_of(VISION, backend="fsdp"), "vision tower.*fsdp"),
-        (run_of(VISION, in_process=False), "engine=hf does not receive the vision tower.*set it to sglang"),
+        (
+            run_of(VISION, in_process=False),
+            "engine=hf does not receive the vision tower.*set it to sglang",
+        ),
         (run_of(VISION, freeze_vision_tower=False, recompute="full"), "recompute=full"),
         (
             run_of(DENSE, freeze_vision_tower=False),
