@@ -79,7 +79,7 @@ def test_patches_that_do_not_fill_their_grid_are_refused() -> None:
     with pytest.raises(ValueError, match="image 0 has 767 values, which are not 8 equal patches"):
         decode(f"patches:{json.dumps(sent)}")
     sent["dtype"] = "load"
-    with pytest.raises(ValueError, match="dtype .load. is not one of float32, bfloat16"):
+    with pytest.raises(ValueError, match="dtype 'load' is not one of float32, bfloat16"):
         decode(f"patches:{json.dumps(sent)}")
 
 
