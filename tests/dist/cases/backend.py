@@ -65,12 +65,12 @@ def open_policy(
         ),
         cluster=ClusterConfig(call_timeout_s=100),
     )
-    source = backends.RandomWeights
-    backends.RandomWeights = lambda tensors, seed, std: weights_of(backends.family_of(hf), std)  # type: ignore[assignment,misc]
+    initial = backends.initial_weights
+    backends.initial_weights = lambda family, seed: weights_of(family, initial(family, seed).std)
     try:
         return backends.open_backend(config, hf, Platform("cpu"), 0)
     finally:
-        backends.RandomWeights = source  # type: ignore[misc]
+        backends.initial_weights = initial
 
 
 def share(policy: Any, batch: DataProto) -> DataProto:
