@@ -59,13 +59,13 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
         metavar="DIR",
         help="a folder with your own recipes and groups, searched first",
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],  # otherwise argparse would list it among the required arguments
-        metavar="key=value",
-        help="settings that override the recipe's",
-    )
+    add_overrides(parser, "settings that override the recipe's")
+
+
+def add_overrides(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add the arguments key=value, with their help text."""
+    # without a default, argparse would list them among the required arguments
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=about)
 
 
 def require_run_folder(run_dir: Path) -> None:

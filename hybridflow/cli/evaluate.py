@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.command import add_command, new_folder, say, starting_engines
+from hybridflow.cli.command import add_command, add_overrides, new_folder, say, starting_engines
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.process.importing import without_collection
 
@@ -65,13 +65,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     about = "run the code that the run's config.yaml refers to: rewards, tools and other files"
     parser.add_argument("--run-code", action="store_true", help=about)
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],  # otherwise argparse would list it among the required arguments
-        metavar="key=value",
-        help="settings that override the run's",
-    )
+    add_overrides(parser, "settings that override the run's")
 
 
 def run_eval(args: argparse.Namespace) -> int:

@@ -37,6 +37,7 @@ from hybridflow.cli import (
 from hybridflow.cli.command import (
     Handler,
     add_command,
+    add_overrides,
     add_recipe,
     require_run_folder,
     run_job,
@@ -222,9 +223,7 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to write (default: data/TASK)"
     )
-    prepare.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="options of the task"
-    )
+    add_overrides(prepare, "options of the task")
 
     example = "example:\n  hybridflow report runs/tiny-moe-grpo\n"
     report = add_command(commands, "report", "write the HTML report of a run", example, run_report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hybridflow.cli.command import add_command, port_number, say, starting_engines
+from hybridflow.cli.command import add_command, add_overrides, port_number, say, starting_engines
 from hybridflow.process.importing import without_collection
 
 SERVE = """\
@@ -46,13 +46,7 @@ def add(commands: Any) -> None:
     )
     about = "run the code that the run's config.yaml refers to: engines and model families"
     parser.add_argument("--run-code", action="store_true", help=about)
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],  # otherwise argparse would list it among the required arguments
-        metavar="key=value",
-        help="settings that override the run's",
-    )
+    add_overrides(parser, "settings that override the run's")
 
 
 def run_serve(args: argparse.Namespace) -> int:

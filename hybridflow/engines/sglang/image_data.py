@@ -65,7 +65,8 @@ def encode(images: Sequence[PromptImages], dtype: str) -> str:
         row: list[int] = []
         end = 0
         for grid in one.grids.tolist():
-            start, end = end, end + grid[0] * grid[1] * grid[2]
+            start = end
+            end += grid[0] * grid[1] * grid[2]
             data = _bytes_of(one.pixels[start:end], dtype)
             digest = sha256(repr((grid, dtype)).encode() + data).hexdigest()
             if digest not in numbers:
