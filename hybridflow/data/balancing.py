@@ -130,12 +130,15 @@ def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the rank of each item [B], with equal counts. Items are dealt out in descending order
     of cost, in rounds of one item per rank. In each round, the most expensive item goes to the
     least loaded rank."""
-    loads = np.zeros(num_ranks)
-    rows = []
-    for costs in weights.reshape(-1, num_ranks):
-        rows.append(np.argsort(loads, kind="stable"))
-        loads[rows[-1]] += costs
-    return np.concatenate(rows) if rows else np.zeros(0, np.int64)
+    loads = [0.0] * num_ranks
+    owner: list[int] = []
+    # plain Python, because numpy's calls cost more than a round of a few ranks
+    for costs in weights.reshape(-1, num_ranks).tolist():
+        least_loaded_first = sorted(range(num_ranks), key=loads.__getitem__)
+        for rank, cost in zip(least_loaded_first, costs, strict=True):
+            loads[rank] += cost
+        owner += least_loaded_first
+    return np.array(owner, dtype=np.int64)
 
 
 def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: bool) -> None:

@@ -51,6 +51,8 @@ class Tokenizer:
         self.pad_id: int = (
             self.eos_id if hf_tokenizer.pad_token_id is None else hf_tokenizer.pad_token_id
         )
+        # its `decode` skips the type checks of transformers, which take as long as the decoding
+        self._backend = getattr(hf_tokenizer, "backend_tokenizer", None)
         self._known = frozenset(map(int, hf_tokenizer.get_vocab().values()))
         self.vocab_size: int = max(self._known) + 1
         self.stop_ids = stop_ids
@@ -73,7 +75,7 @@ class Tokenizer:
     def identity(self) -> str | None:
         """Return a hash of everything that token ids depend on, other than text and messages, or
         None if the tokenizer does not expose it."""
-        backend = getattr(self._hf, "backend_tokenizer", None)
+        backend = self._backend
         if backend is None:
             return None
         template = repr(self._hf.chat_template)
@@ -130,7 +132,7 @@ class Tokenizer:
         text = whole_text(text)
         ids = list[int]()
         places = list[int]()
-        backend = getattr(self._hf, "backend_tokenizer", None)
+        backend = self._backend
         if backend is None:
             raise DataError(
                 f"{self.path}: training on whole conversations requires a tokenizer.json"
@@ -286,11 +288,8 @@ class Tokenizer:
     def decode_response(self, ids: Sequence[int]) -> str:
         """Decode a response up to its first stop id. This is the text that a verifier should
         see."""
-        end = next(
-            (position for position, token in enumerate(ids) if token in self.stop_ids),
-            len(ids),
-        )
-        return self.decode(ids[:end])
+        stops = (position for position, token in enumerate(ids) if token in self.stop_ids)
+        return self.decode(ids[: next(stops, len(ids))])
 
     def _encode(self, text: str) -> list[int]:
         try:
@@ -304,10 +303,12 @@ class Tokenizer:
             raise
 
     def _decode_known(self, ids: list[int]) -> str:
-        return (
-            str(self._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-            if ids
-            else ""
+        if not ids:
+            return ""
+        if self._backend is not None:
+            return str(self._backend.decode(ids, skip_special_tokens=False))
+        return str(
+            self._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
 

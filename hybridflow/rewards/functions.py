@@ -185,7 +185,8 @@ class Scoring:
         if self._function is None:
             verifier = self._verifier(rows[0][0])
             limit = self._config.timeout_s if self._config.processes != 0 else None
-            facts = {name: value for name, value in rows[0][3].items() if name in FACTS}
+            info = rows[0][3]
+            facts = {name: info[name] for name in FACTS if name in info}
             options = {**self._kwargs, PROMPT: "", **facts, TIMEOUT: limit}
             return verifier.function(rows[0][1], rows[0][2], **verifier.given(options))
         copies = [(source, text, truth, dict(info)) for source, text, truth, info in rows]

@@ -83,6 +83,8 @@ class ModelGroup:
         self.config = config
         self._cost = SequenceCost.of_model(derived.hf_config(config.model))
         self._data_parallel = derived.role_data_parallel_size(config, role)
+        # costs, seed and order of the last epoch: a step's passes and updates need the same order
+        self._ordered: tuple[np.ndarray, Sequence[int], np.ndarray] | None = None
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a worker method of the role. Paths are made absolute, because ranks use a different
@@ -135,7 +137,7 @@ class ModelGroup:
         results.
         """
         return [
-            self._train(method, batch.rows(self._order(batch, (seed, epoch)).reshape(-1)))
+            self._train(method, batch, self._order(batch, (seed, epoch)).reshape(-1))
             for epoch in range(first, getattr(self.config, self.role).ppo_epochs)
         ]
 
@@ -143,21 +145,38 @@ class ModelGroup:
         self,
         method: Callable[..., Any],
         batch: DataProto,
+        rows: np.ndarray,
         *args: Any,
+        scores: DataProto | None = None,
         without: tuple[str, ...] = (),
     ) -> Awaitable[Any]:
-        """Start updates on a batch that is split into consecutive pieces, one per rank. Columns in
-        `without` are not sent."""
-        rows = derived.role_samples_per_mini_batch(self.config, self.role) // self._data_parallel
-        share = batch.select([name for name in self._reads(method) if name not in without])
-        return self._begin(method, share, rows, *args)
+        """Start updates on these rows of a batch, split into consecutive pieces, one per rank.
+
+        Args:
+            scores: further columns of the rows, in the order of `rows`.
+            without: columns that are not sent.
+        """
+        reads = self._reads(method)
+        added = [] if scores is None else [name for name in reads if name in scores]
+        sent = batch.select(name for name in reads if name not in (*added, *without)).rows(rows)
+        if scores is not None:
+            sent = sent.union(scores.select(added))
+        per_update = derived.role_samples_per_mini_batch(self.config, self.role)
+        return self._begin(method, sent, per_update // self._data_parallel, *args)
 
     def _order(self, batch: DataProto, seed: Sequence[int]) -> np.ndarray:
         """Return the row indices of an epoch's mini-batches, one mini-batch after another: [ranks,
         rows]."""
+        costs = self._costs(batch)
+        if self._ordered is not None:
+            known_costs, known_seed, known = self._ordered
+            if known_seed == seed and np.array_equal(known_costs, costs):
+                return known
         rows = derived.role_samples_per_mini_batch(self.config, self.role)
         ranks = self._data_parallel
-        return update_order(self._costs(batch), ranks, rows, seed).reshape(ranks, -1)
+        order = update_order(costs, ranks, rows, seed).reshape(ranks, -1)
+        self._ordered = (costs, seed, order)
+        return order
 
     def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
         return method_spec(method).reads
@@ -235,7 +254,9 @@ class PolicyGroup(ModelGroup):
     async def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
         """Return old_log_probs and entropys for the rows outside the first mini-batch of `seed`,
         ordered by the rank that will train on them."""
-        return await self.log_probs(batch.rows(self._first_and_later(batch, seed)[1]))
+        _, later = self._first_and_later(batch, seed)
+        read = method_spec(log_prob_method(self.config)).read_of(batch)
+        return await self.log_probs(batch.select(read).rows(later))
 
     async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
@@ -252,18 +273,18 @@ class PolicyGroup(ModelGroup):
                 RoleWorker.wake, ("gradients", "optimizer")
             )  # once for both calls; they are offloaded after training
         begun = rows if later is not None else self._order(batch, (seed, 0)).reshape(-1)
-        updates = merged(
-            [await self._train(method, batch.rows(begun), True, without=("old_log_probs",))]
-        )
+        first = self._train(method, batch, begun, True, without=("old_log_probs",))
+        updates = merged([await first])
         found: DataProto = await self.call(
             PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(rows)
         )
         if later is not None:
-            updates += merged([await self._train(method, batch.rows(others).union(later))])
+            updates += merged([await self._train(method, batch, others, scores=later)])
             rows = np.concatenate([rows, others])
             found = concat([found, later])
         by_row = np.argsort(rows)
-        scored = batch.rows(rows[by_row]).union(found.rows(by_row))
+        kept = batch if len(rows) == len(batch) else batch.rows(rows[by_row])
+        scored = kept.union(found.rows(by_row))
         rest = self._epochs(method, scored if len(scored) == len(batch) else batch, seed, first=1)
         updates += merged([await call for call in rest])
         return await self._observed(updates, batch), scored
