@@ -208,9 +208,10 @@ class Host:
             return failure(error)
         return None
 
-    def call(self, request: Request, *objects: Any) -> Any:
+    def call(self, packed: Request | bytes, *objects: Any) -> Any:
         """Call a method and return its result; coroutines are awaited. An exception is returned as
         a `Failure`."""
+        request = Request.unpacked(packed)
         try:
             with spans.span("read arguments", least_s=_WORTH_A_SPAN_S):
                 args, kwargs = request.arguments(objects)
@@ -220,19 +221,15 @@ class Host:
         except Exception as error:
             return failure(error)
 
-    def call_stored(
-        self, together: Sequence[Sequence[str]], inline_bytes: int, request: Request, *objects: Any
-    ) -> Any:
+    def call_stored(self, packed: Request | bytes, *objects: Any) -> Any:
         """Same as `call`, for a method that returns a batch.
 
-        Returns a `Header`, followed by one batch per group of columns, so that each group becomes
-        an object in the store.
-
-        Args:
-            together: the groups of columns. Empty if the rank's result is discarded.
-            inline_bytes: columns up to this size are included in the header.
-            request, objects: as for `call`.
+        Returns a `Header`, followed by one batch for each group of columns in `Request.together`,
+        so that each group becomes an object in the store. Without groups, the rank's result is
+        discarded.
         """
+        request = Request.unpacked(packed)
+        together = request.together
         result = self.call(request, *objects)
         if not together:
             return result if isinstance(result, Failure) else None
@@ -241,7 +238,7 @@ class Host:
         if sorted(result.columns) != sorted(chain.from_iterable(together)):
             return (result, *[None] * len(together))  # the driver raises the error
         columns = DataProto(dict(result.items()), {}, result.bfloat16)  # meta is in the header
-        return (Header.of(result, inline_bytes), *map(columns.select, together))
+        return (Header.of(result, request.inline_bytes), *map(columns.select, together))
 
 
 async def _awaited(value: Any) -> Any:

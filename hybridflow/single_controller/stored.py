@@ -9,6 +9,7 @@ and the order of the rows.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from hybridflow.batch import Column, DataProto, Deferred, Jagged
 from hybridflow.errors import DataError, HybridFlowError
 
+_PLAIN = {str, int, float, bool, type(None)}  # arguments that JSON keeps as they are
 INLINE_BYTES = 64 << 10  # result columns up to this size are sent to the driver immediately
 
 
@@ -64,17 +66,51 @@ class At:
 
 @dataclass(frozen=True)
 class Request:
-    """A call to one rank. It is a single value because Ray serializes each argument separately."""
+    """A call to one rank. It is a single value because Ray serializes each argument separately.
+
+    Args:
+        values: arguments; `At` and `Recipe` refer to objects sent along.
+        keywords: names of the last arguments.
+        together: groups of result columns that stay in the object store (`Host.call_stored`).
+        inline_bytes: result columns up to this size are sent to the driver immediately.
+    """
 
     method: str
-    values: tuple[Any, ...]  # arguments; At and Recipe refer to objects sent along
-    keywords: tuple[str, ...]  # names of the last arguments
+    values: tuple[Any, ...]
+    keywords: tuple[str, ...]
+    together: tuple[tuple[str, ...], ...] = ()
+    inline_bytes: int = 0
 
     def arguments(self, objects: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and keyword arguments."""
         built = [_built(value, objects) for value in self.values]
         positional = len(built) - len(self.keywords)
         return built[:positional], dict(zip(self.keywords, built[positional:], strict=True))
+
+    def packed(self) -> Request | bytes:
+        """Return the request as JSON if all its arguments are numbers, texts or objects sent along.
+        Ray sends bytes as they are, but pickling a request costs it as much as the rest of a call.
+        """
+        if not all(type(value) in _PLAIN or isinstance(value, At) for value in self.values):
+            return self
+        # the position of an object is a list, which no argument is
+        values = [[value.position] if isinstance(value, At) else value for value in self.values]
+        fields = [self.method, values, self.keywords, self.together, self.inline_bytes]
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def unpacked(cls, sent: Request | bytes) -> Request:
+        """Return the request that was `packed`."""
+        if isinstance(sent, Request):
+            return sent
+        method, values, keywords, together, inline_bytes = json.loads(sent)
+        return cls(
+            method,
+            tuple(At(value[0]) if isinstance(value, list) else value for value in values),
+            tuple(keywords),
+            tuple(map(tuple, together)),
+            inline_bytes,
+        )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -362,26 +363,28 @@ class WorkerGroup:
         # are sent to another node.
         together = (tuple(writes),) if self._cluster.is_local else tuple((name,) for name in writes)
         sent: dict[int, Any] = {}  # stores each chunk once for all ranks of a data-parallel group
-        made: dict[int, tuple[Any, ...]] = {}  # shares one message among ranks with equal arguments
+        # shares one message among ranks with equal arguments
+        made: dict[int, tuple[Request, Sequence[Any]]] = {}
         refs: dict[int, Any] = {}
         stored: dict[int, dict[str, Any]] = {}
         for r, call in plan.calls.items():
             if id(call) not in made:
                 made[id(call)] = _message(name, call, sent)
-            arguments = made[id(call)]
+            request, objects = made[id(call)]
             actor = self._ranks[r].actor
             if not writes:
-                refs[r] = actor.call.remote(*arguments)
+                refs[r] = actor.call.remote(request.packed(), *objects)
             elif r in collectors:
                 inline = INLINE_BYTES // len(collectors)
+                storing = replace(request, together=together, inline_bytes=inline)
                 refs[r], *held = actor.call_stored.options(num_returns=1 + len(together)).remote(
-                    together, inline, *arguments
+                    storing.packed(), *objects
                 )
                 stored[r] = {}
                 for names, ref in zip(together, held, strict=True):
                     stored[r] |= dict.fromkeys(names, ref)
             else:
-                refs[r] = actor.call_stored.remote((), 0, *arguments)
+                refs[r] = actor.call_stored.remote(request.packed(), *objects)
         wait = self._config.call_timeout_s if timeout is None else timeout
         on_lost = partial(self._note_loss, self._ranks)
         return self._future(
@@ -416,11 +419,11 @@ def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:
     return sent[key]
 
 
-def _message(name: str, call: RankCall, sent: dict[int, Any]) -> tuple[Any, ...]:
+def _message(name: str, call: RankCall, sent: dict[int, Any]) -> tuple[Request, Sequence[Any]]:
     """Build a rank's request, and the objects that are sent along with it."""
     outgoing = Outgoing()
     values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))
-    return (Request(name, values, tuple(call.kwargs)), *outgoing.objects)
+    return Request(name, values, tuple(call.kwargs)), outgoing.objects
 
 
 def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,13 +103,39 @@ def test_a_request_is_carried_out_with_the_objects_sent_along() -> None:
 
 def test_a_stored_result_is_a_header_with_the_small_columns_and_an_object_for_each() -> None:
     call, objects = request()
-    header, x, rows = host(Actor(CONTEXT, 1)).call_stored((("x",), ("rows",)), 24, call, *objects)
+    apart = replace(call, together=(("x",), ("rows",)), inline_bytes=24)
+    header, x, rows = host(Actor(CONTEXT, 1)).call_stored(apart.packed(), *objects)
     assert isinstance(header, Header) and header.rows == 3 and header.nbytes["x"] == 24
     assert header.small.columns == ("x",) and header.small["x"].tolist() == x["x"].tolist()
     assert header.lengths["rows"].tolist() == rows.lengths("rows").tolist() == [3, 1, 2]
-    header, both = host(Actor(CONTEXT, 1)).call_stored((("rows", "x"),), 24, call, *objects)
+    as_one = replace(call, together=(("rows", "x"),), inline_bytes=24)
+    header, both = host(Actor(CONTEXT, 1)).call_stored(as_one.packed(), *objects)
     assert header.small.columns == ("x",) and both.columns == ("rows", "x") and both.meta == {}
     assert both["x"].tolist() == x["x"].tolist() and both.jagged("rows").equals(rows["rows"])
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+@given(
+    values=st.lists(PLAIN | st.builds(At, st.integers(0, 9)), max_size=4),
+    together=st.lists(st.lists(st.text(), max_size=2).map(tuple), max_size=2),
+    inline_bytes=st.integers(0),
+)
+def test_a_request_with_plain_arguments_is_sent_as_bytes_and_arrives_unchanged(
+    values: list[Any], together: list[tuple[str, ...]], inline_bytes: int
+) -> None:
+    call = Request("call", tuple(values), ("b",), tuple(together), inline_bytes)
+    sent = call.packed()
+    assert isinstance(sent, bytes)
+    arrived = Request.unpacked(sent)
+    assert arrived == call and [*map(type, arrived.values)] == [*map(type, call.values)]
+
+
+@pytest.mark.parametrize("value", [[0], (0,), {"a": 1}, np.float32(1), Path("a"), b"a"])
+def test_a_request_with_other_arguments_is_sent_as_it_is(value: Any) -> None:
+    call = Request("call", (value,), ())
+    assert call.packed() is call and Request.unpacked(call) is call
 
 
 def test_an_error_comes_back_as_a_value() -> None:
