@@ -25,7 +25,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ from hybridflow.data.images import COLUMN, with_pixels
 from hybridflow.rollout.evaluation import Scorer, Scoring
 from hybridflow.rollout.protocols import Rollouts, Sample
 from hybridflow.rollout.requests import concat
-from hybridflow.single_controller import in_thread
 
 # tolerate this share of late groups before prefetching another step
 _LATE = 0.1
@@ -169,8 +167,7 @@ class Groups:
                 "rollout/steps_ahead": float(self._ahead),
             }
         prompts = _prompts_of(chosen)
-        # slow for conversations
-        answered = await in_thread(partial(self.engines.batch, _samples_of(chosen)))
+        answered = await self.engines.answers(_samples_of(chosen))
         self._scored = _scorings_of(chosen)
         uid = np.repeat(np.arange(len(chosen), dtype=np.int64), self.config.rollout.n)
         return self.keep(prompts.with_columns(uid=uid).union(answered))

@@ -45,16 +45,12 @@ class Rollouts(Protocol):
         """Send as many requests as the engines can accept, and wait briefly for answers."""
 
     async def answers(self, samples: Sequence[Any]) -> DataProto:
-        """Wait until all samples have finished, and return their answers in the format of
-        `batch`."""
-
-    def batch(self, samples: Sequence[Any]) -> DataProto:
-        """Return the answers of finished samples, in order: response_ids, response_mask,
-        rollout_log_probs, response_versions, finish_reason, weight_version; for conversations also
-        `conversations.COLUMNS`."""
+        """Wait until all samples have finished, and return their answers, in order: response_ids,
+        response_mask, rollout_log_probs, response_versions, finish_reason, weight_version; for
+        conversations also `conversations.COLUMNS`."""
 
     def shown(self, samples: Sequence[Any]) -> DataProto:
-        """Return only those columns of `batch` that are needed for computing rewards."""
+        """Return only those columns of `answers` that are needed for computing rewards."""
 
     async def begun(self, samples: Sequence[Any]) -> DataProto | None:
         """Return the partial answers of unfinished samples, for `begin`. `sample` [b] is the

@@ -246,7 +246,7 @@ class Requests(ABC):
     # ---- answers
 
     def batch(self, samples: Sequence[Request]) -> DataProto:
-        """Return the answers of finished samples (`Rollouts.batch`)."""
+        """Return the answers of finished samples (`Rollouts.answers`)."""
         return self._answers(samples)
 
     def shown(self, samples: Sequence[Request]) -> DataProto:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ class Future:
         self._stored = dict(stored or {})
         self._waiting: asyncio.Task[Any] | None = None
         self._arrived = asyncio.Event()
+        self._told: list[int] = []  # ranks whose reply has arrived since the last `_read`
         self._value: Any = None
         self._error: HybridFlowError | None = None
         self._is_over = False
@@ -189,12 +191,14 @@ class Future:
 
     async def _news(self, within_s: float) -> bool:
         """Wait up to `within_s` for a reply. Returns True if one has arrived."""
+        # a timer, because `asyncio.wait_for` creates a task for each wait
+        timer = asyncio.get_running_loop().call_later(within_s, self._arrived.set)
         try:
-            await asyncio.wait_for(self._arrived.wait(), within_s)
-        except TimeoutError:
-            return False
+            await self._arrived.wait()
+        finally:
+            timer.cancel()
         self._arrived.clear()
-        return True
+        return bool(self._told)
 
     def _listen(self) -> None:
         """Register callbacks so that each reply, including replies already received, sets
@@ -202,21 +206,26 @@ class Future:
         """
         loop = asyncio.get_running_loop()
         self._arrived = arrived = asyncio.Event()
+        self._told = told = list[int]()
 
-        def tell(_: object) -> None:
+        def note(rank: int) -> None:
+            told.append(rank)
+            arrived.set()
+
+        def tell(rank: int, _: object) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(arrived.set)
+                loop.call_soon_threadsafe(note, rank)
 
-        for reply in self._replies.values():
-            reply.add_done_callback(tell)
+        for rank, reply in self._replies.items():
+            reply.add_done_callback(partial(tell, rank))
 
     def _read(self) -> dict[int, Failure | Exception]:
         """Move received replies into the results, and return the failures among them."""
         failed: dict[int, Failure | Exception] = {}
-        for rank in sorted(self._open):
+        arrived = sorted(self._open.intersection(self._told))
+        self._told.clear()
+        for rank in arrived:
             reply = self._replies[rank]
-            if not reply.done():
-                continue
             self._open.discard(rank)
             error = reply.exception()
             if isinstance(error, Exception):

@@ -99,13 +99,11 @@ class NoEngines:
 
     async def answers(self, samples: Sequence[Sample]) -> DataProto:
         """Raise HybridFlowError, because there are no requests."""
-        return self.batch(samples)
+        return self.shown(samples)
 
-    def batch(self, samples: Sequence[Sample]) -> DataProto:
+    def shown(self, samples: Sequence[Sample]) -> DataProto:
         """Raise HybridFlowError, because there are no requests."""
         raise HybridFlowError("trainer.rollouts_from is set, so this run has no generated answers")
-
-    shown = batch
 
 
 class EngineProcesses:

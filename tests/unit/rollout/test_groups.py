@@ -79,7 +79,7 @@ class Service:
         """The sample that was begun first, which ends when it is told to."""
         return self.open.pop(0)
 
-    def batch(self, samples: Sequence[Answer]) -> DataProto:
+    async def answers(self, samples: Sequence[Answer]) -> DataProto:
         for one in samples:
             self.ended.remove(one)  # a step takes them once
         versions = np.array([one.version for one in samples])

@@ -165,12 +165,10 @@ class World(Immediate):
         raise AssertionError("all samples have ended")
 
     async def answers(self, samples: Sequence[Answer]) -> DataProto:
-        return self.batch(samples)
+        return self.shown(samples)
 
-    def batch(self, samples: Sequence[Answer]) -> DataProto:
+    def shown(self, samples: Sequence[Answer]) -> DataProto:
         return DataProto.concat([one.batch.rows([one.row]) for one in samples])
-
-    shown = batch
 
     async def begun(self, samples: Sequence[Answer]) -> DataProto | None:
         return None
