@@ -32,9 +32,10 @@ from hybridflow.rollout.protocols import ROOM, SyncReport
 from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
-_POLL_S = (
-    0.25  # maximum time for which an engine may have a free slot before it gets the next request
-)
+# maximum time for which an engine may have a free slot before it gets the next request; longer for
+# many engines, because a poll takes the driver almost a millisecond for each of them
+_POLL_S = 0.25
+_POLL_S_OF_AN_ENGINE = 0.02
 # number of requests sent to an engine, as a multiple of the number that it runs concurrently
 _RUNNING_SETS = 2
 # column [B] of requests with their own sampling settings
@@ -235,7 +236,10 @@ class Requests(ABC):
                 engines = sorted(
                     {one.engine for one in self._under_way.values() if one.training == training}
                 )
-                for answers in await self._collect(training, engines, _POLL_S) if engines else ():
+                if not engines:
+                    continue
+                wait_s = max(_POLL_S, _POLL_S_OF_AN_ENGINE * len(engines))
+                for answers in await self._collect(training, engines, wait_s):
                     cut += await self._receive(answers)
             self._count_in_flight()
             if cut:

@@ -53,6 +53,7 @@ class Engines(Requests):
         self.forgotten: list[int] = []
         self.temperatures: dict[int, float] = {}  # ticket: as it was asked last
         self.aborting: set[int] = set()
+        self.waits: list[float] = []
 
     def _serving(self) -> Sequence[int]:
         if len(self.lost) == len(self.held):
@@ -78,6 +79,7 @@ class Engines(Requests):
         self, training: bool, engines: Sequence[int], wait_s: float
     ) -> Sequence[DataProto]:
         self.version += 1
+        self.waits.append(wait_s)
         for _ in range(3):
             await asyncio.sleep(0)  # a call of workers takes some time
         return [self._some_of(engine) for engine in engines]
@@ -187,6 +189,14 @@ def test_whatever_is_lost_every_request_is_answered_once(seed: int) -> None:
     for prompts, requests in pending:
         check(engines.batch(requests), prompts)
     assert engines.is_idle
+
+
+def test_many_engines_are_polled_less_often() -> None:
+    for count, wait_s in ((1, 0.25), (8, 0.25), (64, 1.28)):
+        engines = Engines(count, 0, chance=0.0)
+        engines.begin(prompts_of(count), training=True)
+        advance(engines)
+        assert engines.waits == [wait_s]
 
 
 def test_an_engine_gets_the_samples_of_a_prompt_together_and_no_more_than_it_has_room_for() -> None:
