@@ -72,17 +72,21 @@ def model_groups(dirs: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def require_recipe(name: str, dirs: list[Path]) -> str:
-    """Return the recipe's name without suffix. Raises a ConfigError that lists all recipes if it is
-    not in `dirs`."""
+    """Return the recipe's name without suffix. Raises a ConfigError that lists the recipes whose
+    names contain this one, or all recipes, if it is not in `dirs`."""
     stem = name.removesuffix(".yaml")
     names = [recipe.name for recipe in list_recipes(dirs)]
     if stem in names:
         return stem
-    hint = did_you_mean(stem, names)
-    searched = ", ".join(map(str, dirs))
+    searched = f"(searched {', '.join(map(str, dirs))}; `hybridflow train` lists the recipes)"
+    alike = [known for known in names if stem and stem in known]
+    if alike:
+        raise ConfigError(
+            f"recipe {name} not found; did you mean one of {', '.join(alike)}? {searched}"
+        )
+    hint = did_you_mean(stem, names) or "."
     raise ConfigError(
-        f"recipe {name} not found{hint} Available: {', '.join(names) or 'none'} (searched "
-        f"{searched})"
+        f"recipe {name} not found{hint} Available: {', '.join(names) or 'none'} {searched}"
     )
 
 

@@ -249,6 +249,13 @@ def test_an_unknown_recipe_lists_those_that_exist(own: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_part_of_a_recipes_name_lists_the_recipes_that_have_it() -> None:
+    found = message(name="qwen3-235b")
+    alike = "grpo-qwen3-235b-a22b-16x8, grpo-qwen3-235b-a22b-32x8"
+    assert f"qwen3-235b not found; did you mean one of {alike}" in found
+    assert "tiny-moe-grpo" not in found
+
+
 def test_a_missing_mandatory_value_says_what_to_give() -> None:
     assert "set model.path=..." in message("model=folder")
 
