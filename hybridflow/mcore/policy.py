@@ -261,7 +261,7 @@ class Policy(HoldsReference):
         self.optimizer.zero_grad()
         self.expert_load.begin()
         watch = Watch(num_micro_batches)
-        biases = self._expert_biases()
+        biases = [(bias, bias.clone()) for bias in self._expert_biases]
         metrics = metrics_to_floats(accumulate(watch))
         if problem := watch.report(self.chunks):
             for live, before in biases:
@@ -270,14 +270,12 @@ class Policy(HoldsReference):
         applied, grad_norm, rate = self.optimizer.step()
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
-    def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (live tensor, copy) for each expert bias. Megatron updates the biases at the end
-        of the backward pass, before the optimizer runs (finalize_model_grads.py:476)."""
-        biases: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, tensor in held_weights(self.stages).items():
-            if name.endswith(".expert_bias"):
-                biases.append((tensor, tensor.clone()))
-        return biases
+    @functools.cached_property
+    def _expert_biases(self) -> list[torch.Tensor]:
+        """The live expert biases. Megatron updates them at the end of the backward pass, before the
+        optimizer runs (finalize_model_grads.py:476)."""
+        held = held_weights(self.stages)
+        return [bias for name, bias in held.items() if name.endswith(".expert_bias")]
 
     def set_optimizer(self, config: OptimConfig) -> None:
         """Create a fresh optimizer for the current weights, with zero moments."""
@@ -339,10 +337,11 @@ class Policy(HoldsReference):
         # the dispatcher gathers the same number of tokens from every rank (token_dispatcher.py:264)
         if self.config.moe_dispatcher == "allgather":
             total = all_ranks_max(total)
-        return self.replay.attach(
-            batch,
-            build_micro_batches(batch, bins, columns, cut, total, last_token, heads, self.images),
+        micro_batches = build_micro_batches(
+            batch, bins, columns, cut, total, last_token, heads, self.images
         )
+        replays = self.replay.action is not None
+        return self.replay.attach(batch, micro_batches) if replays else micro_batches
 
     def _cut(self) -> Cut:
         config = self.config
@@ -372,20 +371,15 @@ class Policy(HoldsReference):
     def _base(self) -> dict[str, torch.Tensor]:
         self.settle()
         held = {}
-        for name, (parameter, _) in self.described().items():
+        for name, (parameter, _) in self.described.items():
             held[name] = parameter.detach()
         return held
 
-    def described(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
-        """Return `local_parameters` of this rank, including its prediction heads."""
-        held = held_weights(self.stages, self.heads)
-        return {name: (held[name], local) for name, local in self._map.items()}
-
     @functools.cached_property
-    def _map(self) -> dict[str, LocalTensor]:
-        """The descriptions of this rank's tensors, compared with the model once."""
-        found = local_parameters(self.stages, self.family, self.heads)
-        return {name: local for name, (_, local) in found.items()}
+    def described(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
+        """`local_parameters` of this rank, including its prediction heads. Compared with the model
+        once: updates, loading and offloading change these tensors in place."""
+        return local_parameters(self.stages, self.family, self.heads)
 
     def release_copies(self) -> None:
         """Free the copies made by `parameters`."""

@@ -13,7 +13,6 @@ from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.entries import ESTIMATORS
 from hybridflow.config.schema import RunConfig
-from hybridflow.config.val_sets import tag
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
@@ -29,7 +28,6 @@ from hybridflow.trainer.metrics import (
     preference_metrics,
     update_metrics,
 )
-from hybridflow.trainer.observations import over_roles
 from hybridflow.trainer.performance import Performance
 from hybridflow.trainer.protocols import Role, Update
 from hybridflow.trainer.samples import Samples
@@ -122,15 +120,16 @@ class Records:
         if not metrics:
             return
         self.session.log(step, metrics, phase="val")
+        tags = self.validator.tags
         for name in self.validator.datasets:
-            folder = self.session.folder / f"validation{tag(name)}"
+            folder = self.session.folder / f"validation{tags[name]}"
             self.session.tracker.rollouts(step, dump_path(folder, step))
-        scores = {name: metrics[f"val{tag(name)}/score"] for name in self.validator.datasets}
+        scores = {name: metrics[f"val{tags[name]}/score"] for name in self.validator.datasets}
         first = next(iter(scores.values()))
         self.session.totals.setdefault("score_before", first)
         self.session.totals["score_after"] = first
         for name, score in scores.items():
-            what = "accuracy" if f"val{tag(name)}/accuracy" in metrics else "score"
+            what = "accuracy" if f"val{tags[name]}/accuracy" in metrics else "score"
             whose = f" of {name}" if name else ""
             progress.message(f"held-out {what}{whose} after step {step}: {score:.3f}")
 
@@ -254,6 +253,16 @@ class Records:
                     f"Reduce {role}.optim.lr and run the same command again to resume from the "
                     "last checkpoint."
                 )
+
+
+def over_roles(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Merge the `memory_metrics` of all roles. If several roles report the same metric (the step's
+    peaks), the maximum is used.
+    """
+    merged: dict[str, float] = {}
+    for one in metrics:
+        merged |= {name: max(value, merged.get(name, value)) for name, value in one.items()}
+    return merged
 
 
 def _shown(own: Mapping[str, float]) -> dict[str, float]:
