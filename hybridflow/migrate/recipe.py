@@ -24,21 +24,26 @@ def recipe(migration: Migration, source: str) -> str:
         lines += ["#", "# Without an equivalent:"]
         for name, reason in migration.missing.items():
             lines += _comment(f"{name}: {reason}", "  ")
-    groups = [*_GROUPS, *(["critic: gpu"] if migration.has_critic else [])]
-    groups += ["reward: builtin"] if "reward.path" not in migration.settings else []
-    lines += ["defaults:", *(f"  - {group}" for group in groups), "  - _self_", ""]
+    groups = list(_GROUPS)
+    if migration.has_critic:
+        groups.append("critic: gpu")
+    if "reward.path" not in migration.settings:
+        groups.append("reward: builtin")
+    groups.append("_self_")
+    lines.append("defaults:")
+    lines += [f"  - {group}" for group in groups]
+    lines.append("")
     tree = _tree({"model.dtype": "bfloat16", **migration.settings})
-    parts = [{"name": tree.pop("name")}]
-    parts += [{section: keys} for section, keys in sorted(tree.items())]
-    for part in parts:
-        lines.append(yaml.safe_dump(part, sort_keys=False, width=_COLUMNS).rstrip())
+    name = tree.pop("name")
+    for section, value in [("name", name), *sorted(tree.items())]:
+        text = yaml.safe_dump({section: value}, sort_keys=False, width=_COLUMNS)
+        lines.append(text.rstrip())
     return "\n".join(lines) + "\n"
 
 
 def _comment(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text, _COLUMNS, initial_indent=f"# {indent}", subsequent_indent=f"# {indent}  "
-    )
+    first = f"# {indent}"
+    return textwrap.wrap(text, _COLUMNS, initial_indent=first, subsequent_indent=f"{first}  ")
 
 
 def _tree(settings: Mapping[str, Any]) -> dict[str, Any]:

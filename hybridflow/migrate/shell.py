@@ -27,6 +27,11 @@ _COMPARED: dict[str, Callable[[str, str], bool]] = {
     "-ne": operator.ne,
 }
 _MAX_CHARACTERS = 1_000_000
+_SPACES = " \t\r"
+_SEPARATORS = "\n;&|"  # of statements
+_ENDS = _SPACES + _SEPARATORS  # of a word
+
+Value = str | list[str]  # of a variable
 
 
 @dataclass
@@ -65,13 +70,13 @@ def command_of(text: str, wanted: str, environment: Mapping[str, str]) -> Script
         elif first in ("elif", "else") and taken:
             now = not decided[-1] and (first == "else" or reader.holds(statement[1:]))
             taken[-1] = now
-            decided[-1] = decided[-1] or now
+            decided[-1] |= now
         elif first == "fi" and taken:
             taken.pop()
             decided.pop()
-        elif all(taken) and not reader.assigned and any(wanted in word for word in statement):
-            return Script(statement, reader.notes)
         elif all(taken):
+            if not reader.assigned and any(wanted in word for word in statement):
+                return Script(statement, reader.notes)
             reader.keep()
     return Script([], reader.notes)
 
@@ -82,10 +87,10 @@ class _Reader:
     def __init__(self, text: str, environment: Mapping[str, str]) -> None:
         self.text = text
         self.at = 0
-        self.variables: dict[str, str | list[str]] = dict(environment)
+        self.variables: dict[str, Value] = dict(environment)
         self.notes: list[str] = []
         # the current statement's assignment: name, value, and whether it appends
-        self.assigned: tuple[str, str | list[str], bool] | None = None
+        self.assigned: tuple[str, Value, bool] | None = None
 
     def statements(self) -> Iterator[list[str]]:
         """Yield the words of each statement. `then` and `do` separate statements too."""
@@ -93,22 +98,20 @@ class _Reader:
         self.assigned = None
         while self.at < len(self.text):
             letter = self.text[self.at]
-            if letter in "\n;&|":
+            may_assign = words in ([], ["export"])
+            if letter in _SEPARATORS:
                 self.at += 1
                 if words or self.assigned:
                     yield words
                 words = []
                 self.assigned = None
-            elif letter in " \t\r":
+            elif letter in _SPACES:
                 self.at += 1
             elif letter == "#":
                 self._skip_comment()
+            elif may_assign and self._reads_assignment():
+                words = []
             else:
-                found = self._assignment() if not words or words == ["export"] else None
-                if found is not None:
-                    self.assigned = found
-                    words = []
-                    continue
                 words += self._word()
                 if words in (["then"], ["do"]):
                     words = []
@@ -131,25 +134,30 @@ class _Reader:
         """Return True if a test (`[ a = b ]`, `[[ a == b ]]`) is true. All other conditions count
         as false, and a note is added."""
         words = [word for word in condition if word not in ("[", "[[", "]", "]]")]
-        if len(words) == 3 and words[1] in _COMPARED:
-            return _COMPARED[words[1]](words[0], words[2])
-        if len(words) == 2 and words[0] in ("-z", "-n"):
-            return (words[1] == "") == (words[0] == "-z")
-        self.notes.append(f"if {' '.join(condition)}: assumed to be false")
+        match words:
+            case [left, sign, right] if sign in _COMPARED:
+                return _COMPARED[sign](left, right)
+            case ["-z", text]:
+                return text == ""
+            case ["-n", text]:
+                return text != ""
+        text = " ".join(condition)
+        self.notes.append(f"if {text}: assumed to be false")
         return False
 
-    def _assignment(self) -> tuple[str, str | list[str], bool] | None:
+    def _reads_assignment(self) -> bool:
+        """Read an assignment into `assigned`. Returns False if there is none at this position."""
         found = _ASSIGNED.match(self.text, self.at)
         if found is None:
-            return None
+            return False
         self.at = found.end()
-        name, more = found["name"], found["more"] == "+"
+        value: Value = ""
         if self.text.startswith("(", self.at):
-            return name, self._array(), more
-        letter = self.text[self.at : self.at + 1]
-        if not letter or letter in " \t\r\n;&|":
-            return name, "", more
-        return name, "".join(self._word(splits=False)), more
+            value = self._array()
+        elif self.at < len(self.text) and self.text[self.at] not in _ENDS:
+            value = "".join(self._word(splits=False))
+        self.assigned = (found["name"], value, found["more"] == "+")
+        return True
 
     def _array(self) -> list[str]:
         self.at += 1
@@ -178,19 +186,19 @@ class _Reader:
         pieces: list[str] = []
         whole: list[str] = []  # words before the last one, which an unquoted variable contained
         expanded: list[str] | None = None
-        ends = " \t\r\n;&|" + stops
+        ends = _ENDS + stops
         start = self.at
         while self.at < len(self.text) and self.text[self.at] not in ends:
             letter = self.text[self.at]
-            if letter in "'\"":
-                found = self._quoted(pieces, letter)
-                expanded = expanded if found is None else found
-            else:
-                count = len(pieces)
-                found = self._piece(pieces)
-                expanded = expanded if found is None else found
-                if splits and letter == "$" and len(parts := "".join(pieces[count:]).split()) > 1:
-                    whole += ["".join([*pieces[:count], parts[0]]), *parts[1:-1]]
+            count = len(pieces)
+            found = self._quoted(pieces, letter) if letter in "'\"" else self._piece(pieces)
+            if found is not None:
+                expanded = found
+            if splits and letter == "$":
+                parts = "".join(pieces[count:]).split()
+                if len(parts) > 1:
+                    before = "".join(pieces[:count])
+                    whole += [before + parts[0], *parts[1:-1]]
                     pieces = [parts[-1]]
         if self.at == start:  # a lone bracket
             self.at += 1
@@ -212,7 +220,8 @@ class _Reader:
             if self.at >= len(self.text):
                 raise ValueError('unclosed quotation mark "')
             found = self._piece(pieces)
-            expanded = expanded if found is None else found
+            if found is not None:
+                expanded = found
         self.at += 1
         return expanded
 
@@ -235,13 +244,15 @@ class _Reader:
         return self._expansion(pieces)
 
     def _expansion(self, pieces: list[str]) -> list[str] | None:
-        rest = self.at + 1
+        start = self.at
+        rest = start + 1
         if self.text.startswith("((", rest):
             end = self._matching(rest, "(", ")")
             pieces.append(self._computed(self.text[rest + 2 : end - 1]))
         elif self.text.startswith("(", rest):
             end = self._matching(rest, "(", ")")
-            self.notes.append(f"the output of {self.text[rest - 1 : end + 1]} is unknown")
+            command = self.text[start : end + 1]
+            self.notes.append(f"the output of {command} is unknown")
         elif self.text.startswith("{", rest):
             end = self._matching(rest, "{", "}")
             found = self._parameter(self.text[rest + 1 : end])
@@ -251,9 +262,8 @@ class _Reader:
             pieces.append(found)
             return None
         elif found_name := _NAME.match(self.text, rest):
-            value = self._value(found_name[0])
+            pieces.append(self._first_of(found_name[0]))
             end = found_name.end() - 1
-            pieces.append(value if isinstance(value, str) else (value or [""])[0])
         elif self.text[rest : rest + 1] in ("@", "*"):
             self.at = rest + 1
             return []  # arguments of the script
@@ -263,7 +273,7 @@ class _Reader:
         self.at = end + 1
         return None
 
-    def _parameter(self, inside: str) -> str | list[str]:
+    def _parameter(self, inside: str) -> Value:
         """Expand the expression inside `${...}`."""
         name = _NAME.match(inside) or re.match(r"\d+", inside)  # a number: the script's argument
         if name is None:
@@ -282,26 +292,36 @@ class _Reader:
         if rest:
             self.notes.append(f"the value of ${{{inside}}} is unknown")
             return ""
-        value = self._value(name[0])
-        return value if isinstance(value, str) else (value or [""])[0]
+        return self._first_of(name[0])
 
     def _expanded(self, text: str) -> list[str]:
         """Expand a default value, which may contain variables and quotation marks."""
-        before = (self.text, self.at)
-        self.text, self.at = text, 0
+        outer = self.text
+        at = self.at
+        self.text = text
+        self.at = 0
         words: list[str] = []
         try:
-            while self.at < len(self.text):
-                if self.text[self.at] in " \t\r\n;&|":
-                    words.append(self.text[self.at])
+            while self.at < len(text):
+                letter = text[self.at]
+                if letter in _ENDS:
+                    words.append(letter)
                     self.at += 1
                 else:
                     words += self._word(splits=False)
         finally:
-            self.text, self.at = before
+            self.text = outer
+            self.at = at
         return words
 
-    def _value(self, name: str) -> str | list[str]:
+    def _first_of(self, name: str) -> str:
+        """Return the value of a variable; of an array, the first element."""
+        value = self._value(name)
+        if isinstance(value, list):
+            return value[0] if value else ""
+        return value
+
+    def _value(self, name: str) -> Value:
         if name not in self.variables:
             self.notes.append(f"${name} has no value in the script or in the environment")
             self.variables[name] = ""
@@ -319,12 +339,14 @@ class _Reader:
             if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
                 return -value(node.operand)
             if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-                return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+                compute = _OPERATIONS[type(node.op)]
+                return compute(value(node.left), value(node.right))
             raise ValueError(ast.dump(node))
 
         plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", expression)
         try:
-            return str(value(ast.parse(plain.strip(), mode="eval").body))
+            tree = ast.parse(plain.strip(), mode="eval")
+            return str(value(tree.body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, OverflowError):
             self.notes.append(f"$(({expression})) cannot be computed")
             return ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
@@ -20,12 +20,16 @@ LEFT = 54
 RIGHT = 14
 TOP = 20
 BOTTOM = 38
+_RIGHT_EDGE = WIDTH - RIGHT
+_FLOOR = HEIGHT - BOTTOM
 MAX_POINTS = 1500  # points per line; longer series are drawn as means of neighbours
 MAX_BARS = 80
+OTHER = "var(--other)"  # the grey of "other"
 _MARKERS_UP_TO = 40  # maximum points for drawing a dot at each
 _TREND_FROM = 24  # minimum points for drawing a trend line
 
 Point = tuple[float, float | None]
+Legend = list[tuple[str, str, bool]]  # label, CSS colour, faint
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class Series:
     label: str
     points: Sequence[Point]
     color: int | None = 0
+
+    @property
+    def css_color(self) -> str:
+        """The colour of its line or bars, as a CSS value."""
+        return OTHER if self.color is None else f"var(--c{self.color % 8})"
 
 
 @dataclass(frozen=True)
@@ -64,48 +73,49 @@ class Chart:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart ready for the page: the SVG, its legend entries (label, CSS colour, faint), and a
-    note if steps were averaged."""
+    """A chart ready for the page: the SVG, its legend entries, and a note if steps were
+    averaged."""
 
     title: str
     about: str
     svg: Markup
-    legend: list[tuple[str, str, bool]]
+    legend: Legend
     remark: str
 
 
 def draw(chart: Chart) -> Drawn | None:
     """Draw a chart. Returns None if no series has a value to show."""
-    usable = [_usable(series, chart.log) for series in chart.series]
-    usable = [series for series in usable if any(y is not None for _, y in series.points)]
+    usable = []
+    for series in chart.series:
+        drawable = _usable(series, chart.log)
+        if any(y is not None for _, y in drawable.points):
+            usable.append(drawable)
     if not usable:
         return None
-    if chart.kind == "stack":
+    is_stack = chart.kind == "stack"
+    if is_stack:
         usable = _aligned(usable)
-    limit = MAX_BARS if chart.kind == "stack" else MAX_POINTS
-    size = max(math.ceil(len(series.points) / limit) for series in usable)
-    thinned = []
-    for series in usable:
-        thinned.append(Series(series.label, thin(series.points, size), series.color))
-    body, legend = _stack(chart, thinned) if chart.kind == "stack" else _lines(chart, thinned)
-    each = "bar" if chart.kind == "stack" else "point"
-    label = f"{chart.title}: {', '.join(series.label for series in usable)}"
-    svg = Markup(
-        '<svg viewBox="0 0 {w} {h}" role="img" aria-label="{label}" '
-        'data-hover="{hover}">{body}</svg>'
-    ).format(w=WIDTH, h=HEIGHT, label=label, hover=_hover(chart, thinned), body=body)
-    return Drawn(
-        chart.title,
-        chart.about,
-        svg,
-        legend,
-        f"Each {each} is the mean of {size} steps." if size > 1 else "",
+    limit = MAX_BARS if is_stack else MAX_POINTS
+    longest = max(len(series.points) for series in usable)
+    size = math.ceil(longest / limit)
+    thinned = [replace(series, points=thin(series.points, size)) for series in usable]
+    body, legend = _stack(chart, thinned) if is_stack else _lines(chart, thinned)
+    labels = ", ".join(series.label for series in usable)
+    frame = Markup(
+        '<svg viewBox="0 0 {} {}" role="img" aria-label="{}: {}" data-hover="{}">{}</svg>'
     )
+    svg = frame.format(WIDTH, HEIGHT, chart.title, labels, _hover(chart, thinned), body)
+    remark = ""
+    if size > 1:
+        each = "bar" if is_stack else "point"
+        remark = f"Each {each} is the mean of {size} steps."
+    return Drawn(chart.title, chart.about, svg, legend, remark)
 
 
 def line_of(kind: str, x1: float, x2: float, y1: float, y2: float) -> Markup:
     """Return an SVG line with CSS class `kind`."""
-    return Markup('<line class="{}" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(kind, x1, x2, y1, y2)
+    shape = '<line class="{}" x1="{}" x2="{}" y1="{}" y2="{}"/>'
+    return Markup(shape).format(kind, x1, x2, y1, y2)
 
 
 def text_of(kind: str, x: float, y: float, text: str, anchor: str = "") -> Markup:
@@ -124,9 +134,8 @@ def bar_of(x: float, y: float, width: float, height: float, color: str) -> Marku
 
 def dot_of(kind: str, x: float, y: float, radius: float, color: str) -> Markup:
     """Return a filled SVG circle with CSS class `kind`."""
-    return Markup('<circle class="{}" cx="{}" cy="{}" r="{}" fill="{}"/>').format(
-        kind, x, y, radius, color
-    )
+    shape = '<circle class="{}" cx="{}" cy="{}" r="{}" fill="{}"/>'
+    return Markup(shape).format(kind, x, y, radius, color)
 
 
 def thin(points: Sequence[Point], size: int) -> list[Point]:
@@ -137,7 +146,8 @@ def thin(points: Sequence[Point], size: int) -> list[Point]:
     found: list[Point] = []
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
-        found.append((bucket[len(bucket) // 2][0], _mean(bucket)))
+        middle = bucket[len(bucket) // 2]
+        found.append((middle[0], _mean(bucket)))
     return found
 
 
@@ -145,10 +155,12 @@ def moving_average(points: Sequence[Point]) -> list[Point]:
     """Return the centred moving average over about an eighth of the series. The window narrows at
     both ends, where the average would otherwise lag."""
     reach = max(2, len(points) // 16)
+    last = len(points) - 1
     found: list[Point] = []
     for index, (x, _) in enumerate(points):
-        side = max(reach // 3, min(reach, index, len(points) - 1 - index))
-        found.append((x, _mean(points[max(0, index - side) : index + side + 1])))
+        side = max(reach // 3, min(reach, index, last - index))
+        first = max(0, index - side)
+        found.append((x, _mean(points[first : index + side + 1])))
     return found
 
 
@@ -169,22 +181,24 @@ def _aligned(series: list[Series]) -> list[Series]:
     aligned: list[Series] = []
     for one in series:
         values = dict(one.points)
-        aligned.append(Series(one.label, [(x, values.get(x) or 0.0) for x in steps], one.color))
+        points = [(x, values.get(x) or 0.0) for x in steps]
+        aligned.append(replace(one, points=points))
     return aligned
 
 
 def _usable(series: Series, log: bool) -> Series:
     """Replace values that cannot be drawn with gaps: non-finite values and, on a logarithmic axis,
     values that are not positive."""
-    points = []
+    points: list[Point] = []
     for x, y in series.points:
-        points.append((x, y if y is not None and math.isfinite(y) and (not log or y > 0) else None))
-    return Series(series.label, points, series.color)
+        can_draw = y is not None and math.isfinite(y) and (not log or y > 0)
+        points.append((x, y if can_draw else None))
+    return replace(series, points=points)
 
 
-def _lines(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, str, bool]]]:
+def _lines(chart: Chart, series: list[Series]) -> tuple[Markup, Legend]:
     y = _value_scale(chart, series)
-    x = scale.steps(_steps_of(series), LEFT, WIDTH - RIGHT)
+    x = scale.steps(_steps_of(series), LEFT, _RIGHT_EDGE)
     parts = [_axes(chart, x, y)]
     for value, text in chart.lines:
         if y.low <= value <= y.high:
@@ -193,17 +207,20 @@ def _lines(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
         if x.low <= at <= x.high:
             parts.append(_mark(x(at), text))
     legend = []
-    trend = chart.trend and len(series) == 1 and len(series[0].points) >= _TREND_FROM
+    first = series[0]
+    trend = chart.trend and len(series) == 1 and len(first.points) >= _TREND_FROM
+    kind = "raw" if trend else "line"
     for one in series:
-        parts.append(_path(one.points, x, y, _color(one.color), "raw" if trend else "line"))
-        legend.append((one.label, _color(one.color), trend))
+        parts.append(_path(one.points, x, y, one.css_color, kind))
+        legend.append((one.label, one.css_color, trend))
     if trend:
-        parts.append(
-            _path(moving_average(series[0].points), x, y, _color(series[0].color), "trend")
-        )
-        legend.append(("moving average", _color(series[0].color), False))
+        average = moving_average(first.points)
+        parts.append(_path(average, x, y, first.css_color, "trend"))
+        legend.append(("moving average", first.css_color, False))
     for at, value, text in chart.notes:
-        parts.append(_note(x(at), y(value), text, y(chart.notes[-1][1]) < y(value)))
+        py = y(value)
+        rises = y(chart.notes[-1][1]) < py
+        parts.append(_note(x(at), py, text, rises))
     return Markup("").join(parts), legend if len(legend) > 1 else []
 
 
@@ -212,38 +229,45 @@ def _value_scale(chart: Chart, series: list[Series]) -> scale.Scale:
     for one in series:
         values.extend(y for _, y in one.points if y is not None)
     if chart.log:
-        return scale.logarithmic(values, HEIGHT - BOTTOM, TOP)
-    return scale.linear(values, HEIGHT - BOTTOM, TOP, chart.include)
+        return scale.logarithmic(values, _FLOOR, TOP)
+    return scale.linear(values, _FLOOR, TOP, chart.include)
 
 
-def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, str, bool]]]:
-    """Draw one bar per x, with the first series at the bottom."""
+def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, Legend]:
+    """Draw one bar per x, with the first of the aligned series at the bottom."""
     columns: dict[float, list[float]] = {}
-    for index, one in enumerate(series):
+    for one in series:
         for at, value in one.points:
-            columns.setdefault(at, [0.0] * len(series))[index] = max(0.0, value or 0.0)
-    y = scale.linear(list(map(sum, columns.values())), HEIGHT - BOTTOM, TOP, (0.0,))
-    low = min(columns)
-    high = max(columns)
-    gap = (high - low) / max(1, len(columns) - 1) or 1.0
-    ticks = tuple(
-        tick for tick in scale.steps(columns, LEFT, WIDTH - RIGHT).ticks if low <= tick <= high
-    )
-    x = scale.Scale(low - gap / 2, high + gap / 2, LEFT, WIDTH - RIGHT, ticks)
-    width = min(48.0, max(1.0, (WIDTH - LEFT - RIGHT) / len(columns) * 0.82))
+            columns.setdefault(at, []).append(max(0.0, value or 0.0))
+    y = scale.linear(map(sum, columns.values()), _FLOOR, TOP, (0.0,))
+    x = _bar_scale(list(columns))
+    space = (_RIGHT_EDGE - LEFT) / len(columns)
+    width = min(48.0, max(1.0, space * 0.82))
     parts = [_axes(chart, x, y)]
-    for at in sorted(columns):
-        floor = 0.0
-        for one, value in zip(series, columns[at], strict=True):
-            top = y(floor + value)
-            height = y(floor) - top
-            floor += value
+    for at, values in columns.items():
+        left = round(x(at) - width / 2, 1)
+        total = 0.0
+        for one, value in zip(series, values, strict=True):
+            bottom = y(total)
+            total += value
+            top = y(total)
+            height = bottom - top
             if height >= 0.1:
-                left = round(x(at) - width / 2, 1)
-                parts.append(
-                    bar_of(left, top, round(width, 1), round(height, 1), _color(one.color))
-                )
-    return Markup("").join(parts), [(one.label, _color(one.color), False) for one in series]
+                bar = bar_of(left, top, round(width, 1), round(height, 1), one.css_color)
+                parts.append(bar)
+    legend = [(one.label, one.css_color, False) for one in series]
+    return Markup("").join(parts), legend
+
+
+def _bar_scale(steps: list[float]) -> scale.Scale:
+    """Return an x axis for bars at these ascending steps, with space for half a bar at both
+    ends."""
+    low = steps[0]
+    high = steps[-1]
+    gap = (high - low) / max(1, len(steps) - 1) or 1.0
+    ticks = scale.steps(steps, LEFT, _RIGHT_EDGE).ticks
+    inside = tuple(tick for tick in ticks if low <= tick <= high)
+    return scale.Scale(low - gap / 2, high + gap / 2, LEFT, _RIGHT_EDGE, inside)
 
 
 def _path(points: Iterable[Point], x: scale.Scale, y: scale.Scale, color: str, kind: str) -> Markup:
@@ -257,13 +281,13 @@ def _path(points: Iterable[Point], x: scale.Scale, y: scale.Scale, color: str, k
             segments[-1].append((x(at), y(value)))
             count += 1
     parts = []
+    has_dots = kind == "line" and count <= _MARKERS_UP_TO
+    line = Markup('<polyline class="{}" points="{}" stroke="{}"/>')
     for segment in filter(None, segments):
         if len(segment) > 1:
             text = " ".join(f"{px:g},{py:g}" for px, py in segment)
-            parts.append(
-                Markup('<polyline class="{}" points="{}" stroke="{}"/>').format(kind, text, color)
-            )
-        if len(segment) == 1 or (kind == "line" and count <= _MARKERS_UP_TO):
+            parts.append(line.format(kind, text, color))
+        if len(segment) == 1 or has_dots:
             parts += [dot_of("dot", px, py, 2.2, color) for px, py in segment]
     return Markup("").join(parts)
 
@@ -272,61 +296,62 @@ def _axes(chart: Chart, x: scale.Scale, y: scale.Scale) -> Markup:
     parts = []
     for tick in y.ticks:
         at = y(tick)
-        parts.append(line_of("grid", LEFT, WIDTH - RIGHT, at, at))
-        parts.append(text_of("tick", LEFT - 6, at + 4, y.text(tick, chart.percent), "end"))
-    floor = HEIGHT - BOTTOM
-    parts.append(line_of("axis", LEFT, WIDTH - RIGHT, floor, floor))
-    parts += [text_of("tick", x(tick), floor + 15, f"{tick:,.0f}", "middle") for tick in x.ticks]
-    parts.append(text_of("label", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "step", "middle"))
+        label = y.text(tick, chart.percent)
+        parts.append(_across("grid", at))
+        parts.append(text_of("tick", LEFT - 6, at + 4, label, "end"))
+    parts.append(_across("axis", _FLOOR))
+    for tick in x.ticks:
+        parts.append(text_of("tick", x(tick), _FLOOR + 15, f"{tick:,.0f}", "middle"))
+    middle = (LEFT + _RIGHT_EDGE) / 2
+    parts.append(text_of("label", middle, HEIGHT - 6, "step", "middle"))
     if chart.unit:
-        parts.append(
-            text_of("label", LEFT - 6, 11, chart.unit + (", log scale" if chart.log else ""))
-        )
+        unit = f"{chart.unit}, log scale" if chart.log else chart.unit
+        parts.append(text_of("label", LEFT - 6, 11, unit))
     return Markup("").join(parts)
 
 
+def _across(kind: str, at: float) -> Markup:
+    """Draw a horizontal line over the whole width of the plot."""
+    return line_of(kind, LEFT, _RIGHT_EDGE, at, at)
+
+
 def _reference(at: float, text: str) -> Markup:
-    right = WIDTH - RIGHT
-    return line_of("reference", LEFT, right, at, at) + text_of("label", right, at - 4, text, "end")
+    return _across("reference", at) + text_of("label", _RIGHT_EDGE, at - 4, text, "end")
 
 
 def _mark(at: float, text: str) -> Markup:
-    return line_of("reference", at, at, TOP, HEIGHT - BOTTOM) + text_of(
-        "label", at + 3, TOP + 8, text
-    )
+    line = line_of("reference", at, at, TOP, _FLOOR)
+    return line + text_of("label", at + 3, TOP + 8, text)
 
 
 def _note(px: float, py: float, text: str, rises: bool) -> Markup:
     """Draw a labelled dot on the curve. At the left edge of a rising curve the label is below the
     dot, otherwise above."""
-    left = px < LEFT + 60
-    right = px > WIDTH - RIGHT - 60
-    anchor = {(True, False): "start", (False, True): "end"}.get((left, right), "middle")
     at = py - 9 if py > TOP + 14 else py + 18
-    if left and rises:
-        at = min(py + 16, HEIGHT - BOTTOM - 5)
-    return dot_of("note", px, py, 4.5, _color(0)) + text_of(
-        "value", px + (9 if left else 0), at, text, anchor
-    )
-
-
-def _color(slot: int | None) -> str:
-    return "var(--other)" if slot is None else f"var(--c{slot % 8})"
+    start = px
+    anchor = "middle"
+    if px < LEFT + 60:
+        start = px + 9
+        anchor = "start"
+        if rises:
+            at = min(py + 16, _FLOOR - 5)
+    elif px > _RIGHT_EDGE - 60:
+        anchor = "end"
+    return dot_of("note", px, py, 4.5, "var(--c0)") + text_of("value", start, at, text, anchor)
 
 
 def _hover(chart: Chart, series: list[Series]) -> str:
     """Return the data for the page's hover script as JSON: the pixel position of each x, and the
     value of each series at that x."""
-    xs = _steps_of(series)
-    gap = (xs[-1] - xs[0]) / max(1, len(xs) - 1) or 1.0
-    x = scale.steps(xs, LEFT, WIDTH - RIGHT)
-    if chart.kind == "stack":
-        x = scale.Scale(xs[0] - gap / 2, xs[-1] + gap / 2, LEFT, WIDTH - RIGHT, ())
+    steps = _steps_of(series)
+    is_stack = chart.kind == "stack"
+    x = _bar_scale(steps) if is_stack else scale.steps(steps, LEFT, _RIGHT_EDGE)
     rows = []
     for one in series:
         known = dict(one.points)
-        rows.append([one.label, _color(one.color), [_short(known.get(at)) for at in xs]])
-    data = {"x": xs, "px": list(map(x, xs)), "percent": chart.percent, "series": rows}
+        values = [_short(known.get(at)) for at in steps]
+        rows.append([one.label, one.css_color, values])
+    data = {"x": steps, "px": list(map(x, steps)), "percent": chart.percent, "series": rows}
     return json.dumps(data, separators=(",", ":"))
 
 

@@ -19,19 +19,20 @@ from hybridflow.observe.text_table import aligned
 _COLUMNS = ("score", *TOKEN_COLUMNS)
 # metrics that depend on time, machine or engines, not on the step's computation
 _OTHER_METRICS = (
-    *(
-        "wall_time",
-        "step",
-        "phase",
-        "timing_",
-        "perf/",
-        "engine/",
-        "sync/",
-        "controller/",
-        "trainer/",
-        "rollout/restarts",
-    ),
-    *("rollout/staleness", "rollout/groups_left", "rollout/steps_ahead", "sampling/"),
+    "wall_time",
+    "step",
+    "phase",
+    "timing_",
+    "perf/",
+    "engine/",
+    "sync/",
+    "controller/",
+    "trainer/",
+    "rollout/restarts",
+    "rollout/staleness",
+    "rollout/groups_left",
+    "rollout/steps_ahead",
+    "sampling/",
 )
 
 
@@ -61,7 +62,8 @@ def compare_step(first: Path, second: Path, step: int) -> list[Difference]:
         DataError: a dump or the step's metrics are missing or unreadable, or the dumps contain
             different tokens.
     """
-    one, two = (read_parquet(dump_path(folder / "rollouts", step)) for folder in (first, second))
+    one = read_parquet(dump_path(first / "rollouts", step))
+    two = read_parquet(dump_path(second / "rollouts", step))
     for name in ("prompt_ids", "response_ids"):
         if name not in one or name not in two or _lengths(one, name) != _lengths(two, name):
             raise DataError(
@@ -75,19 +77,27 @@ def compare_step(first: Path, second: Path, step: int) -> list[Difference]:
 def describe(differences: list[Difference]) -> str:
     """Format the differences as a table with one line per column and per differing metric, followed
     by the number of equal metrics."""
-    columns = [one for one in differences if one.name in _COLUMNS]
-    metrics = [one for one in differences if one.name not in _COLUMNS]
     rows = [("column", "values", "differing", "largest difference", "first row that differs")]
-    for one in columns:
-        first = "-" if one.first_row is None else f"row {one.first_row}: {one.shown}"
-        rows.append(
-            (one.name, f"{one.values:,}", f"{one.differing:,}", f"{one.largest:.3g}", first)
-        )
-    lines = aligned(rows)
-    unlike = [one for one in metrics if one.differing]
-    same = f"{len(metrics) - len(unlike)} of {len(metrics)} metrics are identical"
-    lines.append(same + ("; different:" if unlike else ""))
-    return "\n".join([*lines, *(f"  {one.name}  {one.shown}" for one in unlike)])
+    metrics = 0
+    unlike = []
+    for one in differences:
+        if one.name in _COLUMNS:
+            rows.append(_cells(one))
+        else:
+            metrics += 1
+            if one.differing:
+                unlike.append(f"  {one.name}  {one.shown}")
+    summary = f"{metrics - len(unlike)} of {metrics} metrics are identical"
+    if unlike:
+        summary += "; different:"
+    return "\n".join([*aligned(rows), summary, *unlike])
+
+
+def _cells(column: Difference) -> tuple[str, str, str, str, str]:
+    first = "-" if column.first_row is None else f"row {column.first_row}: {column.shown}"
+    values = f"{column.values:,}"
+    differing = f"{column.differing:,}"
+    return column.name, values, differing, f"{column.largest:.3g}", first
 
 
 def _lengths(batch: DataProto, name: str) -> list[int]:
@@ -113,12 +123,12 @@ def _column(name: str, one: DataProto, two: DataProto) -> Difference:
     distance = np.abs(a.astype(np.float64) - b.astype(np.float64))[unlike]
     at = int(np.flatnonzero(unlike)[0])
     return Difference(
-        name,
-        len(a),
-        int(unlike.sum()),
-        float(distance.max()),
-        int(rows[at]),
-        f"{a[at]:.7g} -> {b[at]:.7g}",
+        name=name,
+        values=len(a),
+        differing=len(distance),
+        largest=float(distance.max()),
+        first_row=int(rows[at]),
+        shown=f"{a[at]:.7g} -> {b[at]:.7g}",
     )
 
 
@@ -137,7 +147,8 @@ def _metrics(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[Differe
         if name in two and not name.startswith(_OTHER_METRICS):
             a = math.nan if one[name] is None else float(one[name])
             b = math.nan if two[name] is None else float(two[name])
-            same = a == b or (math.isnan(a) and math.isnan(b))
-            yield Difference(
-                name, 1, 0 if same else 1, 0.0 if same else abs(a - b), None, f"{a:.7g} -> {b:.7g}"
-            )
+            shown = f"{a:.7g} -> {b:.7g}"
+            if a == b or (math.isnan(a) and math.isnan(b)):
+                yield Difference(name, 1, 0, 0.0, None, shown)
+            else:
+                yield Difference(name, 1, 1, abs(a - b), None, shown)

@@ -53,6 +53,11 @@ class Process:
     marks: list[tuple[float, str]] = field(default_factory=list)
     clock_error: float = 0.0
 
+    @property
+    def main(self) -> list[Span]:
+        """The spans of its main thread."""
+        return self.threads.get("main", [])
+
 
 @dataclass
 class JoinedTimeline:
@@ -66,7 +71,7 @@ class JoinedTimeline:
     def steps(self) -> dict[int, Span]:
         """Return {step: the span that covers the whole step}."""
         found = {}
-        for span in self.processes[0].threads.get("main", []):
+        for span in self.processes[0].main:
             if span.name == WHOLE_STEP and span.step is not None:
                 found[span.step] = span
         return found
@@ -94,15 +99,19 @@ def join(
     Raises:
         DataError: the folder has no timeline.
     """
-    if not (run_dir / "timeline.jsonl").is_file():
+    path = run_dir / "timeline.jsonl"
+    if not path.is_file():
         raise DataError(f"{run_dir} is not a run folder: timeline.jsonl not found")
     missing: list[str] = []
-    driver = Process(DRIVER, {"main": _phases(run_dir / "timeline.jsonl", most_bytes, missing)})
+    driver = Process(DRIVER, {"main": _phases(path, most_bytes, missing)})
     ahead: dict[str, tuple[float, float]] = {}
     others: list[Process] = []
-    files = sorted((run_dir / "logs").glob(f"*{SUFFIX}")) if (run_dir / "logs").is_dir() else []
-    most_bytes = min(most_bytes, _MOST_IN_ALL // max(len(files[:most_files]), 1))
-    for file in files[:most_files]:
+    logs = run_dir / "logs"
+    files = sorted(logs.glob(f"*{SUFFIX}")) if logs.is_dir() else []
+    chosen = files[:most_files]
+    share = _MOST_IN_ALL // max(len(chosen), 1)
+    most_bytes = min(most_bytes, share)
+    for file in chosen:
         skipped: list[int] = []
         try:
             records = list(read_jsonl(file, skipped, most_bytes))
@@ -110,12 +119,14 @@ def join(
             missing.append(str(error))
             continue
         _note_skipped(file, skipped, missing)
-        if file.name == DRIVER + SUFFIX:
+        name = file.name.removesuffix(SUFFIX)
+        if name == DRIVER:
             ahead = _clocks(records)
             _fill(driver, records)
         else:
-            others.append(Process(file.name.removesuffix(SUFFIX)))
-            _fill(others[-1], records)
+            process = Process(name)
+            _fill(process, records)
+            others.append(process)
     if len(files) > most_files:
         missing.append(f"only {most_files} of {len(files)} span files were read")
     if not others:
@@ -123,7 +134,8 @@ def join(
             "the ranks recorded no spans: the run used one process, or an earlier version of "
             "HybridFlow"
         )
-    return JoinedTimeline([driver, *(_shifted(one, ahead) for one in others)], missing)
+    shifted = [_shifted(process, ahead) for process in others]
+    return JoinedTimeline([driver, *shifted], missing)
 
 
 def _phases(path: Path, most_bytes: int, missing: list[str]) -> list[Span]:
@@ -134,10 +146,17 @@ def _phases(path: Path, most_bytes: int, missing: list[str]) -> list[Span]:
         start = record.get("start")
         end = record.get("end")
         step = record.get("step")
+        if not isinstance(step, int):
+            step = None
         if _is_time(start) and _is_time(end) and end >= start:
-            phases.append(Span(record["name"], start, end, step if isinstance(step, int) else None))
+            phases.append(Span(record["name"], start, end, step))
     _note_skipped(path, skipped, missing)
-    return sorted(phases, key=lambda span: (span.start, -span.end))
+    return sorted(phases, key=_outer_first)
+
+
+def _outer_first(span: Span) -> tuple[float, float]:
+    """Return a key that sorts spans by start, and a span before those nested in it."""
+    return span.start, -span.end
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
@@ -146,7 +165,7 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
     """
     found: list[list[Span]] = []
     open_of: list[list[Span]] = []
-    for span in sorted(spans, key=lambda one: (one.start, -one.end)):
+    for span in sorted(spans, key=_outer_first):
         for lane, is_open in zip(found, open_of, strict=True):
             while is_open and is_open[-1].end <= span.start:
                 is_open.pop()
@@ -176,30 +195,36 @@ def busy_seconds(spans: Iterable[Span], start: float, end: float) -> float:
 def _fill(process: Process, records: Sequence[Mapping[str, Any]]) -> None:
     """Add the records of a span file to a process."""
     for record in records:
+        name = record.get("name")
+        counter = record.get("counter")
+        mark = record.get("mark")
         at = record.get("at")
         start = record.get("start")
         seconds = record.get("seconds")
-        if isinstance(record.get("name"), str) and _is_time(start) and _is_number(seconds):
+        if isinstance(name, str) and _is_time(start) and _is_number(seconds):
             thread = str(record.get("thread", "main"))
-            span = Span(record["name"], start, start + max(seconds, 0.0))
+            span = Span(name, start, start + max(seconds, 0.0))
             process.threads.setdefault(thread, []).append(span)
-        elif isinstance(record.get("counter"), str) and _is_time(at):
-            if _is_number(value := record.get("value")):
-                process.counters.setdefault(record["counter"], []).append((at, value))
-        elif isinstance(record.get("mark"), str) and _is_time(at):
-            process.marks.append((at, record["mark"]))
+        elif isinstance(counter, str) and _is_time(at):
+            value = record.get("value")
+            if _is_number(value):
+                process.counters.setdefault(counter, []).append((at, value))
+        elif isinstance(mark, str) and _is_time(at):
+            process.marks.append((at, mark))
     for spans in process.threads.values():
-        spans.sort(key=lambda span: (span.start, -span.end))
+        spans.sort(key=_outer_first)
 
 
 def _clocks(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     """Return {process: (seconds ahead of the driver's clock, error)}, as measured most recently."""
     found = {}
     for record in records:
+        clock = record.get("clock")
         ahead = record.get("ahead")
         within = record.get("within")
-        if isinstance(record.get("clock"), str) and _is_number(ahead) and _is_number(within):
-            found[record["clock"].replace(" rank ", "-rank")] = (float(ahead), float(within))
+        if isinstance(clock, str) and _is_number(ahead) and _is_number(within):
+            process = clock.replace(" rank ", "-rank")
+            found[process] = (float(ahead), float(within))
     return found
 
 
@@ -219,7 +244,8 @@ def _shifted(process: Process, ahead: Mapping[str, tuple[float, float]]) -> Proc
 
 def _note_skipped(path: Path, skipped: Sequence[int], missing: list[str]) -> None:
     if skipped:
-        missing.append(f"{path.name}: damaged line(s) {number_ranges(skipped)} were skipped")
+        lines = number_ranges(skipped)
+        missing.append(f"{path.name}: damaged line(s) {lines} were skipped")
 
 
 def _is_number(value: object) -> TypeGuard[float]:

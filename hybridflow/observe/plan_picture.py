@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from hybridflow.observe import scale
-from hybridflow.observe.charts import Drawn, bar_of, line_of, text_of
+from hybridflow.observe.charts import OTHER, Drawn, Legend, bar_of, line_of, text_of
 
 WIDTH = 560
 LEFT = 104
@@ -20,7 +20,7 @@ ROW = 26
 BAR = 16
 _CHARACTER = 7.5  # width of a character in a bar's value label
 _GB = 1e9
-_COLORS = 8  # number of parts with their own colour; the rest are grey
+COLORS = 8  # number of parts with their own colour; the rest are grey
 
 Phase = Mapping[str, Any]
 
@@ -40,41 +40,59 @@ def pictures(
     holding = [phase for phase in phases if phase["memory"]]
     # the time of an infeasible phase (no space for a KV cache) is infinite
     timed = [phase for phase in phases if math.isfinite(phase["seconds"])]
-    return [_memory(holding, device_bytes), _schedule(timed, measured)] if holding else []
+    if not holding:
+        return []
+    return [_memory(holding, device_bytes), _schedule(timed, measured)]
 
 
 def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
+    parts = _by_size(phases)
+    colors = colors_of(parts)
+    # on the scale of a device with far more memory than used, the bars would be too small
+    peak = max(sum(phase["memory"].values()) for phase in phases)
+    unit, name = (_GB, "GB") if peak >= _GB else (1e6, "MB")
+    ends = [peak / unit]
+    shows_limit = 0 < device_bytes < 4 * peak
+    limit = device_bytes / unit
+    if shows_limit:
+        ends.append(limit)
+    x = axis(ends)
+    body = [frame(_names(phases), x)]
+    for row, phase in enumerate(phases):
+        memory = phase["memory"]
+        floor = 0.0
+        for part in parts:
+            if part in memory:
+                top = floor + memory[part] / unit
+                body.append(bar(x, row, floor, top, colors.get(part, OTHER)))
+                floor = top
+        body.append(_value(x(floor), row, f"{floor:,.1f}"))
+    if shows_limit:
+        at = x(limit)
+        bottom = TOP + ROW * len(phases)
+        text = f"{limit:,.0f} {name} per device"
+        body.append(line_of("reference", at, at, TOP - 4, bottom))
+        body.append(text_of("label", at, TOP - 9, text, "middle"))
+    legend = legend_of(colors)
+    if len(parts) > COLORS:
+        rest = ", ".join(parts[COLORS:])
+        legend.append((rest, OTHER, False))
+    about = f"{name} on the busiest device, by phase"
+    return drawn("Planned memory", about, body, len(phases), legend)
+
+
+def _names(phases: Sequence[Phase]) -> list[str]:
+    return [phase["name"] for phase in phases]
+
+
+def _by_size(phases: Sequence[Phase]) -> list[str]:
+    """Return the parts that take memory in any phase, the largest first."""
     largest: dict[str, float] = {}
     for phase in phases:
         for part, size in phase["memory"].items():
             largest[part] = max(largest.get(part, 0.0), size)
-    parts = sorted((part for part in largest if largest[part]), key=lambda part: -largest[part])
-    colors = {part: f"var(--c{slot})" for slot, part in enumerate(parts[:_COLORS])}
-    # on the scale of a device with far more memory than used, the bars would be too small
-    peak = max(sum(phase["memory"].values()) for phase in phases)
-    limit = device_bytes if device_bytes < 4 * peak else None
-    unit, name = (_GB, "GB") if peak >= _GB else (1e6, "MB")
-    x = axis([peak / unit, *([limit / unit] if limit else [])])
-    body = [frame([phase["name"] for phase in phases], x)]
-    for row, phase in enumerate(phases):
-        floor = 0.0
-        for part in [part for part in parts if part in phase["memory"]]:
-            size = phase["memory"][part] / unit
-            body.append(bar(x, row, floor, floor + size, colors.get(part, "var(--other)")))
-            floor += size
-        body.append(_value(x(floor), row, f"{floor:,.1f}"))
-    if limit:
-        at = x(limit / unit)
-        body.append(line_of("reference", at, at, TOP - 4, TOP + ROW * len(phases)))
-        body.append(
-            text_of("label", at, TOP - 9, f"{limit / unit:,.0f} {name} per device", "middle")
-        )
-    legend = [(part, colors[part], False) for part in parts[:_COLORS]]
-    if len(parts) > _COLORS:
-        legend.append((", ".join(parts[_COLORS:]), "var(--other)", False))
-    return drawn(
-        "Planned memory", f"{name} on the busiest device, by phase", body, len(phases), legend
-    )
+    used = [part for part, size in largest.items() if size]
+    return sorted(used, key=lambda part: -largest[part])
 
 
 def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
@@ -82,23 +100,26 @@ def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
     taken = _spans(phases, "measured_begin", measured)
     texts = []
     for phase in phases:
+        name = phase["name"]
         text = _seconds(phase["seconds"])
-        if phase["name"] in measured:
-            text += f" | {_seconds(measured[phase['name']])}"
+        if name in measured:
+            text += f" | {_seconds(measured[name])}"
         texts.append(text)
     ends = [end for _, end in (*planned.values(), *taken.values())]
-    x = axis(ends, max(map(len, texts), default=0))
-    body = [frame([phase["name"] for phase in phases], x)]
+    longest_text = max(map(len, texts), default=0)
+    x = axis(ends, longest_text)
+    names = _names(phases)
+    body = [frame(names, x)]
     parts = 2 if measured else 1
-    for row, phase in enumerate(phases):
+    for row, name in enumerate(names):
         last = 0.0
         for part, found in enumerate((planned, taken)):
-            if phase["name"] in found:
-                begin, end = found[phase["name"]]
+            if name in found:
+                begin, end = found[name]
                 body.append(bar(x, row, begin, end, f"var(--c{part})", part, parts))
                 last = max(last, end)
         body.append(_value(x(last), row, texts[row]))
-    legend = [("planned", "var(--c0)", False), ("measured", "var(--c1)", False)] if measured else []
+    legend = legend_of({"planned": "var(--c0)", "measured": "var(--c1)"}) if measured else []
     about = (
         "seconds from the start of generation; phases longer than a step overlap with the next step"
     )
@@ -112,11 +133,13 @@ def _spans(
     found: dict[str, tuple[float, float]] = {}
     end = 0.0
     for phase in phases:
-        if phase["name"] in seconds:
+        name = phase["name"]
+        if name in seconds:
             start = phase.get(begin)
-            start = end if start is None else start
-            end = start + seconds[phase["name"]]
-            found[phase["name"]] = (start, end)
+            if start is None:
+                start = end
+            end = start + seconds[name]
+            found[name] = (start, end)
     return found
 
 
@@ -128,18 +151,23 @@ def axis(values: Sequence[float], characters: int = 0) -> scale.Scale:
     """Return an axis from 0 to the largest value, leaving space for this many characters after the
     longest bar."""
     right = max(RIGHT, 5 + _CHARACTER * characters)
-    return scale.linear([max([*values, 1e-9])], LEFT, WIDTH - right, (0.0,))
+    largest = max([*values, 1e-9])
+    return scale.linear([largest], LEFT, WIDTH - right, (0.0,))
 
 
 def frame(names: Sequence[str], x: scale.Scale) -> Markup:
     """Draw the grid, the ticks and the row names."""
     bottom = TOP + ROW * len(names)
-    parts = [line_of("grid", x(tick), x(tick), TOP, bottom) for tick in x.ticks]
-    parts += [text_of("tick", x(tick), bottom + 15, x.text(tick), "middle") for tick in x.ticks]
-    parts += [
-        text_of("label", LEFT - 8, _middle(row), name, "end") for row, name in enumerate(names)
-    ]
-    return Markup("").join(parts)
+    lines = []
+    ticks = []
+    for tick in x.ticks:
+        at = x(tick)
+        lines.append(line_of("grid", at, at, TOP, bottom))
+        ticks.append(text_of("tick", at, bottom + 15, x.text(tick), "middle"))
+    labels = []
+    for row, name in enumerate(names):
+        labels.append(text_of("label", LEFT - 8, _middle(row), name, "end"))
+    return Markup("").join([*lines, *ticks, *labels])
 
 
 def _middle(row: int) -> float:
@@ -153,8 +181,10 @@ def bar(
     """Draw a bar in a row, or one of several stacked bars, at least one pixel wide so that every
     phase is visible."""
     height = BAR / parts
-    width = max(round(x(end) - x(start), 1), 1)
-    return bar_of(x(start), TOP + ROW * row + (ROW - BAR) / 2 + part * height, width, height, color)
+    left = x(start)
+    top = TOP + ROW * row + (ROW - BAR) / 2 + part * height
+    width = max(round(x(end) - left, 1), 1)
+    return bar_of(left, top, width, height, color)
 
 
 def _value(at: float, row: int, text: str) -> Markup:
@@ -162,11 +192,19 @@ def _value(at: float, row: int, text: str) -> Markup:
     return text_of("value", at + 5, _middle(row), text)
 
 
-def drawn(
-    title: str, about: str, body: list[Markup], rows: int, legend: list[tuple[str, str, bool]]
-) -> Drawn:
+def colors_of(names: Sequence[str]) -> dict[str, str]:
+    """Return a colour of the palette for each of the first names; the rest are drawn grey."""
+    return {name: f"var(--c{slot})" for slot, name in enumerate(names[:COLORS])}
+
+
+def legend_of(colors: Mapping[str, str]) -> Legend:
+    """Return the legend of a picture with these colours."""
+    return [(name, color, False) for name, color in colors.items()]
+
+
+def drawn(title: str, about: str, body: list[Markup], rows: int, legend: Legend) -> Drawn:
     """Return a picture that is tall enough for `rows` rows."""
-    svg = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
-        WIDTH, TOP + ROW * rows + 22, title, Markup("").join(body)
-    )
+    height = TOP + ROW * rows + 22
+    shape = '<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
+    svg = Markup(shape).format(WIDTH, height, title, Markup("").join(body))
     return Drawn(title, about, svg, legend, "")

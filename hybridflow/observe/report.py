@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,8 @@ from hybridflow.observe.report_charts import (
     step_phases,
     sums_of,
 )
-from hybridflow.observe.run_folder import RunFolder, Sample, load_run
+from hybridflow.observe.run_folder import RunFolder, load_run
+from hybridflow.observe.run_samples import Sample
 from hybridflow.observe.step_picture import step_pictures
 from hybridflow.observe.templates import TEXT_LIMIT, cut, fill, plain
 
@@ -36,6 +37,17 @@ REPORT_NAME = "report.html"
 _DEPTH = 8
 _ROWS = 2_000
 _MOST_SECONDS = 1e10
+_LISTS = (  # parts of the page that may be empty
+    "facts",
+    "missing",
+    "warnings",
+    "changes",
+    "time_rows",
+    "outside_rows",
+    "samples",
+    "summary",
+    "environment",
+)
 
 Fact = tuple[str, str, str]  # label, value, note
 Group = tuple[str, list[Drawn]]  # heading, charts
@@ -62,9 +74,10 @@ def render(run: RunFolder) -> str:
     samples = []
     has_tokens = False
     for sample in run.samples:
+        title = _sample_title(sample)
         has_prompt = any(row.get("prompt_text") for row in sample.rows)
         has_tokens |= any(row["tokens"] for row in sample.rows)
-        samples.append((sample, _sample_title(sample), has_prompt))
+        samples.append((sample, title, has_prompt))
     return _page(
         **overview(run),
         groups=[*drawn_groups(run), *process_groups(run)],
@@ -80,14 +93,14 @@ def overview(run: RunFolder) -> dict[str, Any]:
     warnings = []
     for record in run.metrics:
         if "warning" in record:
-            warnings.append(f"{record.get('phase')} step {record.get('step')}: {record['warning']}")
+            warnings.append(f"{_place(record)}: {record['warning']}")
     changes = []
     for record in run.changes:
-        place = f"{record.get('phase')} step {record['step']}"
-        changes.append((place, list(map(str, record["changes"]))))
+        lines = list(map(str, record["changes"]))
+        changes.append((_place(record), lines))
     summary = (row for row in _flat(run.summary) if not row[0].startswith("planned.plan."))
     return {
-        "name": str(run.setting("name") or run.path.resolve().name),
+        "name": run.name,
         "status": _status(run),
         "facts": facts(run),
         "missing": missing(run),
@@ -97,6 +110,10 @@ def overview(run: RunFolder) -> dict[str, Any]:
         "outside_rows": _outside_rows(run),
         "summary": list(islice(summary, _ROWS)),
     }
+
+
+def _place(record: Mapping[str, Any]) -> str:
+    return f"{record.get('phase')} step {record.get('step')}"
 
 
 def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], text: str) -> None:
@@ -115,26 +132,17 @@ def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], tex
 
 
 def _page(**parts: Any) -> str:
-    names = (
-        "facts",
-        "missing",
-        "warnings",
-        "changes",
-        "time_rows",
-        "outside_rows",
-        "samples",
-        "summary",
-        "environment",
-    )
-    empty: dict[str, Any] = {name: [] for name in names} | {"config_title": "", "has_tokens": False}
-    return fill("report", **(empty | parts | {"nonce": secrets.token_urlsafe(16)}))
+    empty = dict.fromkeys(_LISTS, ())
+    nonce = secrets.token_urlsafe(16)
+    defaults = {"config_title": "", "has_tokens": False, "nonce": nonce}
+    return fill("report", **(empty | defaults | parts))
 
 
 def facts(run: RunFolder) -> list[Fact]:
     """Return the tiles shown at the top of the page."""
-    found = [
-        _accuracy(run, number, prefix) for number, prefix in enumerate(run.val_sets() or ["val"])
-    ]
+    found = []
+    for number, prefix in enumerate(run.val_sets() or ["val"]):
+        found.append(_accuracy(run, number, prefix))
     tiles = (_reward, _steps, _time, _throughput, _layout, _model, _flow, _routes)
     found += [tile(run) for tile in tiles]
     return list(filter(None, found))
@@ -170,9 +178,12 @@ def drawn_groups(run: RunFolder) -> list[Group]:
     for title, charts in chart_groups(run):
         drawn = []
         for chart in charts:
-            drawn.append(draw(replace(chart, marks=marks if chart.phase == "train" else ())))
-        groups.append((title, [one for one in drawn if one is not None]))
-    return [group for group in groups if group[1]]
+            shown = marks if chart.phase == "train" else ()
+            drawn.append(draw(replace(chart, marks=shown)))
+        usable = list(filter(None, drawn))
+        if usable:
+            groups.append((title, usable))
+    return groups
 
 
 def process_groups(run: RunFolder) -> list[Group]:
@@ -192,13 +203,15 @@ def _plan_pictures(planned: Any) -> list[Drawn]:
         for name, pair in planned["seconds"].items():
             if pair["measured"] is not None:
                 measured[name] = pair["measured"]
-        return pictures(planned["plan"]["phases"], planned["plan"]["device_bytes"], measured)
+        plan = planned["plan"]
+        return pictures(plan["phases"], plan["device_bytes"], measured)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError):
         return []
 
 
 def _status(run: RunFolder) -> str:
-    if isinstance(status := run.summary.get("status"), str) and status:
+    status = run.summary.get("status")
+    if isinstance(status, str) and status:
         return status[:TEXT_LIMIT]
     return "finished" if run.summary else "not finished"
 
@@ -206,13 +219,10 @@ def _status(run: RunFolder) -> str:
 def _accuracy(run: RunFolder, number: int, prefix: str) -> Fact | None:
     """Return the score on a validation set. For the first set, values in the summary take
     precedence."""
-    points = []
-    for step, value in run.points("val", f"{prefix}/score"):
-        if value is not None:
-            points.append((step, value))
+    scores = run.values("val", f"{prefix}/score")
     summary = {} if number else run.summary
-    before = summary.get("score_before", points[0][1] if points else None)
-    after = summary.get("score_after", points[-1][1] if len(points) > 1 else None)
+    before = summary.get("score_before", scores[0] if scores else None)
+    after = summary.get("score_after", scores[-1] if len(scores) > 1 else None)
     title = held_out_title(run, prefix)
     text = _percent if is_accuracy(run, prefix) else plain
     if before is None and after is None:
@@ -227,28 +237,20 @@ def _reward(run: RunFolder) -> Fact | None:
     if not values:
         return None
     size = max(1, min(10, len(values) // 4))
-    first = sum(values[:size]) / size
-    last = sum(values[-size:]) / size
-    return (
-        "Mean reward",
-        f"{first:.3f} → {last:.3f}",
-        f"first → last {size} steps" if size > 1 else "first → last step",
-    )
+    first = _mean(values[:size])
+    last = _mean(values[-size:])
+    which = f"first → last {size} steps" if size > 1 else "first → last step"
+    return "Mean reward", f"{first:.3f} → {last:.3f}", which
 
 
 def _steps(run: RunFolder) -> Fact:
     done = run.summary.get("steps")
     if not isinstance(done, int | str):
-        done = max(
-            (record["step"] for record in run.metrics if record.get("phase") == "train"), default=0
-        )
+        done = run.last_step("train")
     total = run.setting("trainer.total_steps")
+    text = f"{done} of {total}" if total else str(done)
     sft = len(run.points("sft", "sft/loss"))
-    return (
-        "Training steps",
-        cut(f"{done} of {total}" if total else str(done)),
-        f"after {sft} SFT steps" if sft else "",
-    )
+    return "Training steps", cut(text), f"after {sft} SFT steps" if sft else ""
 
 
 def _time(run: RunFolder) -> Fact | None:
@@ -262,16 +264,15 @@ def _time(run: RunFolder) -> Fact | None:
     if not isinstance(seconds, int | float) or not 0 <= seconds < _MOST_SECONDS:
         return None
     each = run.values("train", "timing_s/step")
-    return "Wall time", duration(seconds), f"{sum(each) / len(each):.1f} s per step" if each else ""
+    per_step = f"{_mean(each):.1f} s per step" if each else ""
+    return "Wall time", duration(seconds), per_step
 
 
 def _throughput(run: RunFolder) -> Fact | None:
     values = run.values("train", "perf/throughput")
-    return (
-        ("Throughput", f"{sum(values) / len(values):,.0f} tokens/s per device", "mean over steps")
-        if values
-        else None
-    )
+    if not values:
+        return None
+    return "Throughput", f"{_mean(values):,.0f} tokens/s per device", "mean over steps"
 
 
 def _routes(run: RunFolder) -> Fact | None:
@@ -282,55 +283,52 @@ def _routes(run: RunFolder) -> Fact | None:
         return None
     whose = "the record" if kind == "r2" else "the engines"
     what = "not replayed: the trainer used its own" if kind == "compare" else f"replayed ({kind})"
-    return (
-        f"Router choices that differ from {whose}",
-        f"{sum(shares) / len(shares) * 100:.2f} %",
-        what,
-    )
+    percent = _mean(shares) * 100
+    return f"Router choices that differ from {whose}", f"{percent:.2f} %", what
 
 
 def _layout(run: RunFolder) -> Fact | None:
-    if not isinstance(actor := run.config.get("actor"), Mapping) or "parallel" not in actor:
+    actor = run.config.get("actor")
+    if not isinstance(actor, Mapping) or "parallel" not in actor:
         return None
-    sizes = {
-        name: run.size(f"actor.parallel.{name}")
-        for name in ("tensor", "pipeline", "context", "expert")
-    }
+    tensor = run.size("actor.parallel.tensor")
+    pipeline = run.size("actor.parallel.pipeline")
+    context = run.size("actor.parallel.context")
+    expert = run.size("actor.parallel.expert")
     world = run.size("cluster.nodes") * run.size("cluster.procs_per_node")
-    data = world // (sizes["tensor"] * sizes["pipeline"] * sizes["context"]) or 1
-    short = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
-    text = " ".join(
-        [*(f"{short[name]}{size}" for name, size in sizes.items() if size > 1), f"DP{data}"]
-    )
-    engines = run.size("rollout.num_engines")
-    cut = run.size("rollout.tensor")
-    return (
-        "Layout",
-        text,
-        f"{world} trainer ranks; {engines} engine{'s' if engines != 1 else ''} of TP{cut}",
-    )
+    data = world // (tensor * pipeline * context) or 1
+    parts = []
+    for short, size in (("TP", tensor), ("PP", pipeline), ("CP", context), ("EP", expert)):
+        if size > 1:
+            parts.append(f"{short}{size}")
+    parts.append(f"DP{data}")
+    number = run.size("rollout.num_engines")
+    engines = f"{number} engine{'s' if number != 1 else ''} of TP{run.size('rollout.tensor')}"
+    return "Layout", " ".join(parts), f"{world} trainer ranks; {engines}"
 
 
 def _model(run: RunFolder) -> Fact | None:
-    if path := run.setting("model.path"):
-        return "Model", Path(str(path)).name, str(run.setting("model.dtype") or "")
-    if kind := run.setting("model.hf_config.model_type"):
-        small = {"num_hidden_layers": "layers", "hidden_size": "wide", "num_experts": "experts"}
-        sizes = []
-        for key, word in small.items():
-            if size := run.setting(f"model.hf_config.{key}"):
-                sizes.append(f"{size} {word}")
-        return (
-            "Model",
-            str(kind),
-            ", ".join([*sizes, str(run.setting("model.dtype") or "")]).strip(", "),
-        )
-    return None
+    dtype = str(run.setting("model.dtype") or "")
+    path = run.setting("model.path")
+    if path:
+        return "Model", Path(str(path)).name, dtype
+    kind = run.setting("model.hf_config.model_type")
+    if not kind:
+        return None
+    words = {"num_hidden_layers": "layers", "hidden_size": "wide", "num_experts": "experts"}
+    parts = []
+    for key, word in words.items():
+        size = run.setting(f"model.hf_config.{key}")
+        if size:
+            parts.append(f"{size} {word}")
+    parts.append(dtype)
+    return "Model", str(kind), ", ".join(parts).strip(", ")
 
 
 def _flow(run: RunFolder) -> Fact | None:
     """Return the tile for a flow that is defined in a user file."""
-    path, _, name = str(run.setting("algorithm.flow") or "").rpartition(":")
+    flow = str(run.setting("algorithm.flow") or "")
+    path, _, name = flow.rpartition(":")
     return ("Flow", cut(name), cut(path)) if path.endswith(".py") else None
 
 
@@ -343,7 +341,9 @@ def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
     sums = sums_of(phases)
     rows = []
     for name in sorted(sums, key=lambda name: -sums[name]):
-        rows.append((name, f"{sums[name] / len(total):.2f}", f"{sums[name] / whole * 100:.0f} %"))
+        mean = sums[name] / len(total)
+        share = sums[name] / whole
+        rows.append((name, f"{mean:.2f}", f"{share * 100:.0f} %"))
     return rows
 
 
@@ -362,11 +362,15 @@ def _sample_title(sample: Sample) -> str:
     title = f"Validation answers of {name}" if name else "Validation answers"
     if kind == "rollouts":
         title = "Rollouts"
-    mean = f", mean score {sample.mean_score:.3f}" if sample.mean_score is not None else ""
-    return (
-        f"{title} of step {sample.step} ({min(len(sample.rows), sample.count)} of {sample.count} "
-        f"rows{mean})"
-    )
+    shown = min(len(sample.rows), sample.count)
+    rows = f"{shown} of {sample.count} rows"
+    if sample.mean_score is not None:
+        rows += f", mean score {sample.mean_score:.3f}"
+    return f"{title} of step {sample.step} ({rows})"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _percent(value: Any) -> str:

@@ -186,9 +186,10 @@ def step_phases(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, flo
         phase = name.removeprefix(prefix)
         if name.startswith(prefix) and phase != "step" and "/" not in phase:
             found[phase] = run.points("train", name)
-    logged = {
-        step: value for step, value in run.points("train", prefix + "step") if value is not None
-    }
+    logged = {}
+    for step, value in run.points("train", prefix + "step"):
+        if value is not None:
+            logged[step] = value
     if not found and not logged:
         found, logged = _from_timeline(run)
     sums = dict(_sum(found.values()))
@@ -218,37 +219,39 @@ def _from_timeline(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, 
 
 
 def _accuracy(run: RunFolder, prefix: str) -> Chart:
-    points = run.points("val", f"{prefix}/score")
+    name = f"{prefix}/score"
+    points = run.points("val", name)
     percent = is_accuracy(run, prefix)
-    known = []
+    notes = []
     for step, value in points:
         if value is not None:
-            known.append((step, value, f"{value * 100:.1f} %" if percent else f"{value:.3g}"))
-    notes = []
-    if known:
-        notes.append((*known[0][:2], f"{'before ' if len(known) > 1 else ''}{known[0][2]}"))
-    if len(known) > 1:
-        notes.append((*known[-1][:2], f"after {known[-1][2]}"))
-    unit = "answers right" if percent else "mean score"
-    name = f"{prefix}/score"
+            text = f"{value * 100:.1f} %" if percent else f"{value:.3g}"
+            notes.append((step, value, text))
+    if len(notes) > 1:
+        step, value, text = notes[0]
+        first = (step, value, f"before {text}")
+        step, value, text = notes[-1]
+        last = (step, value, f"after {text}")
+        notes = [first, last]
     title = held_out_title(run, prefix)
-    return Chart(
-        title, [Series(name, points, 0)], unit, name, percent=percent, include=(0.0,), notes=notes
-    )
+    unit = "answers right" if percent else "mean score"
+    series = [Series(name, points, 0)]
+    return Chart(title, series, unit, name, percent=percent, include=(0.0,), notes=notes)
 
 
 def held_out_title(run: RunFolder, prefix: str) -> str:
     """Return the chart title for the scores on a validation set whose metrics start with
     `prefix`."""
+    title = "Held-out accuracy" if is_accuracy(run, prefix) else "Held-out score"
     name = prefix.removeprefix("val").removeprefix("-")
-    return ("Held-out accuracy" if is_accuracy(run, prefix) else "Held-out score") + (
-        f" of {name}" if name else ""
-    )
+    return f"{title} of {name}" if name else title
 
 
 def is_accuracy(run: RunFolder, prefix: str) -> bool:
     """Return True if every score of the set is 0 or 1, in which case their mean is an accuracy."""
-    return len(run.points("val", f"{prefix}/accuracy")) == len(run.points("val", f"{prefix}/score"))
+    accuracies = run.points("val", f"{prefix}/accuracy")
+    scores = run.points("val", f"{prefix}/score")
+    return len(accuracies) == len(scores)
 
 
 def _reward_extras(run: RunFolder) -> list[Chart]:
@@ -268,11 +271,14 @@ def _recorded(run: RunFolder) -> list[Chart]:
     has replaced it, and for the score and KL divergence of each additional policy."""
     charts = [_one(run, "Score as it was sampled", "critic/sampled_score/mean", "score")]
     end = "/critic/score/mean"
-    names = sorted(name for name in run.names("train") if name.endswith(end))
-    for name in (one.removesuffix(end) for one in names):
-        charts.append(_one(run, f"Score of the {name}", f"{name}/critic/score/mean", "score"))
-        charts.append(_one(run, f"Policy change of the {name}", f"{name}/actor/ppo_kl", "KL"))
-    for name in sorted(run.names("train")):
+    names = sorted(run.names("train"))
+    for score in names:
+        if score.endswith(end):
+            policy = score.removesuffix(end)
+            change = f"{policy}/actor/ppo_kl"
+            charts.append(_one(run, f"Score of the {policy}", score, "score"))
+            charts.append(_one(run, f"Policy change of the {policy}", change, "KL"))
+    for name in names:
         if name.startswith("flow/"):
             charts.append(_one(run, name.removeprefix("flow/"), name, ""))
     return charts[:_MOST_CHARTS]
@@ -337,18 +343,19 @@ def _step_time(run: RunFolder) -> Chart:
     series = []
     rest = [phases["other"]] if "other" in phases else []
     for name in kept:
-        color = _PHASE_COLORS.get(name, free.pop(0) if name not in _PHASE_COLORS and free else None)
+        color = _PHASE_COLORS.get(name)
+        if color is None and free:
+            color = free.pop(0)
         if name in smallest or color is None:
             rest.append(phases[name])
         else:
             series.append(Series(name, phases[name], color))
     if rest:
         series.append(Series("other", _sum(rest), None))
+    about = "timing_s/*"
     whole = sum(value or 0.0 for _, value in run.points("train", "timing_s/step"))
-    overlap = 0 < 1.02 * whole < sum(sums.values())
-    about = "timing_s/*" + (
-        "; phases on different devices overlap and add up to more than a step" if overlap else ""
-    )
+    if 0 < 1.02 * whole < sum(sums.values()):
+        about += "; phases on different devices overlap and add up to more than a step"
     return Chart("Step time by phase", series, "seconds", about, kind="stack")
 
 
@@ -365,9 +372,8 @@ def _one(
 ) -> Chart:
     """Return a chart of one metric. A chart without points is dropped when drawn."""
     color = 1 if phase == "sft" else 0
-    return Chart(
-        title, [Series(name, run.points(phase, name), color)], unit, name, phase=phase, **settings
-    )
+    series = [Series(name, run.points(phase, name), color)]
+    return Chart(title, series, unit, name, phase=phase, **settings)
 
 
 def _several(

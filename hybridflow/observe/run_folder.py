@@ -7,7 +7,6 @@ values that no run would write are skipped.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -16,9 +15,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hybridflow.batch import iter_parquet, parquet_rows, pick_parquet
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.config.outside_text import is_inside, read_outside_bytes
 from hybridflow.config.outside_yaml import MOST_BYTES, read_outside_yaml
@@ -33,44 +29,16 @@ from hybridflow.observe.metric_records import (
     is_step,
     of_numbers,
 )
-from hybridflow.observe.rollouts import list_dumps
+from hybridflow.observe.run_samples import OUTSIDE, Sample, not_readable, samples_of
 from hybridflow.observe.timeline import WHOLE_STEP
-from hybridflow.observe.tokens import Decode, open_decoder, read_stretches
+from hybridflow.observe.tokens import Decode, open_decoder
 
 CHANGES = "changes.jsonl"  # settings changed at each resume from a checkpoint
-_ROWS_PER_DUMP = 4  # the two best and the two worst
 # a step has about 150 metrics in 7 KB
 _MOST_RECORD_BYTES = 128 << 20
 MOST_RECORDS = 250_000
 _MOST_JSON_BYTES = 8 << 20
 _MOST_FOLDERS = 32
-_MOST_ROWS = 500_000
-_MOST_GROUP_BYTES = 256 << 20
-_RANKED_BY = ("uid", "score")
-_NUMBERS = ("score", "response_length", "logprob_diff_mean", "advantage", "turns", "tool_calls")
-_TEXTS = (
-    "prompt_text",
-    "response_text",
-    "ground_truth",
-    "finish_reason",
-    "reward_extra",
-    "agent_failure",
-    "reward_failure",
-    "messages",
-)
-_SHOWN = (*_NUMBERS, *_TEXTS)
-_OUTSIDE = "not followed, because it links to a file outside the run folder"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Rows selected from one dump, in order of descending score."""
-
-    kind: str
-    step: int
-    count: int
-    mean_score: float | None
-    rows: list[dict[str, Any]]
 
 
 @dataclass
@@ -88,17 +56,20 @@ class RunFolder:
     missing: list[str] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def name(self) -> str:
+        """The run's name in its configuration, or else the name of its folder."""
+        return str(self.setting("name") or self.path.resolve().name)
+
     def points(self, phase: str, name: str) -> list[tuple[float, float | None]]:
         """Return a metric's (step, value) pairs, ordered by step. If a step has several records,
         the last one is used."""
         found = {}
         for record in self.metrics:
-            if (
-                record["phase"] == phase
-                and name in record
-                and (record[name] is None or is_number(record[name]))
-            ):
-                found[record["step"]] = record[name]
+            if record["phase"] == phase and name in record:
+                value = record[name]
+                if value is None or is_number(value):
+                    found[record["step"]] = value
         return sorted(found.items())
 
     def val_sets(self) -> list[str]:
@@ -108,7 +79,8 @@ class RunFolder:
         for record in self.metrics:
             if record["phase"] == "val":
                 for name in record:
-                    if match := re.fullmatch(r"(val(?:-[^/]+)?)/score", name):
+                    match = re.fullmatch(r"(val(?:-[^/]+)?)/score", name)
+                    if match:
                         found[match[1]] = None
         return list(found)
 
@@ -119,6 +91,11 @@ class RunFolder:
             if record.get("phase") == phase:
                 names.update(record)
         return names
+
+    def last_step(self, phase: str) -> int:
+        """Return the last step recorded in a phase; 0 if there is none."""
+        steps = (record["step"] for record in self.metrics if record.get("phase") == phase)
+        return max(steps, default=0)
 
     def values(self, phase: str, name: str) -> list[float]:
         """Return the values of a metric in step order, omitting missing values."""
@@ -141,7 +118,8 @@ class RunFolder:
             return None
         if self.setting("model.dtype") == "bfloat16":
             of_bfloat16 = self.setting("rollout.logprob_diff_bound_bfloat16")
-            bound = max(bound, of_bfloat16) if is_number(of_bfloat16) else bound
+            if is_number(of_bfloat16):
+                bound = max(bound, of_bfloat16)
         return float(bound)
 
     def size(self, dotted: str) -> int:
@@ -166,7 +144,7 @@ def load_run(path: Path) -> RunFolder:
     decode = decoder_of(path)
     for folder in dump_folders(path):
         if not folder.name.startswith("rollouts-"):
-            run.samples += _samples(folder, folder.name, decode, run.missing)
+            run.samples += samples_of(folder, folder.name, decode, run.missing)
     return run
 
 
@@ -187,20 +165,23 @@ def read_about(path: Path) -> RunFolder:
 def absent(run: RunFolder) -> list[str]:
     """Return a sentence for each file without records and each gap in the steps."""
     found = []
-    for name, records, so in (
-        ("metrics.jsonl", run.metrics, ", so there are no charts"),
-        ("timeline.jsonl", run.timeline, ""),
-    ):
-        if not records:
-            what = "has no records" if (run.path / name).exists() else "not found"
-            found.append(f"{name}: {what}{so}")
-    return found + list(_lost_steps(run))
+    if not run.metrics:
+        found.append(f"{_without_records(run.path / 'metrics.jsonl')}, so there are no charts")
+    if not run.timeline:
+        found.append(_without_records(run.path / "timeline.jsonl"))
+    return [*found, *_lost_steps(run)]
+
+
+def _without_records(path: Path) -> str:
+    return f"{path.name}: has no records" if path.exists() else f"{path.name}: not found"
 
 
 def decoder_of(path: Path) -> Decode | None:
     """Return a decoder that uses the tokenizer in the run folder; None if there is none."""
-    inside = is_inside(path / "model" / "tokenizer.json", path)
-    return open_decoder(path / "model") if inside else None
+    model = path / "model"
+    if not is_inside(model / "tokenizer.json", path):
+        return None
+    return open_decoder(model)
 
 
 def dump_folders(path: Path) -> list[Path]:
@@ -217,7 +198,7 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the records of a file up to a limit, and add an entry to `missing` if there are
     more."""
     if path.exists() and not is_inside(path, path.parent):
-        missing.append(f"{path.name}: {_OUTSIDE}")
+        missing.append(f"{path.name}: {OUTSIDE}")
         return
     skipped: list[int] = []
     try:
@@ -229,15 +210,14 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
                 break
             yield record
     except (DataError, OSError) as error:
-        missing.append(f"{path.name}: not readable ({str(error).rsplit(': ', 1)[-1]})")
+        missing.append(f"{path.name}: {not_readable(error)}")
         return
     if skipped:
         missing.append(f"{path.name}: {removed_lines(skipped)}")
-    if path.exists() and (size := path.stat().st_size) > _MOST_RECORD_BYTES:
-        missing.append(
-            f"{path.name}: only the first {_MOST_RECORD_BYTES >> 20} MiB of {size >> 20} MiB are "
-            "shown"
-        )
+    size = path.stat().st_size if path.exists() else 0
+    if size > _MOST_RECORD_BYTES:
+        first = _MOST_RECORD_BYTES >> 20
+        missing.append(f"{path.name}: only the first {first} MiB of {size >> 20} MiB are shown")
 
 
 def _lost_steps(run: RunFolder) -> Iterator[str]:
@@ -246,17 +226,12 @@ def _lost_steps(run: RunFolder) -> Iterator[str]:
     """
     first = None if run.setting("trainer.rollouts_from") else 1
     for phase in ("train", "sft", "reward"):
-        yield from _gaps(
-            "metrics.jsonl",
-            phase,
-            (one["step"] for one in run.metrics if one["phase"] == phase),
-            first,
-        )
-    whole = (
-        one["step"]
-        for one in run.timeline
-        if one["name"] == WHOLE_STEP and one.get("step") is not None
-    )
+        recorded = [one["step"] for one in run.metrics if one["phase"] == phase]
+        yield from _gaps("metrics.jsonl", phase, recorded, first)
+    whole = []
+    for span in run.timeline:
+        if span["name"] == WHOLE_STEP and span.get("step") is not None:
+            whole.append(span["step"])
     yield from _gaps("timeline.jsonl", "train", whole, first)
 
 
@@ -264,109 +239,14 @@ def _gaps(name: str, phase: str, steps: Iterable[int], first: int | None) -> Ite
     there = sorted({step for step in steps if step > 0})
     if not there:
         return
+    if first is None:
+        first = there[0]
     lost: list[int] = []
-    for before, after in pairwise([(first or there[0]) - 1, *there]):
-        lost.extend(range(before + 1, min(after, before + 1 + MOST_NAMES)))
+    for before, after in pairwise([first - 1, *there]):
+        begin = before + 1
+        lost.extend(range(begin, min(after, begin + MOST_NAMES)))
     if lost:
         yield f"{name}: records of {phase} step {number_ranges(lost)} are missing"
-
-
-def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[dict[str, Any]]:
-    """Return the rows with the best and the worst scores, half each, in descending order. Among
-    ties, rows from different prompts are preferred."""
-    ranked = sorted(rows, key=_score, reverse=True)
-    if len(ranked) <= count:
-        return ranked
-    good = _varied(ranked, count - count // 2)
-    chosen = set(map(id, good))
-    bad = _varied([row for row in reversed(ranked) if id(row) not in chosen], count // 2)
-    return good + bad[::-1]
-
-
-def _varied(ranked: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the first `count` rows. Among rows with the top score, every prompt appears once
-    before any prompt appears twice."""
-    seen: set[Any] = set()
-    first = []
-    later = []
-    for row in ranked:
-        if _score(row) == _score(ranked[0]) and row.get("uid") not in seen:
-            seen.add(row.get("uid"))
-            first.append(row)
-        else:
-            later.append(row)
-    return (first + later)[:count]
-
-
-def _samples(folder: Path, kind: str, decode: Decode | None, missing: list[str]) -> list[Sample]:
-    """Read the first, middle and last rollout dump, and the first and last dump of validation
-    answers."""
-    dumps = list_dumps(folder)
-    if not dumps:
-        missing.append(f"{kind}/: no dumps")
-        return []
-    wanted = sorted(
-        {0, len(dumps) // 2, len(dumps) - 1} if kind == "rollouts" else {0, len(dumps) - 1}
-    )
-    found = []
-    for index in wanted:
-        step, path = dumps[index]
-        try:
-            if not is_inside(path, folder.parent):
-                raise DataError(_OUTSIDE)
-            found.append(_sample(path, kind, step, decode))
-        except DataError as error:
-            missing.append(f"{kind}/{path.name}: not readable ({str(error).rsplit(': ', 1)[-1]})")
-    return found
-
-
-def _sample(path: Path, kind: str, step: int, decode: Decode | None) -> Sample:
-    """Read the selected rows of a dump, and only the scores of all other rows. Raises DataError if
-    the dump cannot be read."""
-    if (count := parquet_rows(path)) > _MOST_ROWS:
-        raise DataError(f"more than {_MOST_ROWS:,} rows")
-    rows: list[dict[str, Any]] = [{"row": number} for number in range(count)]
-    at = 0
-    for batch in iter_parquet(path, (), _RANKED_BY, most_bytes=_MOST_GROUP_BYTES):
-        for name in batch.columns:
-            for row, value in zip(
-                rows[at : at + len(batch)], batch.dense(name).tolist(), strict=True
-            ):
-                row[name] = value
-        at += len(batch)
-    scores = [row["score"] for row in rows if is_number(row.get("score"))]
-    mean = sum(scores) / len(scores) if scores else None
-    numbers = [row["row"] for row in pick_rows(rows)]
-    if not numbers:
-        return Sample(kind, step, 0, mean, [])
-    return Sample(kind, step, len(rows), mean, read_rows(path, numbers, decode))
-
-
-def read_rows(path: Path, numbers: list[int], decode: Decode | None) -> list[dict[str, Any]]:
-    """Return rows of a dump as dictionaries with the displayed columns and the key `tokens`. Raises
-    DataError if the dump cannot be read."""
-    picked = pick_parquet(path, numbers, _SHOWN, _MOST_GROUP_BYTES)
-    tokens = read_stretches(path, numbers, decode, _MOST_GROUP_BYTES)
-    found: list[dict[str, Any]] = [{} for _ in numbers]
-    for name in picked.columns:
-        column = picked[name]
-        if isinstance(column, np.ndarray):
-            for row, value in zip(found, column.tolist(), strict=True):
-                row[name] = value
-    return [_shown_fields(row) | {"tokens": one} for row, one in zip(found, tokens, strict=True)]
-
-
-def _score(row: Mapping[str, Any]) -> float:
-    score = row.get("score")
-    return float(score) if isinstance(score, int | float) and not math.isnan(score) else -math.inf
-
-
-def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row that the page shows, with None for missing or invalid numbers."""
-    numbers = {}
-    for name in _NUMBERS:
-        numbers[name] = row[name] if is_number(row.get(name)) else None
-    return numbers | {name: row.get(name) for name in _TEXTS}
 
 
 def _config(path: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
@@ -391,7 +271,8 @@ def _json(path: Path, meaning: str, missing: list[str]) -> dict[str, Any]:
         _require_inside(path)
         return read_outside_json(path, _MOST_JSON_BYTES)
     except FileNotFoundError:
-        missing.append(f"{path.name}: not found" + (f" ({meaning})" if meaning else ""))
+        reason = f" ({meaning})" if meaning else ""
+        missing.append(f"{path.name}: not found{reason}")
     except (OSError, ValueError) as error:
         wrong = "not valid JSON" if str(error).startswith("not JSON") else f"not readable ({error})"
         missing.append(f"{path.name}: {wrong}")
@@ -401,4 +282,4 @@ def _json(path: Path, meaning: str, missing: list[str]) -> dict[str, Any]:
 def _require_inside(path: Path) -> None:
     """Raise ValueError if a file in the run folder is a link to a file outside the folder."""
     if not is_inside(path, path.parent):
-        raise ValueError(_OUTSIDE)
+        raise ValueError(OUTSIDE)

@@ -20,21 +20,26 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         """Return the pixel position of a value."""
-        ends = (self.low, self.high, value)
-        low, high, at = map(math.log10, ends) if self.log else ends
-        return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
+        low = self.low
+        high = self.high
+        if self.log:
+            low, high, value = map(math.log10, (low, high, value))
+        share = (value - low) / (high - low)
+        return round(self.start + share * (self.end - self.start), 1)
 
     def text(self, tick: float, percent: bool = False) -> str:
         """Return the tick's label, with enough digits to distinguish it from its neighbours."""
         if self.log:
             return f"{tick:g}" if 0.001 <= tick < 1e5 else _exponent(tick)
-        step = abs(self.ticks[1] - self.ticks[0]) if len(self.ticks) > 1 else abs(tick) or 1.0
+        step = abs(tick) or 1.0
+        if len(self.ticks) > 1:
+            step = abs(self.ticks[1] - self.ticks[0])
         if percent:
-            return f"{tick * 100:.{max(0, -math.floor(math.log10(step * 100) + 1e-9))}f} %"
+            return f"{tick * 100:.{_decimals(step * 100)}f} %"
         largest = max(map(abs, self.ticks))
         if largest and (largest < 1e-3 or largest >= 1e6):
             return _exponent(tick)
-        return f"{tick:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+        return f"{tick:,.{_decimals(step)}f}"
 
 
 def linear(
@@ -46,12 +51,13 @@ def linear(
     high = max(found)
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         pad = abs(low) * 0.1 or 1.0
+        high += pad
         # The axis of a constant non-negative series starts at zero.
-        low, high = (0.0, high + pad) if low >= 0 else (low - pad, high + pad)
+        low = 0.0 if low >= 0 else low - pad
     step = nice_step(high - low, 4)
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
-    ticks = tuple(index * step for index in range(first, last + 1))
+    ticks = _multiples(step, first, last)
     return Scale(ticks[0], ticks[-1], start, end, ticks)
 
 
@@ -65,7 +71,7 @@ def steps(values: Iterable[float], start: float, end: float) -> Scale:
     step = max(1.0, nice_step(high - low, 6))
     first = math.ceil(low / step)
     last = math.floor(high / step)
-    return Scale(low, high, start, end, tuple(index * step for index in range(first, last + 1)))
+    return Scale(low, high, start, end, _multiples(step, first, last))
 
 
 def logarithmic(values: Iterable[float], start: float, end: float) -> Scale:
@@ -86,8 +92,19 @@ def nice_step(span: float, count: int) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if raw <= factor * power * (1 + 1e-9))
 
 
+def _multiples(step: float, first: int, last: int) -> tuple[float, ...]:
+    """Return `step` times each number from `first` to `last`."""
+    return tuple(index * step for index in range(first, last + 1))
+
+
+def _decimals(step: float) -> int:
+    """Return how many digits after the point distinguish numbers that are `step` apart."""
+    return max(0, -math.floor(math.log10(step) + 1e-9))
+
+
 def _exponent(value: float) -> str:
     if value == 0:
         return "0"
     mantissa, power = f"{value:.3e}".split("e")
-    return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
+    digits = mantissa.rstrip("0").rstrip(".")
+    return f"{digits}e{int(power)}"

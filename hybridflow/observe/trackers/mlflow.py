@@ -22,6 +22,8 @@ _MOST_PARAMETER = 500  # characters that every version of the server accepts
 _AT_ONCE = 100  # maximum number of parameters per call
 _BINS = 30
 _OTHER = re.compile(r"[^\w.\- /:]")
+# the tag in which MLflow's own `log_table`, which needs pandas, lists tables
+_TABLES = "mlflow.loggedArtifacts"
 
 
 @tracker("mlflow", library="mlflow")
@@ -39,7 +41,8 @@ class MlflowTracker(AppendOnly):
 
     def destination(self) -> str:
         """Return the tracking address."""
-        return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self._folder / 'mlflow.db'}"
+        local = self._folder / "mlflow.db"
+        return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{local}"
 
     def open(self, run_id: str | None) -> str:
         """Create the run with its parameters, or set the status of an existing run to running."""
@@ -49,13 +52,13 @@ class MlflowTracker(AppendOnly):
         self._client = client = MlflowClient(tracking_uri=self.destination())
         if run_id is None:
             tags = {"group": self.run.group} if self.run.group else {}
-            run_id = client.create_run(
-                self._experiment(), tags=tags, run_name=self.run.name
-            ).info.run_id
+            created = client.create_run(self._experiment(), tags=tags, run_name=self.run.name)
+            run_id = created.info.run_id
         else:
             client.update_run(run_id, status="RUNNING")
-            tagged = client.get_run(run_id).data.tags.get("mlflow.loggedArtifacts", "[]")
-            self._tables = [one["path"] for one in json.loads(tagged)]
+            tags = client.get_run(run_id).data.tags
+            tables = json.loads(tags.get(_TABLES, "[]"))
+            self._tables = [one["path"] for one in tables]
         self._id = str(run_id)
         self._parameters()
         return self._id
@@ -71,12 +74,11 @@ class MlflowTracker(AppendOnly):
     def publish_dump(self, number: int, dump: Dump) -> None:
         """Write the samples as a table, and the distributions as histograms (edges and counts)."""
         name = f"{dump.kind}/samples_{dump.step:06d}.json"
-        table = {"columns": ["step", *dump.columns], "data": [[dump.step, *r] for r in dump.rows]}
-        self._text(name, table)
+        rows = [[dump.step, *row] for row in dump.rows]
+        self._text(name, {"columns": ["step", *dump.columns], "data": rows})
         self._tables.append(name)
-        # this tag is how MLflow's own `log_table`, which needs pandas, lists tables
         tables = [{"path": path, "type": "table"} for path in self._tables]
-        self._client.set_tag(self._id, "mlflow.loggedArtifacts", json.dumps(tables))
+        self._client.set_tag(self._id, _TABLES, json.dumps(tables))
         found = {}
         for column, values in dump.distributions.items():
             counts, edges = np.histogram(values, bins=_BINS)
@@ -108,10 +110,13 @@ class MlflowTracker(AppendOnly):
         known = self._client.get_run(self._id).data.params
         found = []
         for name, value in leaves(self.run.config):
-            if metric_name(name) not in known:
-                found.append(Param(metric_name(name), str(value)[:_MOST_PARAMETER]))
+            key = metric_name(name)
+            if key not in known:
+                text = str(value)[:_MOST_PARAMETER]
+                found.append(Param(key, text))
         for first in range(0, len(found), _AT_ONCE):
-            self._client.log_batch(self._id, params=found[first : first + _AT_ONCE])
+            batch = found[first : first + _AT_ONCE]
+            self._client.log_batch(self._id, params=batch)
         self._text("config.json", self.run.config)
 
     def _text(self, name: str, value: Any) -> None:
@@ -129,7 +134,8 @@ def metric_name(name: str) -> str:
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) for each value in a nested mapping."""
     for name, value in config.items():
+        key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{key}.")
         else:
-            yield f"{prefix}{name}", value
+            yield key, value

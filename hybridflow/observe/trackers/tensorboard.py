@@ -59,8 +59,9 @@ class TensorBoardTracker:
         folder = self._folder / path.parent.name
         if folder not in self._distributions:
             self._distributions[folder] = self._open(folder)
-        self._distributions[folder].write(event.SerializeToString())
-        self._distributions[folder].flush()
+        records = self._distributions[folder]
+        records.write(event.SerializeToString())
+        records.flush()
 
     def report(self, path: Path) -> None:
         """Do nothing, because TensorBoard cannot show HTML pages."""
@@ -68,8 +69,9 @@ class TensorBoardTracker:
     def truncate_after(self, phase: Phase, step: int) -> None:
         """Rewrite the earlier records from metrics.jsonl. If that file is missing, TensorBoard
         itself drops the older of duplicate records."""
-        for folder in self._folder.glob(_FOLDERS[phase]) if phase in _FOLDERS else ():
-            self._forget_after(folder, step)
+        if phase in _FOLDERS:
+            for folder in self._folder.glob(_FOLDERS[phase]):
+                self._forget_after(folder, step)
         if not self._metrics.exists():
             return
         self.close()
@@ -95,7 +97,8 @@ class TensorBoardTracker:
             self._records.close()
             self._records = None
         while self._distributions:
-            self._distributions.popitem()[1].close()
+            _, records = self._distributions.popitem()
+            records.close()
 
     def _write(self, step: int, wall_time: float, scalars: Mapping[str, float | None]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -105,10 +108,10 @@ class TensorBoardTracker:
             self._records = self._open(self._folder)
         values = []
         for tag, value in scalars.items():
-            values.append(Summary.Value(tag=tag, simple_value=math.nan if value is None else value))
-        self._records.write(
-            Event(step=step, wall_time=wall_time, summary=Summary(value=values)).SerializeToString()
-        )
+            number = math.nan if value is None else value
+            values.append(Summary.Value(tag=tag, simple_value=number))
+        event = Event(step=step, wall_time=wall_time, summary=Summary(value=values))
+        self._records.write(event.SerializeToString())
 
     def _forget_after(self, folder: Path, step: int) -> None:
         """Write a marker that makes TensorBoard drop the later steps that it has already read."""
@@ -116,7 +119,8 @@ class TensorBoardTracker:
 
         mark = Event(step=step + 1, wall_time=time.time())
         mark.session_log.status = SessionLog.START
-        if (earlier := self._distributions.pop(folder, None)) is not None:
+        earlier = self._distributions.pop(folder, None)
+        if earlier is not None:
             earlier.close()
         records = self._open(folder)
         records.write(mark.SerializeToString())
@@ -130,9 +134,11 @@ class TensorBoardTracker:
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         # Zero-padded, because TensorBoard reads a folder's files in name order.
-        path = folder / f"events.out.tfevents.{int(now):010d}.{os.getpid()}.{next(self._count):04d}"
+        number = next(self._count)
+        path = folder / f"events.out.tfevents.{int(now):010d}.{os.getpid()}.{number:04d}"
         records = RecordWriter(path.open("xb"))
-        records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+        version = Event(wall_time=now, file_version="brain.Event:2")
+        records.write(version.SerializeToString())
         return records
 
 

@@ -71,7 +71,8 @@ def _answers(
     sides: tuple[_Step, _Step], given: Mapping[str, Any], wanted_page: int
 ) -> dict[str, Any]:
     """Return the values for one page of the prompts that both dumps contain."""
-    _, *places = np.intersect1d(sides[0].prompts, sides[1].prompts, return_indices=True)
+    first, second = sides
+    _, *places = np.intersect1d(first.prompts, second.prompts, return_indices=True)
     scores = [side.scores[at] for side, at in zip(sides, places, strict=True)]
     gain = scores[1] - scores[0]
     found = _sorted(gain, given["show"])
@@ -90,22 +91,29 @@ def _of_step(samples: Samples, kind: str, given: str, wrong: list[str]) -> _Step
     of_kind = samples.kind == samples.kinds.index(kind)
     steps = np.unique(samples.step[of_kind])
     step = int(steps[-1]) if len(steps) else 0
-    if given.strip() and given.strip() not in map(str, steps.tolist()):
-        wrong.append(f"there is no dump of step {given.strip()[:40]}; step {step} is shown")
-    elif given.strip():
+    given = given.strip()
+    if given in map(str, steps.tolist()):
         step = int(given)
-    members = np.flatnonzero(of_kind & (samples.step == step) & (samples.columns["prompt"] > 0))
-    prompts, first, of_row = np.unique(
-        samples.columns["prompt"][members], return_index=True, return_inverse=True
-    )
+    elif given:
+        wrong.append(f"there is no dump of step {given[:40]}; step {step} is shown")
+    prompt_of = samples.columns["prompt"]
+    members = np.flatnonzero(of_kind & (samples.step == step) & (prompt_of > 0))
+    prompts, first, of_row = np.unique(prompt_of[members], return_index=True, return_inverse=True)
+    size = len(prompts)
     scores = samples.columns["score"][members]
     is_scored = ~np.isnan(scores)
-    counts = np.bincount(of_row[is_scored], minlength=len(prompts))
-    sums = np.bincount(of_row[is_scored], scores[is_scored], len(prompts))
-    means = np.full(len(prompts), np.nan)
-    np.divide(sums, counts, out=means, where=counts > 0)
+    of_score = of_row[is_scored]
+    scored = np.bincount(of_score, minlength=size)
+    sums = np.bincount(of_score, scores[is_scored], size)
+    means = np.full(size, np.nan)
+    np.divide(sums, scored, out=means, where=scored > 0)
     return _Step(
-        samples, step, prompts, means, members[first], np.bincount(of_row, minlength=len(prompts))
+        samples=samples,
+        step=step,
+        prompts=prompts,
+        scores=means,
+        first=members[first],
+        counts=np.bincount(of_row, minlength=size),
     )
 
 
@@ -118,32 +126,36 @@ def _sorted(gain: np.ndarray, wanted: str) -> np.ndarray:
         "all": np.ones(len(gain), bool),
     }[wanted]
     found = np.flatnonzero(kept)
-    return found[np.argsort(-np.abs(np.nan_to_num(gain[found])), kind="stable")]
+    sizes = np.abs(np.nan_to_num(gain[found]))
+    return found[np.argsort(-sizes, kind="stable")]
 
 
 def _summary(gain: np.ndarray) -> str:
+    better = np.count_nonzero(gain > 0)
+    worse = np.count_nonzero(gain < 0)
+    equal = np.count_nonzero(gain == 0)
     return (
-        f"{len(gain):,} prompts in both dumps: {int((gain > 0).sum()):,} better in the second, "
-        f"{int((gain < 0).sum()):,} better in the first, {int((gain == 0).sum()):,} equal"
+        f"{len(gain):,} prompts in both dumps: {better:,} better in the second, "
+        f"{worse:,} better in the first, {equal:,} equal"
     )
 
 
 def _rows(sides: tuple[_Step, _Step], places: list[np.ndarray], shown: np.ndarray) -> list[Any]:
     rows: list[dict[str, Any]] = [{"answers": []} for _ in shown]
     for side, at in zip(sides, places, strict=True):
-        chosen = side.first[at[shown]]
+        numbers = at[shown]
+        chosen = side.first[numbers]
         texts = texts_of(side.samples, chosen)
-        for row, sample, number in zip(rows, chosen.tolist(), at[shown].tolist(), strict=True):
+        for row, sample, number in zip(rows, chosen.tolist(), numbers.tolist(), strict=True):
             text = texts[sample]
+            answer = {
+                "score": _mean(side.scores[number : number + 1]),
+                "count": int(side.counts[number]),
+                "text": text_of(text, "response_text"),
+            }
             row.setdefault("prompt_text", text_of(text, "prompt_text"))
             row.setdefault("ground_truth", text_of(text, "ground_truth"))
-            row["answers"].append(
-                {
-                    "score": _mean(side.scores[number : number + 1]),
-                    "count": int(side.counts[number]),
-                    "text": text_of(text, "response_text"),
-                }
-            )
+            row["answers"].append(answer)
     return rows
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from hybridflow.config.outside_text import is_inside
 from hybridflow.errors import HybridFlowError
 from hybridflow.observe.rollouts import list_dumps
 from hybridflow.observe.run_folder import dump_folders
+from hybridflow.observe.run_samples import not_readable
+from hybridflow.observe.watch.texts import Texts
 
 NUMBERS = (
     "uid",
@@ -56,63 +58,6 @@ _MOST_MISSING = 20
 _PUBLISH_S = 1.0
 
 
-class Texts:
-    """The text of a dump's rows in lower case, as one UTF-8 buffer that can be scanned at memory
-    bandwidth. Samples of a group share one copy of their prompt."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._prompts: dict[bytes, int] = {}  # -> its number
-        self._prompt_of: list[int] = []  # number of each row's prompt
-        self._parts: list[bytes] = []
-        self._rows = _Scanned([])
-        self._of_prompts = _Scanned([])
-
-    def add(self, prompt: str, others: Iterable[str]) -> None:
-        """Add a row."""
-        text = prompt.lower().encode("utf-8", "replace")
-        if text not in self._prompts:
-            self._prompts[text] = len(self._prompts)
-            self.nbytes += len(text)
-        self._prompt_of.append(self._prompts[text])
-        rest = "\n".join(filter(None, others)).lower().encode("utf-8", "replace")
-        self.nbytes += len(rest)
-        self._parts.append(rest)
-
-    def seal(self) -> None:
-        """Prepare for searching. Call this after the last row has been added."""
-        self._rows = _Scanned(self._parts)
-        self._of_prompts = _Scanned(list(self._prompts))
-        self._numbers = np.array(self._prompt_of, np.int64)
-        del self._parts, self._prompts, self._prompt_of
-
-    def containing(self, wanted: str) -> np.ndarray:
-        """Return a mask of the rows that contain this text, ignoring case."""
-        needle = wanted.lower().replace("\0", "").encode("utf-8", "replace")
-        prompts = self._of_prompts.containing(needle)
-        found = prompts[self._numbers] if len(prompts) else np.zeros(len(self._numbers), bool)
-        return found | self._rows.containing(needle)
-
-
-class _Scanned:
-    """Concatenated texts, each followed by a zero byte."""
-
-    def __init__(self, parts: Sequence[bytes]) -> None:
-        self._whole = b"\0".join([*parts, b""])
-        self._starts = np.cumsum([0, *(len(part) + 1 for part in parts)])
-
-    def containing(self, needle: bytes) -> np.ndarray:
-        """Return a mask of the texts that contain the needle, which must not contain a zero
-        byte."""
-        found = np.zeros(len(self._starts) - 1, bool)
-        at = self._whole.find(needle)
-        while 0 <= at < len(self._whole):
-            number = int(np.searchsorted(self._starts, at, "right")) - 1
-            found[number] = True
-            at = self._whole.find(needle, int(self._starts[number + 1]))
-        return found
-
-
 @dataclass
 class Dump:
     """The samples of one dump.
@@ -139,20 +84,32 @@ class Dump:
     texts: Texts | None
 
 
+def _no_numbers() -> np.ndarray:
+    return np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True)
 class Samples:
     """All indexed samples as columns; row i is row `row[i]` of `dumps[dump[i]]`."""
 
     dumps: tuple[Dump, ...] = ()
-    dump: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    row: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    step: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    kind: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    dump: np.ndarray = field(default_factory=_no_numbers)
+    row: np.ndarray = field(default_factory=_no_numbers)
+    step: np.ndarray = field(default_factory=_no_numbers)
+    kind: np.ndarray = field(default_factory=_no_numbers)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.row)
+
+    def dump_of(self, sample: int) -> Dump:
+        """Return the dump that contains a sample."""
+        return self.dumps[self.dump[sample]]
+
+    def of_step(self, kind: int, step: int) -> np.ndarray:
+        """Return the samples of a step in the dumps of this kind."""
+        return np.flatnonzero((self.kind == kind) & (self.step == step))
 
 
 class SampleIndex:
@@ -196,16 +153,18 @@ class SampleIndex:
 
     def remarks(self) -> list[str]:
         """Return a sentence for each dump that is not indexed, or whose text is not indexed."""
-        found = [
-            f"{path.parent.name}/{path.name}: {why}" for path, (_, why) in self._unreadable.items()
-        ]
+        found = []
+        for path, (_, why) in self._unreadable.items():
+            found.append(f"{path.parent.name}/{path.name}: {why}")
         more = len(found) - _MOST_MISSING
-        found = found[:_MOST_MISSING] + ([f"and {more} more dumps"] if more > 0 else [])
-        silent = sorted({one.step for one in self.samples.dumps if one.rows and one.texts is None})
+        if more > 0:
+            found[_MOST_MISSING:] = [f"and {more} more dumps"]
+        silent = [one.step for one in self.samples.dumps if one.rows and one.texts is None]
         if silent:
+            limit = _MOST_TEXT_BYTES >> 20
             found.append(
-                f"the text of steps {silent[0]} to {silent[-1]} is not searched: all texts "
-                f"together are larger than {_MOST_TEXT_BYTES >> 20} MiB"
+                f"the text of steps {min(silent)} to {max(silent)} is not searched: all texts "
+                f"together are larger than {limit} MiB"
             )
         return found
 
@@ -217,17 +176,18 @@ class SampleIndex:
             return False
         self._folders = times
         wanted = []
+        signatures = {}
         for folder in folders:
             for step, path in list_dumps(folder):
                 wanted.append((folder.name, step, path))
+                signatures[path] = _signature(path)
         self._wanted = sorted(wanted, key=lambda one: -one[1])
-        there = {path for _, _, path in wanted}
-        removed = self._dumps.keys() - there
+        self._signatures = signatures
+        removed = self._dumps.keys() - signatures.keys()
         for path in removed:
             del self._dumps[path]
-        for path in self._unreadable.keys() - there:
+        for path in self._unreadable.keys() - signatures.keys():
             del self._unreadable[path]
-        self._signatures = {path: _signature(path) for path in there}
         return bool(removed)
 
     def _is_new(self, path: Path) -> bool:
@@ -243,17 +203,21 @@ class SampleIndex:
         try:
             if signature is None or not is_inside(path, self.path):
                 raise ValueError("not followed, because it links to a file outside the run folder")
-            if (rows := parquet_rows(path)) > _MOST_ROWS:
+            rows = parquet_rows(path)
+            if rows > _MOST_ROWS:
                 raise ValueError(f"more than {_MOST_ROWS:,} rows")
-            if rows + sum(one.rows for one in self._dumps.values()) > _MOST_SAMPLES:
+            already = sum(one.rows for one in self._dumps.values())
+            if rows + already > _MOST_SAMPLES:
                 raise ValueError(f"more than {_MOST_SAMPLES:,} samples in all dumps")
             self._dumps[path] = self._read(kind, step, path, signature)
         except (HybridFlowError, ValueError, TypeError, OverflowError) as error:
-            why = str(error).rsplit(": ", 1)[-1]
-            self._unreadable[path] = (signature, f"not readable ({why})")
+            self._unreadable[path] = (signature, not_readable(error))
 
     def _read(self, kind: str, step: int, path: Path, signature: tuple[int, int, int]) -> Dump:
-        left = _MOST_TEXT_BYTES - sum(one.texts.nbytes for one in self._dumps.values() if one.texts)
+        left = _MOST_TEXT_BYTES
+        for one in self._dumps.values():
+            if one.texts:
+                left -= one.texts.nbytes
         numbers: dict[str, list[np.ndarray]] = {name: [] for name in NUMBERS}
         names: dict[str, list[np.ndarray]] = {name: [] for name in NAMES}
         failed: list[bool] = []
@@ -274,17 +238,17 @@ class SampleIndex:
         joined = {name: _joined(parts, np.float64) for name, parts in numbers.items()}
         codes = {name: _joined(parts, np.int64) for name, parts in names.items()}
         return Dump(
-            kind,
-            step,
-            path,
-            signature,
-            rows,
-            joined,
-            codes,
-            group_kinds(joined["uid"], joined["score"]),
-            np.array(prompts, np.uint64),
-            np.array(failed, bool),
-            texts if texts.nbytes <= left else None,
+            kind=kind,
+            step=step,
+            path=path,
+            signature=signature,
+            rows=rows,
+            numbers=joined,
+            names=codes,
+            groups=group_kinds(joined["uid"], joined["score"]),
+            prompts=np.array(prompts, np.uint64),
+            failed=np.array(failed, bool),
+            texts=texts if texts.nbytes <= left else None,
         )
 
     def _coded(self, name: str, values: Iterable[str]) -> np.ndarray:
@@ -301,6 +265,8 @@ class SampleIndex:
         dumps = tuple(sorted(self._dumps.values(), key=lambda one: (one.kind, one.step)))
         kinds = tuple(dict.fromkeys(one.kind for one in dumps))
         counts = np.array([one.rows for one in dumps], np.int64)
+        steps = np.array([one.step for one in dumps], np.int64)
+        kind_of = np.array([kinds.index(one.kind) for one in dumps], np.int64)
         columns: dict[str, np.ndarray] = {}
         if dumps:
             for name in NUMBERS:
@@ -311,13 +277,13 @@ class SampleIndex:
             columns["prompt"] = np.concatenate([one.prompts for one in dumps])
             columns["failed"] = np.concatenate([one.failed for one in dumps])
         self.samples = Samples(
-            dumps,
-            np.repeat(np.arange(len(dumps)), counts),
-            np.concatenate(list(map(np.arange, counts)) or [np.zeros(0, np.int64)]),
-            np.repeat(np.array([one.step for one in dumps], np.int64), counts),
-            np.repeat(np.array([kinds.index(one.kind) for one in dumps], np.int64), counts),
-            columns,
-            kinds,
+            dumps=dumps,
+            dump=np.repeat(np.arange(len(dumps)), counts),
+            row=np.concatenate([_no_numbers(), *map(np.arange, counts)]),
+            step=np.repeat(steps, counts),
+            kind=np.repeat(kind_of, counts),
+            columns=columns,
+            kinds=kinds,
         )
         self.version += 1
 
@@ -349,14 +315,16 @@ def _joined(parts: list[np.ndarray], kind: type) -> np.ndarray:
 
 def _add_texts(piece: DataProto, texts: Texts, most_bytes: int) -> None:
     """Add the text of all rows until the byte limit is reached."""
-    for prompt, *others in zip(*(_texts(piece, name) for name in _TEXTS), strict=True):
+    columns = [_texts(piece, name) for name in _TEXTS]
+    for prompt, *others in zip(*columns, strict=True):
         if texts.nbytes <= most_bytes:
             texts.add(prompt, others)
 
 
 def _failed(piece: DataProto) -> list[bool]:
-    columns = (_texts(piece, "reward_failure"), _texts(piece, "agent_failure"))
-    return [any(one) for one in zip(*columns, strict=True)]
+    rewards = _texts(piece, "reward_failure")
+    agents = _texts(piece, "agent_failure")
+    return [any(failures) for failures in zip(rewards, agents, strict=True)]
 
 
 def _hash(prompt: str) -> int:

@@ -28,8 +28,9 @@ def compared(one: RunFolder, two: RunFolder) -> dict[str, Any]:
         for line in run.missing:
             if "metrics.jsonl" in line:
                 remarks.append(f"{name}: {line}")
-    if len(settings) > _MOST_SETTINGS:
-        remarks.append(f"{len(settings) - _MOST_SETTINGS} more settings differ")
+    more = len(settings) - _MOST_SETTINGS
+    if more > 0:
+        remarks.append(f"{more} more settings differ")
     return {
         "names": names,
         "facts": list(_both_facts(one, two)),
@@ -44,12 +45,16 @@ def different_settings(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (key, first value, second value) for each setting that differs; "–" if a run lacks
     it."""
-    first = dict(_flat(one))
-    second = dict(_flat(two))
-    for key in dict.fromkeys([*first, *second]):
-        values = (first.get(key, "–"), second.get(key, "–"))
-        if values[0] != values[1] and key not in _PLACES:
-            yield key, *values
+    for key, first, second in _paired(dict(_flat(one)), dict(_flat(two))):
+        if first != second and key not in _PLACES:
+            yield key, first, second
+
+
+def _paired(one: dict[str, str], two: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, first value, second value) for each key of either mapping; "–" if one lacks
+    it."""
+    for key in one | two:
+        yield key, one.get(key, "–"), two.get(key, "–")
 
 
 def overlaid(one: RunFolder, two: RunFolder, names: tuple[str, str]) -> list[Group]:
@@ -64,44 +69,50 @@ def overlaid(one: RunFolder, two: RunFolder, names: tuple[str, str]) -> list[Gro
     for title, charts in chart_groups(one):
         drawn: list[Drawn] = []
         for chart in charts:
-            for series in chart.series:
-                other = others.get((chart.title, series.label))
-                if chart.kind == "lines" and other is not None:
-                    found = draw(_of_both(chart, (series, other), names))
-                    drawn += [found] if found is not None else []
+            if chart.kind == "lines":
+                drawn += _drawn_with(chart, others, names)
         if drawn:
             groups.append((title, drawn))
     return groups
 
 
-def _of_both(chart: Chart, pair: tuple[Series, Series], names: tuple[str, str]) -> Chart:
-    lines = [
-        Series(name, one.points, color)
-        for one, name, color in zip(pair, names, (0, 1), strict=True)
-    ]
-    several = len(chart.series) > 1
-    title = f"{chart.title}: {pair[0].label}" if several else chart.title
+def _drawn_with(
+    chart: Chart, others: Mapping[tuple[str, str], Series], names: tuple[str, str]
+) -> Iterator[Drawn]:
+    """Draw each series of a chart together with the other run's series of the same name."""
+    for series in chart.series:
+        other = others.get((chart.title, series.label))
+        if other is not None:
+            found = draw(_of_both(chart, series, other, names))
+            if found is not None:
+                yield found
+
+
+def _of_both(chart: Chart, first: Series, second: Series, names: tuple[str, str]) -> Chart:
+    title = chart.title
+    if len(chart.series) > 1:
+        title += f": {first.label}"
+    lines = (Series(names[0], first.points, 0), Series(names[1], second.points, 1))
     return replace(chart, title=title, series=lines, trend=False, notes=(), marks=())
 
 
 def _both_facts(one: RunFolder, two: RunFolder) -> Iterator[tuple[str, str, str]]:
     first = {label: value for label, value, _ in facts(one)}
     second = {label: value for label, value, _ in facts(two)}
-    for label in dict.fromkeys([*first, *second]):
-        yield label, first.get(label, "–"), second.get(label, "–")
+    return _paired(first, second)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
     for key, value in values.items():
+        dotted = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and depth < _MOST_DEPTH:
-            yield from _flat(value, f"{prefix}{key}.", depth + 1)
+            yield from _flat(value, f"{dotted}.", depth + 1)
         else:
-            yield f"{prefix}{key}", plain(value)
+            yield dotted, plain(value)
 
 
 def both_names(one: RunFolder, two: RunFolder) -> tuple[str, str]:
     """Return the names of two runs, which differ."""
-    names = [str(run.setting("name") or run.path.resolve().name) for run in (one, two)]
-    if names[0] == names[1]:
-        return f"{names[0]} (first)", f"{names[1]} (second)"
-    return names[0], names[1]
+    if one.name == two.name:
+        return f"{one.name} (first)", f"{two.name} (second)"
+    return one.name, two.name

@@ -23,8 +23,9 @@ from hybridflow.observe.watch.answer_pages import AnswerPages
 from hybridflow.observe.watch.index import SampleIndex
 from hybridflow.observe.watch.live_run import LiveRun
 from hybridflow.observe.watch.overlay import both_names, compared
-from hybridflow.observe.watch.sample_pages import NotFound, SamplePages
+from hybridflow.observe.watch.sample_pages import NotFound, Parts, SamplePages
 
+_SECTIONS = ("alarms", "tiles", "changes", "charts", "times", "notices", "settings")
 _PICTURES_S = 30.0  # pictures of processes read many files, so they are drawn again this seldom
 
 
@@ -79,23 +80,26 @@ class Pages:
         if name == "live":
             return Page(200, "application/json", json.dumps(self._live(fields)))
         try:
-            if name == "":
-                return self._framed(200, "", "Run", "watch_run", sections=self._all_sections())
-            if name == "compare" and self.other is not None:
-                parts = compared(self.live.run, self.other.live.run)
-                return self._framed(200, name, "Compare", "watch_compare", **parts)
-            if name == "answers" and self.other is not None:
-                names = both_names(self.live.run, self.other.live.run)
-                answers = AnswerPages(self.watched.index, self.other.index)
-                body, title, parts = answers.parts(names, fields)
-            else:
-                body, title, parts = self._samples.parts(name, fields)
+            body, title, parts = self._parts(name, fields)
             return self._framed(200, name, title, body, **parts)
         except NotFound as error:
             message = str(error)
         except HybridFlowError as error:
             message = f"The dump cannot be read: {error}"
         return self._framed(404, name, "Not found", "watch_missing", message=message)
+
+    def _parts(self, name: str, fields: Mapping[str, str]) -> Parts:
+        if name == "":
+            return "watch_run", "Run", {"sections": self._all_sections()}
+        if self.other is not None:
+            run = self.live.run
+            other = self.other.live.run
+            if name == "compare":
+                return "watch_compare", "Compare", compared(run, other)
+            if name == "answers":
+                answers = AnswerPages(self.watched.index, self.other.index)
+                return answers.parts(both_names(run, other), fields)
+        return self._samples.parts(name, fields)
 
     def _framed(self, status: int, here: str, title: str, body: str, **parts: Any) -> Page:
         nonce = secrets.token_urlsafe(16)
@@ -104,7 +108,7 @@ class Pages:
             links += [("compare", "Compare"), ("answers", "Answers of both")]
         run = self.live.run
         about = {
-            "name": str(run.setting("name") or run.path.resolve().name),
+            "name": run.name,
             "status": _status(run),
             "version": self.live.version,
             "here": here or "./",
@@ -117,7 +121,8 @@ class Pages:
 
     def _live(self, fields: Mapping[str, str]) -> dict[str, Any]:
         """Return the changes since the version that the browser shows."""
-        after = int(fields["after"]) if fields.get("after", "").isdecimal() else 0
+        given = fields.get("after", "")
+        after = int(given) if given.isdecimal() else 0
         sections: dict[str, str] = {}
         self.live.poll()  # not only every half second
         page = fields.get("page")
@@ -128,12 +133,13 @@ class Pages:
                 for name, (changed, html) in self._sections.items():
                     if changed > after or after > version:
                         sections[name] = html
-        elif page == "rollouts":
-            sections["indexed"] = str(Markup.escape(self._samples.indexed()))
+        indexed = self._samples.indexed()
+        if page == "rollouts":
+            sections["indexed"] = str(Markup.escape(indexed))
         return {
             "version": version,
             "status": _status(self.live.run),
-            "note": self.failure or f"live, {self._samples.indexed()}",
+            "note": self.failure or f"live, {indexed}",
             "sections": sections,
         }
 
@@ -149,25 +155,15 @@ class Pages:
             return version
         run = self.live.run
         parts = overview(run)
-        groups = [*drawn_groups(run), *self._process_groups(run)]
-        filled = {
-            "alarms": fill("alarms", alarms=alarms(run)),
-            "tiles": fill("tiles", facts=parts["facts"]),
-            "changes": fill("changes", changes=parts["changes"]),
-            "charts": fill("charts", groups=groups),
-            "times": fill(
-                "times", time_rows=parts["time_rows"], outside_rows=parts["outside_rows"]
-            ),
-            "notices": fill("notices", missing=parts["missing"], warnings=parts["warnings"]),
-            "settings": fill(
-                "settings",
-                summary=parts["summary"],
-                config_text=run.config_text,
-                config_title="",
-                environment=[],
-            ),
+        parts |= {
+            "alarms": alarms(run),
+            "groups": [*drawn_groups(run), *self._process_groups(run)],
+            "config_text": run.config_text,
+            "config_title": "",
+            "environment": [],
         }
-        for name, html in filled.items():
+        for name in _SECTIONS:
+            html = fill(name, **parts)
             if self._sections.get(name, (0, None))[1] != html:
                 self._sections[name] = (version, html)
         self._drawn = version
@@ -184,7 +180,10 @@ def _status(run: RunFolder) -> str:
     status = run.summary.get("status")
     if isinstance(status, str) and status:
         return status[:200]
-    last = max((one["step"] for one in run.metrics if one["phase"] == "train"), default=0)
+    text = f"step {run.last_step('train')}"
     total = run.setting("trainer.total_steps")
-    text = f"step {last} of {total}" if total else f"step {last}"
-    return f"{text}, finished" if run.summary else text
+    if total:
+        text += f" of {total}"
+    if run.summary:
+        text += ", finished"
+    return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +33,7 @@ _RANGES = {
     "min_length": ("response_length", True),
     "max_length": ("response_length", False),
 }
+_NOWHERE = -2  # the index of no name; -1 is the code of a name that is not indexed
 _MOST_DIGITS = 300
 _MOST_TEXT = 1_000
 
@@ -72,43 +73,54 @@ class Query:
         for name, choices in (("group", GROUPS), ("order", ORDERS)):
             if fields.get(name, "") not in ("", *choices):
                 wrong.append(f"{name}: choose one of {', '.join(choices)}")
-        uid = _number(fields["uid"]) if fields.get("uid", "").strip() else None
-        if fields.get("uid", "").strip() and (uid is None or uid != int(uid)):
-            wrong.append(f"group number: {fields['uid']!r} is not a number")
-            uid = None
         group = fields.get("group", "")
         order = fields.get("order", "")
         found = cls(
-            fields.get("text", "")[:_MOST_TEXT],
-            fields.get("kind", ""),
-            ranges,
-            fields.get("source", ""),
-            fields.get("finish", ""),
-            group if group in GROUPS else "",
-            None if uid is None else int(uid),
-            fields.get("failed", "") == "1",
-            order if order in ORDERS else "latest",
-            page_number(fields),
+            text=fields.get("text", "")[:_MOST_TEXT],
+            kind=fields.get("kind", ""),
+            ranges=ranges,
+            source=fields.get("source", ""),
+            finish=fields.get("finish", ""),
+            group=group if group in GROUPS else "",
+            uid=_uid_of(fields, wrong),
+            failed=fields.get("failed", "") == "1",
+            order=order if order in ORDERS else "latest",
+            page=page_number(fields),
         )
         return found, wrong
+
+
+def _uid_of(fields: Mapping[str, str], wrong: list[str]) -> int | None:
+    """Return the group number in the fields, and add a sentence to `wrong` if it is invalid."""
+    text = fields.get("uid", "")
+    if not text.strip():
+        return None
+    value = _number(text)
+    if value is None or not value.is_integer():
+        wrong.append(f"group number: {text!r} is not a number")
+        return None
+    return int(value)
 
 
 def _ranges_of(fields: Mapping[str, str], wrong: list[str]) -> dict[str, float]:
     """Return the bounds in the fields, and add a sentence to `wrong` for each invalid one."""
     ranges: dict[str, float] = {}
     for name in _RANGES:
-        if fields.get(name, "").strip():
-            value = _number(fields[name])
-            if value is None:
-                wrong.append(f"{name.replace('_', ' ')}: {fields[name]!r} is not a number")
-            else:
+        text = fields.get(name, "")
+        if text.strip():
+            value = _number(text)
+            if value is not None:
                 ranges[name] = value
+            else:
+                label = name.replace("_", " ")
+                wrong.append(f"{label}: {text!r} is not a number")
     return ranges
 
 
 def page_number(fields: Mapping[str, str]) -> int:
     """Return the page of results that an address asks for, at least 1."""
-    return max(1, int(_number(fields.get("page", "1")) or 1))
+    number = _number(fields.get("page", "1"))
+    return max(1, int(number or 1))
 
 
 def search(index: SampleIndex, samples: Samples, query: Query) -> np.ndarray:
@@ -122,16 +134,14 @@ def matching(index: SampleIndex, samples: Samples, query: Query) -> np.ndarray:
     if not len(samples):
         return np.flatnonzero(kept)
     if query.kind:
-        number = samples.kinds.index(query.kind) if query.kind in samples.kinds else -1
-        kept &= samples.kind == number
+        kept &= samples.kind == _index_in(samples.kinds, query.kind)
     for name, value in query.ranges.items():
         column, is_lower = _RANGES[name]
         values = _column(samples, column)
         kept &= (values >= value) if is_lower else (values <= value)
     for name, wanted in (("data_source", query.source), ("finish_reason", query.finish)):
         if wanted:
-            known = index.known[name]
-            kept &= samples.columns[name] == (known.index(wanted) if wanted in known else -2)
+            kept &= samples.columns[name] == _index_in(index.known[name], wanted)
     if query.group:
         kept &= samples.columns["group"] == GROUPS[query.group]
     if query.uid is not None:
@@ -156,12 +166,17 @@ def excerpt(text: str, wanted: str, around: int = 90) -> tuple[str, str, str]:
     `before` is the start of the text."""
     match = re.search(re.escape(wanted), text, re.IGNORECASE) if wanted else None
     if match is None:
-        return text[: 2 * around] + ("…" if len(text) > 2 * around else ""), "", ""
+        return _shortened(text, 2 * around), "", ""
     start = max(0, match.start() - around)
-    before = ("…" if start else "") + text[start : match.start()]
-    end = match.end() + around
-    after = text[match.end() : end] + ("…" if end < len(text) else "")
-    return before, match[0], after
+    before = text[start : match.start()]
+    if start:
+        before = f"…{before}"
+    return before, match[0], _shortened(text[match.end() :], around)
+
+
+def _shortened(text: str, most: int) -> str:
+    """Return the first characters of a text, with an ellipsis if there are more."""
+    return f"{text[:most]}…" if len(text) > most else text
 
 
 def _containing(samples: Samples, found: np.ndarray, wanted: str) -> np.ndarray:
@@ -171,12 +186,18 @@ def _containing(samples: Samples, found: np.ndarray, wanted: str) -> np.ndarray:
         texts = samples.dumps[number].texts
         if texts is not None:
             inside = of_dump == number
-            kept[inside] = texts.containing(wanted)[samples.row[found[inside]]]
+            rows = samples.row[found[inside]]
+            kept[inside] = texts.containing(wanted)[rows]
     return found[kept]
 
 
 def _column(samples: Samples, name: str) -> np.ndarray:
     return samples.step if name == "step" else samples.columns[name]
+
+
+def _index_in(names: Sequence[str], wanted: str) -> int:
+    """Return the index of a name; `_NOWHERE` if it is missing."""
+    return names.index(wanted) if wanted in names else _NOWHERE
 
 
 def _number(text: str) -> float | None:

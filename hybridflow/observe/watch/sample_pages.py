@@ -14,7 +14,8 @@ import numpy as np
 from hybridflow.errors import DataError
 from hybridflow.observe.charts import Chart, Series, draw
 from hybridflow.observe.report import Group
-from hybridflow.observe.run_folder import decoder_of, read_rows
+from hybridflow.observe.run_folder import decoder_of
+from hybridflow.observe.run_samples import read_rows
 from hybridflow.observe.tokens import Decode
 from hybridflow.observe.watch.index import GROUPS, SampleIndex, Samples
 from hybridflow.observe.watch.live_run import LiveRun
@@ -84,32 +85,32 @@ class SamplePages:
         given = {name: value for name, value in fields.items() if value and name != "page"}
         shown, pages = one_page(found, query.page, "rollouts", given)
         texts = texts_of(samples, shown)
-        rows = [_result(samples, sample, texts[sample], query.text) for sample in shown.tolist()]
-        return (
-            "watch_rollouts",
-            "Samples",
-            {
-                "query": query,
-                "fields": {name: fields.get(name, "") for name in _FIELDS},
-                "kinds": samples.kinds,
-                "groups": list(GROUPS),
-                "sources": [one for one in index.known["data_source"] if one],
-                "finishes": [one for one in index.known["finish_reason"] if one],
-                "orders": list(ORDERS),
-                "wrong": wrong,
-                "count": len(found),
-                "indexed": self.indexed(),
-                "rows": rows,
-                **pages,
-                "remarks": index.remarks(),
-            },
-        )
+        rows = []
+        for sample in shown.tolist():
+            rows.append(_result(samples, sample, texts[sample], query.text))
+        parts = {
+            "query": query,
+            "fields": {name: fields.get(name, "") for name in _FIELDS},
+            "kinds": samples.kinds,
+            "groups": list(GROUPS),
+            "sources": list(filter(None, index.known["data_source"])),
+            "finishes": list(filter(None, index.known["finish_reason"])),
+            "orders": list(ORDERS),
+            "wrong": wrong,
+            "count": len(found),
+            "indexed": self.indexed(),
+            "rows": rows,
+            **pages,
+            "remarks": index.remarks(),
+        }
+        return "watch_rollouts", "Samples", parts
 
     def _group(self, fields: Mapping[str, str]) -> Parts:
         samples = self._index.samples
-        kind, uid = _kind_of(samples, fields), _integer(fields, "uid")
+        kind = _kind_of(samples, fields)
+        uid = _integer(fields, "uid")
         step = _integer(fields, "step")
-        of_step = np.flatnonzero((samples.kind == kind) & (samples.step == step))
+        of_step = samples.of_step(kind, step)
         uids = samples.columns["uid"][of_step]
         members = of_step[uids == uid]
         if not len(members):
@@ -121,27 +122,26 @@ class SamplePages:
         rows = self._rows(samples, shown)
         name = samples.kinds[kind]
         before, after = _neighbours(uids, uid, {"kind": name, "step": step})
-        return (
-            "watch_group",
-            f"Group {uid} of step {step}",
-            {
-                "heading": f"Group {uid} of step {step} of {name}, {len(members)} samples",
-                "rows": rows,
-                "has_tokens": any(row["tokens"] for row in rows),
-                "left": len(members) - len(shown),
-                "all": address("rollouts", kind=name, uid=uid, from_step=step, to_step=step),
-                "before": before,
-                "after": after,
-                "over_steps": _prompt_address(samples, int(members[0])),
-            },
-        )
+        title = f"Group {uid} of step {step}"
+        parts = {
+            "heading": f"{title} of {name}, {len(members)} samples",
+            "rows": rows,
+            "has_tokens": any(row["tokens"] for row in rows),
+            "left": len(members) - len(shown),
+            "all": address("rollouts", kind=name, uid=uid, from_step=step, to_step=step),
+            "before": before,
+            "after": after,
+            "over_steps": _prompt_address(samples, int(members[0])),
+        }
+        return "watch_group", title, parts
 
     def _prompt(self, fields: Mapping[str, str]) -> Parts:
         samples = self._index.samples
         kind = _kind_of(samples, fields)
         key = fields.get("prompt", "")
         number = int(key, 16) if _PROMPT.fullmatch(key) else 0
-        members = np.flatnonzero((samples.kind == kind) & (samples.columns["prompt"] == number))
+        of_prompt = samples.columns["prompt"] == number
+        members = np.flatnonzero((samples.kind == kind) & of_prompt)
         if not number or not len(members):
             raise NotFound("No dump contains samples of this prompt.")
         name = samples.kinds[kind]
@@ -150,20 +150,20 @@ class SamplePages:
         before = [row for row in rows if row["step"] <= last]
         shown = before[::-1][:_MOST_STEPS]
         self._add_answers(samples, shown)
+        after = ""
         left = len(before) - len(shown)
-        earlier = before[left - 1]["step"] if left else 0
-        prompt = self._rows(samples, members[-1:])[0]["prompt_text"]
-        return (
-            "watch_prompt",
-            "One prompt",
-            {
-                "heading": f"One prompt over the steps of {name}",
-                "prompt_text": prompt,
-                "groups": _score_charts(curves),
-                "rows": shown,
-                "after": address("prompt", kind=name, prompt=key, to_step=earlier) if left else "",
-            },
-        )
+        if left:
+            earlier = before[left - 1]["step"]
+            after = address("prompt", kind=name, prompt=key, to_step=earlier)
+        latest = self._rows(samples, members[-1:])[0]
+        parts = {
+            "heading": f"One prompt over the steps of {name}",
+            "prompt_text": latest["prompt_text"],
+            "groups": _score_charts(curves),
+            "rows": shown,
+            "after": after,
+        }
+        return "watch_prompt", "One prompt", parts
 
     def _add_answers(self, samples: Samples, rows: list[dict[str, Any]]) -> None:
         """In each row, replace the indices of the best and worst sample with their text."""
@@ -173,37 +173,42 @@ class SamplePages:
         texts = texts_of(samples, np.array(sorted(picked), np.int64))
         for row in rows:
             for which in ("best", "worst"):
-                row[which] = excerpt(text_of(texts[row[which]], "response_text"), "")[0]
+                response = text_of(texts[row[which]], "response_text")
+                row[which] = excerpt(response, "")[0]
 
     def _sample(self, fields: Mapping[str, str]) -> Parts:
         samples = self._index.samples
-        kind, row = _kind_of(samples, fields), _integer(fields, "row")
+        kind = _kind_of(samples, fields)
+        row = _integer(fields, "row")
         step = _integer(fields, "step")
-        of_step = np.flatnonzero((samples.kind == kind) & (samples.step == step))
+        of_step = samples.of_step(kind, step)
         found = of_step[samples.row[of_step] == row]
         if not len(found):
             raise NotFound(f"Sample {row} does not exist in step {step}.")
         name = samples.kinds[kind]
+        sample = int(found[0])
         shown = self._rows(samples, found)[0]
-        return (
-            "watch_sample",
-            f"Sample {row} of step {step}",
-            {
-                "heading": f"Sample {row} of step {step} of {name}",
-                "row": shown,
-                "messages": read_messages(shown["messages"]),
-                "before": address("sample", kind=name, step=step, row=row - 1) if row else "",
-                "after": address("sample", kind=name, step=step, row=row + 1)
-                if row + 1 < len(of_step)
-                else "",
-                "group": _group_address(samples, int(found[0])),
-                "over_steps": _prompt_address(samples, int(found[0])),
-            },
-        )
+        before = ""
+        if row:
+            before = address("sample", kind=name, step=step, row=row - 1)
+        after = ""
+        if row + 1 < len(of_step):
+            after = address("sample", kind=name, step=step, row=row + 1)
+        title = f"Sample {row} of step {step}"
+        parts = {
+            "heading": f"{title} of {name}",
+            "row": shown,
+            "messages": read_messages(shown["messages"]),
+            "before": before,
+            "after": after,
+            "group": _group_address(samples, sample),
+            "over_steps": _prompt_address(samples, sample),
+        }
+        return "watch_sample", title, parts
 
     def _rows(self, samples: Samples, chosen: np.ndarray) -> list[dict[str, Any]]:
         """Read samples of one dump from its file, with their tokens."""
-        dump = samples.dumps[samples.dump[chosen[0]]]
+        dump = samples.dump_of(chosen[0])
         numbers = samples.row[chosen].tolist()
         if self._decode is None:
             self._decode = decoder_of(self._live.path)
@@ -221,7 +226,8 @@ def one_page(
     values for paging: `given` are the other fields of the address."""
     pages = max(1, -(-len(found) // PER_PAGE))
     page = min(wanted, pages)
-    shown = found[(page - 1) * PER_PAGE : page * PER_PAGE]
+    end = page * PER_PAGE
+    shown = found[end - PER_PAGE : end]
     before = address(path, **given, page=page - 1) if page > 1 else ""
     after = address(path, **given, page=page + 1) if page < pages else ""
     return shown, {"page": page, "pages": pages, "before": before, "after": after}
@@ -231,10 +237,12 @@ def texts_of(samples: Samples, chosen: np.ndarray) -> dict[int, Mapping[str, Any
     """Read samples of any dumps, without tokens. Samples that cannot be read are empty, because the
     run may have deleted their dump."""
     found: dict[int, Mapping[str, Any]] = {int(sample): {} for sample in chosen}
-    for number in np.unique(samples.dump[chosen]).tolist():
-        inside = chosen[samples.dump[chosen] == number].tolist()
+    dumps = samples.dump[chosen]
+    for number in np.unique(dumps).tolist():
+        inside = chosen[dumps == number].tolist()
+        numbers = samples.row[inside].tolist()
         with suppress(DataError):
-            rows = read_rows(samples.dumps[number].path, samples.row[inside].tolist(), None)
+            rows = read_rows(samples.dumps[number].path, numbers, None)
             found |= dict(zip(inside, rows, strict=True))
     return found
 
@@ -253,41 +261,44 @@ def read_messages(text: Any) -> list[dict[str, str]]:
     found = []
     for one in messages[:_MOST_MESSAGES]:
         role = str(one.get("role", ""))[:40]
+        kind = _PERSONS.get(role, "other")
         content = one.get("content")
-        text = content if isinstance(content, str) else json.dumps(one, ensure_ascii=False)
-        found.append({"role": role, "content": text, "kind": _PERSONS.get(role, "other")})
+        if not isinstance(content, str):
+            content = json.dumps(one, ensure_ascii=False)
+        found.append({"role": role, "content": content, "kind": kind})
     return found
 
 
 def _result(samples: Samples, sample: int, row: Mapping[str, Any], wanted: str) -> dict[str, Any]:
-    dump = samples.dumps[samples.dump[sample]]
-    rest = [row[name] for name in _OTHERS if isinstance(row.get(name), str)]
-    other = excerpt("\n".join(rest), wanted)
+    dump = samples.dump_of(sample)
+    number = int(samples.row[sample])
     score = samples.columns["score"][sample]
     length = samples.columns["response_length"][sample]
-    at = {"kind": dump.kind, "step": dump.step}
+    others = [row[name] for name in _OTHERS if isinstance(row.get(name), str)]
     return {
         "place": f"{dump.kind} {dump.step}",
         "score": "–" if np.isnan(score) else f"{score:.3g}",
         "length": "–" if np.isnan(length) else f"{length:.0f}",
-        "sample": address("sample", **at, row=int(samples.row[sample])),
+        "sample": address("sample", kind=dump.kind, step=dump.step, row=number),
         "group": _group_address(samples, sample),
         "over_steps": _prompt_address(samples, sample),
         "prompt_text": excerpt(text_of(row, "prompt_text"), wanted),
         "text": excerpt(text_of(row, "response_text"), wanted),
-        "other": other,
+        "other": excerpt("\n".join(others), wanted),
     }
 
 
 def _neighbours(uids: np.ndarray, uid: int, place: Mapping[str, Any]) -> tuple[str, str]:
     """Return the addresses of the groups before and after a group; empty if there is none."""
-    there = uids[~np.isnan(uids)]
-    lower = there[there < uid]
-    higher = there[there > uid]
-    return (
-        address("group", **place, uid=int(lower.max())) if len(lower) else "",
-        address("group", **place, uid=int(higher.min())) if len(higher) else "",
-    )
+    before = ""
+    lower = uids[uids < uid]
+    if len(lower):
+        before = address("group", **place, uid=int(lower.max()))
+    after = ""
+    higher = uids[uids > uid]
+    if len(higher):
+        after = address("group", **place, uid=int(higher.min()))
+    return before, after
 
 
 def _steps_of(samples: Samples, members: np.ndarray) -> tuple[Curves, list[dict[str, Any]]]:
@@ -297,14 +308,15 @@ def _steps_of(samples: Samples, members: np.ndarray) -> tuple[Curves, list[dict[
     for step in np.unique(samples.step[members]).tolist():
         of_step = members[samples.step[members] == step]
         scores = np.nan_to_num(samples.columns["score"][of_step])
+        mean = float(scores.mean())
         curves["max"].append((step, float(scores.max())))
-        curves["mean"].append((step, float(scores.mean())))
+        curves["mean"].append((step, mean))
         curves["min"].append((step, float(scores.min())))
         rows.append(
             {
                 "step": step,
                 "group": _group_address(samples, int(of_step[0])),
-                "mean": f"{scores.mean():.3g}",
+                "mean": f"{mean:.3g}",
                 "count": len(of_step),
                 "best": int(of_step[scores.argmax()]),
                 "worst": int(of_step[scores.argmin()]),
@@ -315,7 +327,9 @@ def _steps_of(samples: Samples, members: np.ndarray) -> tuple[Curves, list[dict[
 
 def _score_charts(curves: Curves) -> list[Group]:
     series = [
-        Series(part, curves[part], color) for part, color in (("max", 1), ("mean", 0), ("min", 2))
+        Series("max", curves["max"], 1),
+        Series("mean", curves["mean"], 0),
+        Series("min", curves["min"], 2),
     ]
     about = f"steps: {len(curves['mean'])}"
     chart = draw(Chart("Score of this prompt's samples", series, "score", about))
@@ -324,17 +338,21 @@ def _score_charts(curves: Curves) -> list[Group]:
 
 def _group_address(samples: Samples, sample: int) -> str:
     """Return the address of a sample's group; empty if it has none."""
-    dump = samples.dumps[samples.dump[sample]]
+    dump = samples.dump_of(sample)
     uid = samples.columns["uid"][sample]
-    return "" if np.isnan(uid) else address("group", kind=dump.kind, step=dump.step, uid=int(uid))
+    if np.isnan(uid):
+        return ""
+    return address("group", kind=dump.kind, step=dump.step, uid=int(uid))
 
 
 def _prompt_address(samples: Samples, sample: int) -> str:
     """Return the address of the page about a sample's prompt over the steps; empty if it has
     none."""
-    dump = samples.dumps[samples.dump[sample]]
+    dump = samples.dump_of(sample)
     prompt = int(samples.columns["prompt"][sample])
-    return address("prompt", kind=dump.kind, prompt=f"{prompt:x}") if prompt else ""
+    if not prompt:
+        return ""
+    return address("prompt", kind=dump.kind, prompt=f"{prompt:x}")
 
 
 def text_of(row: Mapping[str, Any], name: str) -> str:

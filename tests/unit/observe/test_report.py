@@ -16,7 +16,8 @@ from hybridflow.observe.charts import MAX_BARS, MAX_POINTS, Chart, Drawn, Series
 from hybridflow.observe.report import write_report
 from hybridflow.observe.report_charts import chart_groups, step_phases
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
-from hybridflow.observe.run_folder import load_run, pick_rows
+from hybridflow.observe.run_folder import load_run
+from hybridflow.observe.run_samples import pick_rows
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.tracker import Tracker
 
