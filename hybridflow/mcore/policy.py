@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridflow.algorithms.losses import not_applied
 from hybridflow.algorithms.vocab_parallel import Scoring
@@ -270,10 +271,10 @@ class Policy(HoldsReference):
         applied, grad_norm, rate = self.optimizer.step()
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
-    def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _expert_biases(self) -> list[tuple[Tensor, Tensor]]:
         """Return (live tensor, copy) for each expert bias. Megatron updates the biases at the end
         of the backward pass, before the optimizer runs (finalize_model_grads.py:476)."""
-        biases: list[tuple[torch.Tensor, torch.Tensor]] = []
+        biases: list[tuple[Tensor, Tensor]] = []
         for name, tensor in held_weights(self.stages).items():
             if name.endswith(".expert_bias"):
                 biases.append((tensor, tensor.clone()))
@@ -352,7 +353,7 @@ class Policy(HoldsReference):
 
     # ---- weights
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         """Return the local parameters, keyed by Megatron name and checked against the family's map.
 
         With virtual stages, names are prefixed with `chunk0.` and so on. Adapters are merged into
@@ -361,7 +362,7 @@ class Policy(HoldsReference):
         held = self._base()
         return held | self.adapters.merged() if self.adapters else held
 
-    def sent_tensors(self) -> dict[str, torch.Tensor]:
+    def sent_tensors(self) -> dict[str, Tensor]:
         """Return `parameters` or, if engines store adapters unmerged, the base weights and the
         adapter factors.
         """
@@ -369,14 +370,14 @@ class Policy(HoldsReference):
             return self.parameters()
         return self._base() | {name: factor.detach() for name, factor in self.weights().items()}
 
-    def _base(self) -> dict[str, torch.Tensor]:
+    def _base(self) -> dict[str, Tensor]:
         self.settle()
         held = {}
         for name, (parameter, _) in self.described().items():
             held[name] = parameter.detach()
         return held
 
-    def described(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
+    def described(self) -> dict[str, tuple[Tensor, LocalTensor]]:
         """Return `local_parameters` of this rank, including its prediction heads."""
         held = held_weights(self.stages, self.heads)
         return {name: (held[name], local) for name, local in self._map.items()}
@@ -405,7 +406,7 @@ class Policy(HoldsReference):
             return None
         return self.adapters.map.served()
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Return the live parameters that the policy's training may change: the adapters if there
         are any, otherwise all parameters except those of prediction heads and of a frozen vision
         tower.
