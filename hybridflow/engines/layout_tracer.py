@@ -25,7 +25,10 @@ from hybridflow.reshard.layout import PADDING, Catalog, RankLayout, padded
 from hybridflow.reshard.regions import Box, subtract
 
 Shape = tuple[int, ...]
+# HF name (None: zeros), start and shape in it, and (offset, length) per axis of the resolved tensor
+Resolved = tuple[str | None, Shape, Shape, list[tuple[int, int]]]
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+_COPIES = ("_to_copy", "clone", "contiguous", "detach")  # operations that keep the contents
 
 
 @dataclass(frozen=True)
@@ -63,17 +66,20 @@ class TracedLayout:
             WeightSyncError: a tensor has more dimensions than a plan supports.
         """
         index = catalog.index()
-        names = tuple(name for name in self.buffers if name not in self.untouched)
+        names = [name for name in self.buffers if name not in self.untouched]
         number = {name: position for position, name in enumerate(names)}
-        rows: list[tuple[int, ...]] = []
-        written: dict[str, list[Box]] = {}
+        rows: list[Shape] = []
+
+        def add(tensor: int, start: Shape, size: Shape, buffer: str, place: Shape) -> None:
+            region = (*padded(start, 0), *padded(size, 1))
+            rows.append((tensor, *region, number[buffer], *padded(place, 0)))
+
+        written: dict[str, list[Box]] = {name: [] for name in names}
         for piece in self.pieces:
             if piece.source is not None:
-                source = (index[piece.source], *padded(piece.start, 0), *padded(piece.shape, 1))
-                rows.append((*source, number[piece.buffer], *padded(piece.local_start, 0)))
-            written.setdefault(piece.buffer, []).extend(
-                [(piece.local_start, piece.local_shape)] if piece.source else []
-            )
+                tensor = index[piece.source]
+                add(tensor, piece.start, piece.shape, piece.buffer, piece.local_start)
+                written[piece.buffer].append((piece.local_start, piece.local_shape))
         for piece in self.pieces:
             if piece.source is None:
                 rest: list[Box] = [(piece.local_start, piece.local_shape)]
@@ -86,18 +92,9 @@ class TracedLayout:
                     )
                 written[piece.buffer] += rest
                 for start, size in rest:
-                    rows.append(
-                        (
-                            PADDING,
-                            *padded(start, 0),
-                            *padded(size, 1),
-                            number[piece.buffer],
-                            *padded(start, 0),
-                        )
-                    )
-        shapes, dtypes = (
-            zip(*(self.buffers[name] for name in names), strict=True) if names else ((), ())
-        )
+                    add(PADDING, start, size, piece.buffer, start)
+        shapes = [self.buffers[name][0] for name in names]
+        dtypes = [self.buffers[name][1] for name in names]
         return RankLayout.of_rows(names, dtypes, shapes, rows)
 
 
@@ -120,25 +117,24 @@ def trace_layout(
     """
     buffers = dict(module.named_parameters(remove_duplicate=True)) | dict(module.named_buffers())
     kinds = dtypes or {}
-    sources = {
-        name: torch.empty(tuple(shape), dtype=kinds.get(name, dtype), device="meta")
-        for name, shape in tensors.items()
-    }
+    sources = {}
+    for name, full in tensors.items():
+        sources[name] = torch.empty(tuple(full), dtype=kinds.get(name, dtype), device="meta")
     recorder = _Recorder(sources, buffers)
     with torch.no_grad(), recorder:
         load_weights(iter(list(sources.items())))
-    transposed = tuple(name for name, turned in recorder.turned.items() if turned)
-    pieces = tuple(
-        _exchanged(piece) if recorder.turned.get(piece.buffer) else piece
-        for piece in recorder.pieces
-    )
-    written = {piece.buffer for piece in pieces}
+    turned = recorder.turned
+    pieces = []
+    for piece in recorder.pieces:
+        pieces.append(_exchanged(piece) if turned.get(piece.buffer) else piece)
     described = {}
     for name, tensor in buffers.items():
-        shape = tuple(tensor.mT.shape if recorder.turned.get(name) else tensor.shape)
-        described[name] = (shape, str(tensor.dtype).removeprefix("torch."))
+        shape = tensor.mT.shape if turned.get(name) else tensor.shape
+        described[name] = (tuple(shape), str(tensor.dtype).removeprefix("torch."))
+    written = {piece.buffer for piece in pieces}
     untouched = tuple(name for name in buffers if name not in written)
-    return TracedLayout(described, pieces, untouched, transposed)
+    transposed = tuple(name for name, is_turned in turned.items() if is_turned)
+    return TracedLayout(described, tuple(pieces), untouched, transposed)
 
 
 @dataclass
@@ -171,28 +167,29 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
-        if name == "copy_" and _storage(args[0]) in self.to_storage:
-            self._copy(args[0], args[1])
-            return args[0]
-        if name in ("zero_", "fill_") and _storage(args[0]) in self.to_storage:
-            self._fill(args[0], float(args[1]) if name == "fill_" else 0.0)
-            return args[0]
+        target: Any = args[0] if args else None
+        if name in ("copy_", "zero_", "fill_") and _storage(target) in self.to_storage:
+            if name == "copy_":
+                self._copy(target, args[1])
+            else:
+                self._fill(target, float(args[1]) if name == "fill_" else 0.0)
+            return target
         result = func(*args, **kwargs)
-        if name.endswith("_") and isinstance(args[0], torch.Tensor):
+        if name.endswith("_") and isinstance(target, torch.Tensor):
             # a loader clears tensors that another rank contributes (biases of row-split layers)
-            cleared = name == "zero_" and _storage(args[0]) in self.from_storage
-            (self.zeros.add if cleared else self.zeros.discard)(_storage(args[0]))
+            storage = _storage(target)
+            if name == "zero_" and storage in self.from_storage:
+                self.zeros.add(storage)
+            else:
+                self.zeros.discard(storage)
         elif name in ("zeros", "new_zeros", "zeros_like"):
             self._keep.append(result)
             self.zeros.add(_storage(result))
         if name in ("cat", "stack"):
-            self._join(
-                args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), name == "stack", result
-            )
-        elif name in ("_to_copy", "clone", "contiguous", "detach") and _storage(
-            args[0]
-        ) != _storage(result):
-            self._alias(args[0], result)
+            axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            self._join(target, axis, name == "stack", result)
+        elif name in _COPIES and _storage(target) != _storage(result):
+            self._alias(target, result)
         return result
 
     # ---- operations on sources
@@ -207,7 +204,8 @@ class _Recorder(TorchDispatchMode):
 
     def _alias(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
         """Record that a converted or cloned tensor has the contents of the original."""
-        if _storage(tensor) in self.from_storage or _storage(tensor) in self.joined:
+        storage = _storage(tensor)
+        if storage in self.from_storage or storage in self.joined:
             self._keep.append((tensor, result))
             self.joined[_storage(result)] = (_Joined(0, False, [tensor]), tuple(result.shape))
 
@@ -230,18 +228,20 @@ class _Recorder(TorchDispatchMode):
         turned = self.turned[buffer]
         if turned:
             source = source.mT
+            target = target.mT
         for name, start, shape, inside in self._resolve(source, buffer):
-            view = target.mT if turned else target
+            view = target
             for axis, (offset, size) in enumerate(inside):
                 view = view.narrow(axis, offset, size)
             self._record(name, start, shape, view.mT if turned else view, buffer, 0.0)
 
     def _is_transposed(self, source: torch.Tensor) -> bool:
         """Return True if only the transpose of this view is a rectangle of an HF tensor."""
-        shape = self.shapes.get(self.from_storage.get(_storage(source), ""), ())
-        if source.ndim < 2 or source.ndim != len(shape):
+        name = self.from_storage.get(_storage(source), "")
+        shape = self.shapes.get(name, ())
+        if source.ndim < 2 or source.ndim != len(shape) or _rectangle(source, shape, 0):
             return False
-        return _rectangle(source, shape, 0) is None and _rectangle(source.mT, shape, 0) is not None
+        return _rectangle(source.mT, shape, 0) is not None
 
     def _fill(self, target: torch.Tensor, value: float) -> None:
         if target.numel():
@@ -256,9 +256,8 @@ class _Recorder(TorchDispatchMode):
         buffer: str,
         fill: float,
     ) -> None:
-        place = _rectangle(
-            view, tuple(self.buffers[buffer].shape), int(self.buffers[buffer].storage_offset())
-        )
+        whole = self.buffers[buffer]
+        place = _rectangle(view, tuple(whole.shape), int(whole.storage_offset()))
         if place is None:
             raise WeightSyncError(
                 f"the loader writes {name or 'a constant'} to a non-rectangular slice of {buffer}: "
@@ -266,16 +265,15 @@ class _Recorder(TorchDispatchMode):
             )
         self.pieces.append(TracedPiece(name, start, shape, buffer, *place, fill))
 
-    def _resolve(
-        self, tensor: torch.Tensor, buffer: str
-    ) -> Iterator[tuple[str | None, Shape, Shape, list[tuple[int, int]]]]:
+    def _resolve(self, tensor: torch.Tensor, buffer: str) -> Iterator[Resolved]:
         """Yield (HF name, start, shape, region of `tensor`) for every HF tensor that `tensor`
         contains a part of. The name is None if `tensor` consists of zeros.
         """
         key = _storage(tensor)
+        everything = [(0, size) for size in tensor.shape]
         if key in self.zeros:
             if tensor.numel():
-                yield None, (), (), [(0, size) for size in tensor.shape]
+                yield None, (), (), everything
             return
         if key in self.from_storage:
             name = self.from_storage[key]
@@ -285,7 +283,7 @@ class _Recorder(TorchDispatchMode):
                     f"the loader reads a non-rectangular slice of {name} for {buffer}: "
                     f"stride {tensor.stride()}"
                 )
-            yield name, *place, [(0, size) for size in tensor.shape]
+            yield name, *place, everything
             return
         if key not in self.joined:
             raise WeightSyncError(
@@ -303,27 +301,28 @@ class _Recorder(TorchDispatchMode):
 
     def _resolve_parts(
         self, join: _Joined, start: Shape, size: Shape, buffer: str
-    ) -> Iterator[tuple[str | None, Shape, Shape, list[tuple[int, int]]]]:
+    ) -> Iterator[Resolved]:
+        along = join.axis
+        first = start[along]
+        end = first + size[along]
         row = 0
         for part in join.parts:
-            whole = part.unsqueeze(join.axis) if join.stacked else part
-            low = max(row, start[join.axis])
-            high = min(row + whole.shape[join.axis], start[join.axis] + size[join.axis])
+            view = part.unsqueeze(along) if join.stacked else part
+            rows = view.shape[along]
+            low = max(row, first)
+            high = min(row + rows, end)
             if low < high:
-                view = whole
-                for axis in range(whole.ndim):
-                    first, length = (
-                        (low - row, high - low) if axis == join.axis else (start[axis], size[axis])
-                    )
-                    view = view.narrow(axis, first, length)
+                for axis in range(view.ndim):
+                    if axis == along:
+                        view = view.narrow(axis, low - row, high - low)
+                    else:
+                        view = view.narrow(axis, start[axis], size[axis])
                 for name, begin, extent, inside in self._resolve(view, buffer):
                     place = list(inside)
-                    place[join.axis] = (
-                        place[join.axis][0] + low - start[join.axis],
-                        place[join.axis][1],
-                    )
+                    offset, length = place[along]
+                    place[along] = (offset + low - first, length)
                     yield name, begin, extent, place
-            row += whole.shape[join.axis]
+            row += rows
 
 
 def _exchanged(piece: TracedPiece) -> TracedPiece:
@@ -347,12 +346,14 @@ def _rectangle(view: torch.Tensor, full: Shape, base: int) -> tuple[Shape, Shape
     offset = view.storage_offset() - base
     start = []
     for stride in strides:
-        start.append(offset // stride if stride else 0)
-        offset -= start[-1] * stride
+        first = offset // stride if stride else 0
+        start.append(first)
+        offset -= first * stride
     shape = [1] * len(full)
-    wanted = [(n, s) for n, s in zip(view.shape, view.stride(), strict=True) if n != 1]
     axis = 0
-    for length, stride in wanted:
+    for length, stride in zip(view.shape, view.stride(), strict=True):
+        if length == 1:
+            continue
         while axis < len(full) and (strides[axis] != stride or full[axis] == 1):
             axis += 1
         if axis == len(full) or start[axis] + length > full[axis]:

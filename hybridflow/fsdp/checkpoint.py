@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridflow.fsdp.lora import Adapters
 from hybridflow.fsdp.optimizer import Optimizer
@@ -42,16 +43,16 @@ class Sharded(Holder, Protocol):
     def adapters(self) -> Adapters | None:
         """The adapters that are trained instead of the weights; None if the weights are trained."""
 
-    def held(self) -> Mapping[str, torch.Tensor]:
+    def held(self) -> Mapping[str, Tensor]:
         """Return this rank's rows of every tensor, keyed by Hugging Face name: the weights and the
         adapters' factors.
         """
 
-    def moments(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return this rank's rows of the optimizer state: {kind of state: {name of trained tensor:
         rows}}."""
 
-    def reference_state(self) -> Mapping[str, torch.Tensor]:
+    def reference_state(self) -> Mapping[str, Tensor]:
         """Return this rank's rows of the reference's copies of the trained tensors."""
 
 
@@ -100,7 +101,7 @@ class ShardedState:
             for name in (one.key, *self._aliases.get(one.key, ())):
                 yield HfSlice(name, one.global_offset, one.local_shape, one.key, one.global_offset)
 
-    def _rectangles(self, prefix: str, held: Mapping[str, torch.Tensor]) -> list[Rectangle]:
+    def _rectangles(self, prefix: str, held: Mapping[str, Tensor]) -> list[Rectangle]:
         found = []
         shards = fsdp_rows(self._tensors, dist.get_rank(), dist.get_world_size())
         for name, (start, rows) in shards.items():

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridflow.models.causal import checkpoint_views, expert_names
@@ -59,7 +59,7 @@ class Adapters:
         linear.register_parameter("lora_B", _parameter(shapes[b]))
         scale = self.map.scale
 
-        def add(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> Any:
+        def add(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
             return output + F.linear(F.linear(inputs[0], first.lora_A) * scale, module.lora_B)
 
         linear.register_forward_hook(add)
@@ -85,9 +85,7 @@ class Adapters:
         """Return True if the parameter with this name contains adapter factors."""
         return ".lora_" in name
 
-    def views(
-        self, name: str, tensor: torch.Tensor, first: int
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def views(self, name: str, tensor: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
         """Yield (PEFT name, view) for each factor in a parameter, or in a range of its rows.
 
         For stacked experts, `first` is the index of the first expert.
@@ -111,7 +109,7 @@ class Adapters:
     # ---- values
 
     @torch.no_grad()
-    def fill(self, held: Mapping[str, torch.Tensor], starts: Mapping[str, tuple[int, int]]) -> None:
+    def fill(self, held: Mapping[str, Tensor], starts: Mapping[str, tuple[int, int]]) -> None:
         """Set the initial values of this rank's factors. `starts` maps each factor's name to (first
         row, number of rows).
         """
@@ -123,10 +121,10 @@ class Adapters:
     @torch.no_grad()
     def merged(
         self,
-        base: Mapping[str, torch.Tensor],
-        held: Mapping[str, torch.Tensor],
+        base: Mapping[str, Tensor],
+        held: Mapping[str, Tensor],
         sharded: Mapping[str, DTensor],
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Return this rank's part of every adapted weight with its adapter added. Collective.
 
         The returned buffers are reused: they are valid until the next call or `release`.
@@ -146,7 +144,7 @@ class Adapters:
             self._merged.add(weight, base[weight], factor, held[b], self.map.scale)
         return self._merged.tensors()
 
-    def merged_bytes(self, base: Mapping[str, torch.Tensor]) -> int:
+    def merged_bytes(self, base: Mapping[str, Tensor]) -> int:
         """Return the size in bytes of the merged copies on this rank."""
         return sum(base[weight].nbytes for weight in self._pairs if weight in base)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -41,7 +41,7 @@ class ScoringModel(nn.Module):
 
     def forward(
         self, micro: MicroBatch, scoring: Scoring
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the [n] log-probs and, if requested, entropies of the response tokens.
 
         If the micro-batch has teacher tokens, also returns their log-probs [n, k].
@@ -179,13 +179,13 @@ def _shapes(model: ScoringModel, base: Mapping[str, DTensor]) -> dict[str, tuple
     return whole
 
 
-def local_tensors(model: ScoringModel, tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
+def local_tensors(model: ScoringModel, tensors: Mapping[str, DTensor]) -> dict[str, Tensor]:
     """Return this rank's part of `tensors` as views, keyed by Hugging Face name.
 
     `tensors` must have the names and the sharding of `shards`. Tensors without rows on this rank
     are omitted.
     """
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         local = tensor.to_local().detach()
         if local.numel():
@@ -195,8 +195,8 @@ def local_tensors(model: ScoringModel, tensors: Mapping[str, DTensor]) -> dict[s
 
 
 def _views(
-    model: ScoringModel, name: str, tensor: torch.Tensor, first: int
-) -> Iterator[tuple[str, torch.Tensor]]:
+    model: ScoringModel, name: str, tensor: Tensor, first: int
+) -> Iterator[tuple[str, Tensor]]:
     if model.adapters is not None and model.adapters.is_factor(name):
         return model.adapters.views(name, tensor, first)
     return checkpoint_views(model.causal.config.model_type, name, tensor, first)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hybridflow.config.schema import OptimConfig
@@ -83,9 +84,9 @@ class Optimizer:
         """Return the learning rate of the last update."""
         return learning_rate(self.config, max(1, self.updates))
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self) -> list[Tensor]:
         """Return this rank's gradient shards."""
-        grads: list[torch.Tensor] = []
+        grads: list[Tensor] = []
         for shard in self.shards.values():
             if isinstance(shard.grad, DTensor):
                 grads.append(shard.grad.to_local())

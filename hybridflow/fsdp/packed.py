@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridflow.algorithms.vocab_parallel import Support
 from hybridflow.batch import DataProto
@@ -38,16 +39,16 @@ class MicroBatch:
     """
 
     samples: np.ndarray
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    segments: torch.Tensor
-    predict_rows: torch.Tensor
-    targets: torch.Tensor
-    lengths: torch.Tensor
-    columns: Mapping[str, torch.Tensor]
+    tokens: Tensor
+    positions: Tensor
+    segments: Tensor
+    predict_rows: Tensor
+    targets: Tensor
+    lengths: Tensor
+    columns: Mapping[str, Tensor]
     support: Support | None = None
 
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> Tensor:
         """Return the attention mask [1, 1, t, t]: a token attends to itself and to earlier tokens
         of its sample."""
         same = self.segments[:, None] == self.segments[None, :]
@@ -89,7 +90,7 @@ def _pack(
     positions[:used] = np.arange(used) - np.repeat(starts, sizes)
     segments[:used] = np.repeat(np.arange(len(rows)), sizes)
 
-    def there(values: np.ndarray) -> torch.Tensor:
+    def there(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(values)).to(device)
 
     targets = np.array(responses.values[keep], dtype=np.int64)

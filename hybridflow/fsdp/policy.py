@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridflow.algorithms.losses import (
     OF_TEACHER,
@@ -267,7 +268,7 @@ class FsdpPolicy(HoldsReference):
         """The adapters that are trained instead of the weights."""
         return self.model.adapters
 
-    def held(self) -> dict[str, torch.Tensor]:
+    def held(self) -> dict[str, Tensor]:
         """Return this rank's rows of weights and factors as views of live memory, keyed by Hugging
         Face and PEFT name.
 
@@ -275,7 +276,7 @@ class FsdpPolicy(HoldsReference):
         """
         return local_tensors(self.model, self.shards())
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         """Return this rank's rows as views of live memory, keyed by Hugging Face name. Adapters are
         merged into copies of their weights. Collective.
 
@@ -288,13 +289,13 @@ class FsdpPolicy(HoldsReference):
         held = local_tensors(self.model, factors)
         return base | self.adapters.merged(base, held, factors)
 
-    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+    def moments(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's rows of Adam's moments: {"exp_avg" or "exp_avg_sq": {tensor name:
         rows}}."""
         moments = self.optimizer.moments() if self.optimizer else {}
         return {kind: local_tensors(self.model, held) for kind, held in moments.items()}
 
-    def sent_tensors(self) -> dict[str, torch.Tensor]:
+    def sent_tensors(self) -> dict[str, Tensor]:
         """Return `parameters`."""
         return self.parameters()
 
@@ -322,7 +323,7 @@ class FsdpPolicy(HoldsReference):
         it."""
         return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Return this rank's rows of the trained tensors. A reference is created by copying these
         tensors."""
         return local_tensors(self.model, self.trained())
@@ -339,7 +340,7 @@ class FsdpPolicy(HoldsReference):
     def settle(self) -> None:
         """Do nothing, because no communication is in flight between methods."""
 
-    def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
+    def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[Tensor]]]:
         """Return, for each part, a function that lists its tensors, for `Residency`.
 
         The lists change when the optimizer is replaced or a reference is added.
@@ -354,9 +355,9 @@ class FsdpPolicy(HoldsReference):
             "reference": lambda: self.reference_state().values() if self.has_reference else (),
         }
 
-    def _moments(self) -> list[torch.Tensor]:
+    def _moments(self) -> list[Tensor]:
         moments = self.optimizer.moments() if self.optimizer else {}
-        tensors: list[torch.Tensor] = []
+        tensors: list[Tensor] = []
         for kind in moments.values():
             tensors.extend(moment.to_local() for moment in kind.values())
         return tensors

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridflow.data.packing import ranges
 from hybridflow.mcore.parallel import ZigZag
@@ -30,9 +31,9 @@ class Ahead:
         targets: [n'] the response tokens that they predict.
     """
 
-    tokens: torch.Tensor
-    rows: torch.Tensor
-    targets: torch.Tensor
+    tokens: Tensor
+    rows: Tensor
+    targets: Tensor
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class PackedRows:
         depth: int,
         layout: ZigZag,
         rank: int,
-        upload: Callable[[torch.Tensor], torch.Tensor],
+        upload: Callable[[Tensor], Tensor],
     ) -> Ahead:
         """Return one context rank's inputs and targets for the head of this depth."""
         kept = np.maximum(self.read - depth, 0)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._device import _device_constructors
 
@@ -105,10 +106,10 @@ class _Generators:
     """
 
     class _Default:
-        def get_state(self) -> torch.Tensor:
+        def get_state(self) -> Tensor:
             return torch.get_rng_state()
 
-        def set_state(self, state: torch.Tensor) -> None:
+        def set_state(self, state: Tensor) -> None:
             torch.set_rng_state(state)
 
         clone_state = graphsafe_get_state = get_state
@@ -170,9 +171,9 @@ def _replace_factories() -> None:
     """Map `device="cuda"` to the CPU and ignore requests for pinned memory, which needs a
     driver."""
 
-    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(factory)
-        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = _CPU
             kwargs.pop("pin_memory", None)
@@ -193,10 +194,10 @@ def _replace_moves() -> None:
 
     Megatron calls them for tied embeddings across pipeline stages and in some optimizer saves.
     """
-    tensor: Any = torch.Tensor
+    tensor: Any = Tensor
     original_to = tensor.to
 
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args and _is_cuda(args[0]):
             args = (_CPU, *args[1:])
         if _is_cuda(kwargs.get("device")):
@@ -215,10 +216,10 @@ def _replace_type_names() -> None:
     Megatron's optimizers compare `param.type()` with 'torch.cuda.FloatTensor' (clip_grads.py:167,
     distrib_optimizer.py:361, 420, 582, optimizer.py:671, 690).
     """
-    tensor: Any = torch.Tensor
+    tensor: Any = Tensor
     original_type = tensor.type
 
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original_type(self, *args, **kwargs)
         if (
             isinstance(result, str)
@@ -242,7 +243,7 @@ def _guard_collectives() -> None:
 
 def _all_gather(original: Any) -> Any:
     def all_gather(
-        outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+        outputs: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
         if len({output.shape for output in outputs}) == 1:
             return original(outputs, tensor, group=group, async_op=async_op)
@@ -262,8 +263,8 @@ def _all_gather(original: Any) -> Any:
 
 def _scatter(original: Any) -> Any:
     def scatter(
-        tensor: torch.Tensor,
-        scatter_list: list[torch.Tensor] | None = None,
+        tensor: Tensor,
+        scatter_list: list[Tensor] | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -276,7 +277,7 @@ def _scatter(original: Any) -> Any:
 
 def _contiguous_only(original: Any) -> Any:
     @functools.wraps(original)
-    def guarded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def guarded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         _require_contiguous(tensor, original.__name__)
         return original(tensor, *args, **kwargs)
 
@@ -284,7 +285,7 @@ def _contiguous_only(original: Any) -> Any:
 
 
 def _require_contiguous(tensor: Any, collective: str) -> None:
-    if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
+    if isinstance(tensor, Tensor) and not tensor.is_contiguous():
         raise RuntimeError(
             f"gloo {collective} on a non-contiguous tensor {tuple(tensor.shape)} stride "
             f"{tensor.stride()} would return wrong data"

@@ -24,7 +24,7 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from megatron.core.utils import get_pg_rank, get_pg_size
-from torch import nn
+from torch import Tensor, nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.device.platform import Platform
@@ -100,8 +100,8 @@ class GatedDeltaNet(MegatronModule):
         return in_proj, out_proj
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: Any = None, **named: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, hidden_states: Tensor, attention_mask: Any = None, **named: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Map hidden states [t, 1, h] of packed rows to [t, 1, h], without a bias."""
         params = named["packed_seq_params"]
         projected, _ = self.in_proj(hidden_states)
@@ -122,7 +122,7 @@ class GatedDeltaNet(MegatronModule):
         output, bias = self.out_proj(gated.to(hidden_states.dtype).reshape(len(rows), 1, -1))
         return output, bias
 
-    def _mixed(self, rows: torch.Tensor, params: Any) -> torch.Tensor:
+    def _mixed(self, rows: Tensor, params: Any) -> Tensor:
         """Apply the convolution and the delta rule to `rows` [t, heads, n] of this rank's heads
         (`self.mine`). Returns [t, heads, values]."""
         block = self.block
@@ -151,7 +151,7 @@ class GatedDeltaNet(MegatronModule):
 
     # ---- context parallelism
 
-    def _order(self, params: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _order(self, params: Any) -> tuple[Tensor, Tensor]:
         """Return each packed row's index in the concatenation of all ranks' rows, and the inverse
         permutation."""
         found = getattr(params, "zigzag_order", None)
@@ -163,7 +163,7 @@ class GatedDeltaNet(MegatronModule):
             found = params.zigzag_order = (upload(order), upload(order.argsort()))
         return found
 
-    def _to_heads(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    def _to_heads(self, rows: Tensor, order: Tensor) -> Tensor:
         """Redistribute from this rank's tokens with all heads, [t', heads, n], to all tokens in
         packed order with this rank's heads, [t, mine, n]."""
         mine = self.mine.stop - self.mine.start
@@ -173,13 +173,13 @@ class GatedDeltaNet(MegatronModule):
         found = found.unflatten(0, (size, mine)).transpose(1, 2).flatten(0, 1)
         return found.index_select(0, order)
 
-    def _to_tokens(self, rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    def _to_tokens(self, rows: Tensor, back: Tensor) -> Tensor:
         """Inverse of `_to_heads`: [t, mine, n] to [t', heads, n]."""
         mine = self.mine.stop - self.mine.start
         size = len(self.shares)
         sent = rows.index_select(0, back).unflatten(0, (size, -1)).transpose(1, 2).flatten(0, 1)
         found = all_to_all(self.groups.cp, sent.contiguous(), self.shares, [mine] * size)
-        moved: torch.Tensor = found.transpose(0, 1)
+        moved: Tensor = found.transpose(0, 1)
         return moved
 
     # ---- checkpoints

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.device.platform import Platform
@@ -22,7 +23,7 @@ CHUNK = 64  # tokens that are multiplied at once
 _EPS = 1e-6  # of the norms of queries and keys, as in fla
 
 
-def convolved(x: torch.Tensor, weight: torch.Tensor, params: Any) -> torch.Tensor:
+def convolved(x: Tensor, weight: Tensor, params: Any) -> Tensor:
     """Convolve each channel of x [t, c] with the tokens before it in its segment.
 
     weight is [c, 1, k]; `params` are the bounds of the packed rows (`mcore.packed`).
@@ -36,7 +37,7 @@ def convolved(x: torch.Tensor, weight: torch.Tensor, params: Any) -> torch.Tenso
     return out.index_select(0, places - before)
 
 
-def _places(params: Any, before: int) -> torch.Tensor:
+def _places(params: Any, before: int) -> Tensor:
     """Return the index of each packed row after `before` rows have been inserted in front of every
     segment."""
     found = getattr(params, "spread_places", None)
@@ -49,13 +50,13 @@ def _places(params: Any, before: int) -> torch.Tensor:
 
 
 def delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
     params: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Return, for each token and head, the product of the query and the segment's state.
 
     Each token first multiplies the state S [k, v] by exp(decay), and then adds key (beta (value -
@@ -72,7 +73,7 @@ def delta_rule(
     """
     if (kernel := _kernel()) is not None:
         named = {"q": query, "k": key, "v": value, "g": decay, "beta": beta.to(value.dtype)}
-        out: torch.Tensor = kernel(
+        out: Tensor = kernel(
             **{name: part[None].contiguous() for name, part in named.items()},
             cu_seqlens=params.cu_seqlens_q.long(),
             use_qk_l2norm_in_kernel=True,
@@ -90,18 +91,18 @@ def delta_rule(
     return classes.pack(torch.cat(outs)).to(value.dtype)
 
 
-def _normalised(x: torch.Tensor) -> torch.Tensor:
+def _normalised(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
 
 
 def chunked_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
     chunk: int = CHUNK,
-) -> torch.Tensor:
+) -> Tensor:
     """Apply the gated delta rule to sequences of equal length, in float32.
 
     Within a chunk, the values that its tokens add are the solution of a triangular system (the UT
@@ -138,12 +139,12 @@ def chunked_delta_rule(
 
 
 def _within_chunks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    total: torch.Tensor,
-    beta: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    total: Tensor,
+    beta: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Solve the triangular systems of all chunks [b, h, chunks, s, ...].
 
     Returns:

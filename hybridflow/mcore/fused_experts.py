@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_pg_rank, get_pg_size
-from torch import nn
+from torch import Tensor, nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 
@@ -60,9 +60,7 @@ class FusedExpertsMlp(MegatronModule):
             set_tensor_model_parallel_attributes(parameter, is_counted, _SPLIT[name] or 0, 1)
             setattr(self, name, parameter)
 
-    def forward(
-        self, x: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
+    def forward(self, x: Tensor, tokens_per_expert: Any, probs: Tensor) -> tuple[Tensor, None]:
         """Apply expert i to the i-th run of rows in x [rows, hidden], and multiply the results by
         probs [rows].
 
@@ -82,7 +80,7 @@ class FusedExpertsMlp(MegatronModule):
             outs.append(out * share[:, None])
         return torch.cat(outs), None
 
-    def _gated(self, wide: torch.Tensor) -> torch.Tensor:
+    def _gated(self, wide: Tensor) -> Tensor:
         """Apply the gated activation to interleaved gate and up columns: [rows, 2 f] -> [rows,
         f]."""
         gate = wide[:, ::2].clamp(max=self.limit)

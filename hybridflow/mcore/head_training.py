@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.algorithms.losses import not_finite
@@ -81,7 +82,7 @@ class HeadTraining:
         self.optimizer: Optimizer | None = None
         self.updates = 0  # applied so far, also known on stages without heads
         self._is_training = False
-        self._seen: tuple[torch.Tensor, Any] | None = None
+        self._seen: tuple[Tensor, Any] | None = None
         self._shares = torch.zeros(heads.count)
         # cross-entropy, correct predictions and targets of the mini-batch, by depth
         self._sums = torch.zeros(3, heads.count)
@@ -114,7 +115,7 @@ class HeadTraining:
         )
         self._shares = self.settings.coef / self.heads.count / counts.clamp(min=1.0)
 
-    def _note(self, decoder: Any, inputs: Any, named: dict[str, Any], output: torch.Tensor) -> None:
+    def _note(self, decoder: Any, inputs: Any, named: dict[str, Any], output: Tensor) -> None:
         """Forward hook: save the last chunk's hidden states and rotary angles during an update."""
         if self._is_training and torch.is_grad_enabled():
             self._seen = output.detach(), named.get("rotary_pos_emb")

@@ -23,7 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import nn
+from torch import Tensor, nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.config.schema import ParallelConfig
@@ -142,16 +142,14 @@ def _normed(norm: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]
     """Wrap Megatron's `get_bias_dropout_add` so that the block's output is normalised before it is
     added."""
 
-    def get_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+    def get_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         add = original(training, fused)
 
         def normed_add(
-            output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, share: float
-        ) -> torch.Tensor:
+            output: tuple[Tensor, Tensor | None], residual: Tensor, share: float
+        ) -> Tensor:
             x, bias = output
-            summed: torch.Tensor = add(
-                (norm(x if bias is None else x + bias), None), residual, share
-            )
+            summed: Tensor = add((norm(x if bias is None else x + bias), None), residual, share)
             return summed
 
         return normed_add
@@ -191,7 +189,7 @@ class WideNorm(nn.Module):
         self.width = hidden_size * int(getattr(config, self.heads))
         self.weight = nn.Parameter(torch.ones(self.width, dtype=config.params_dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise x, of shape [s, b, this rank's heads, head size]."""
         size = parallel_state.get_tensor_model_parallel_world_size()
         flat = x.flatten(-2).float()
@@ -236,7 +234,7 @@ def scale_embeddings(model: Any, scale: float) -> None:
     """Multiply the first stage's embeddings by `scale`, rounded to their dtype as in
     transformers."""
 
-    def scaled(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def scaled(embedding: Any, inputs: Any, output: Tensor) -> Tensor:
         return output * torch.tensor(scale, dtype=output.dtype)
 
     if scale != 1.0:

@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from torch import Tensor
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.errors import ModelError
@@ -83,7 +84,7 @@ class Adapter(torch.nn.Module):
                 ]
             )
 
-    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
         """Return the adapter's contribution to the linear's output. x [s, b, in] is the linear's
         input."""
         if self._norm is not None:
@@ -92,7 +93,7 @@ class Adapter(torch.nn.Module):
             x = F.rms_norm(x, (x.shape[-1],), weight + 1 if self.zero_centered else weight, epsilon)
         return F.linear(self._between(F.linear(x, self.A)) * self.scale, self.B)
 
-    def _between(self, low: torch.Tensor) -> torch.Tensor:
+    def _between(self, low: Tensor) -> Tensor:
         """Communicate A's output [s, b, r] between ranks as needed for B's input."""
         group = parallel_state.get_tensor_model_parallel_group()
         if self.cut == "rows":
@@ -134,20 +135,20 @@ class ExpertAdapters(torch.nn.Module):
                 if self.cut != _OWN[which] and not is_first:
                     factor.shared = True  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor, m_splits: Any) -> torch.Tensor:
+    def forward(self, x: Tensor, m_splits: Any) -> Tensor:
         """Return the adapters' contribution to the linear's output [rows, out]. The arguments are
         the linear's arguments: x [rows, in], and the number of rows of each expert."""
         low = grouped_linear(x, m_splits, self._factors("A")) * self.scale
         return grouped_linear(low, m_splits, self._factors("B"))
 
-    def _factors(self, which: str) -> Sequence[torch.Tensor]:
+    def _factors(self, which: str) -> Sequence[Tensor]:
         factors = [getattr(self, f"{which}{expert}") for expert in range(self.experts)]
         if self.cut in ("nothing", _OWN[which]):
             return factors
         return _sum_gradient(torch.stack(factors)).unbind(0)
 
 
-def _sum_gradient(factors: torch.Tensor) -> torch.Tensor:
+def _sum_gradient(factors: Tensor) -> Tensor:
     """Return the factors unchanged; the backward pass sums their gradient over the ranks that share
     an expert.
 
@@ -212,9 +213,9 @@ class Adapters:
         """Return the adapter settings for a checkpoint's manifest."""
         return self.map.facts()
 
-    def parameters(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
+    def parameters(self) -> dict[str, tuple[Tensor, LocalTensor]]:
         """Return the factors and their descriptions, keyed by Megatron name."""
-        factors: dict[str, tuple[torch.Tensor, LocalTensor]] = {}
+        factors: dict[str, tuple[Tensor, LocalTensor]] = {}
         for linear, one in self._linears:
             for local in (one.a, one.b):
                 factors[local.name] = (_held(linear.lora, local), local)
@@ -236,7 +237,7 @@ class Adapters:
         return found
 
     @torch.no_grad()
-    def merged(self) -> dict[str, torch.Tensor]:
+    def merged(self) -> dict[str, Tensor]:
         """Return W + scale * B A for every adapted weight, keyed by weight name.
 
         The returned buffers are reused: they are valid until the next call or `release`. A rank's
@@ -269,9 +270,9 @@ class Adapters:
                 ).to(parameter.dtype)
 
 
-def _held(module: Any, local: LocalTensor) -> torch.Tensor:
+def _held(module: Any, local: LocalTensor) -> Tensor:
     """Return the parameter of `module` that `local` describes."""
-    held: torch.Tensor = getattr(module, local.name.rpartition(".")[2])
+    held: Tensor = getattr(module, local.name.rpartition(".")[2])
     return held
 
 

@@ -23,6 +23,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import get_te_version
 from packaging.version import Version
+from torch import Tensor
 
 from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
@@ -318,8 +319,8 @@ def _set_latent_norm_eps(model: torch.nn.Module, eps: float) -> None:
 
 
 def hidden_states(
-    layer: Any, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
-) -> tuple[torch.Tensor, None]:
+    layer: Any, hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None
+) -> tuple[Tensor, None]:
     """Return the hidden states [s, b, h] of all tokens, as the input to a ColumnParallelLinear's
     matrix product.
 
@@ -332,7 +333,7 @@ def hidden_states(
     return copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group), None
 
 
-def output_weight(model: GPTModel) -> torch.Tensor:
+def output_weight(model: GPTModel) -> Tensor:
     """Return this rank's rows [v, h] of the last stage's output layer, whether or not it is tied to
     the embedding.
     """
@@ -400,10 +401,10 @@ def by_chunk(
 
 def held_weights(
     models: Sequence[torch.nn.Module], heads: torch.nn.Module | None = None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return the parameters and the expert biases (buffers that training may update), keyed by
     Megatron name."""
-    held: dict[str, torch.Tensor] = {}
+    held: dict[str, Tensor] = {}
     for prefix, model in by_chunk(models, heads):
         biases = []
         for name, buffer in model.named_buffers():
@@ -415,7 +416,7 @@ def held_weights(
 
 def local_parameters(
     models: Sequence[torch.nn.Module], family: Family, heads: torch.nn.Module | None = None
-) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
+) -> dict[str, tuple[Tensor, LocalTensor]]:
     """Return every parameter on this rank together with its description in the family's map.
 
     Also includes the buffers stored in checkpoints (expert biases), but not adapters, which

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.algorithms.vocab_parallel import Support
@@ -89,15 +90,15 @@ class MicroBatch:
 
     samples: np.ndarray
     length: int
-    tokens: torch.Tensor
-    positions: torch.Tensor
+    tokens: Tensor
+    positions: Tensor
     packed: PackedSeqParams
-    predict_rows: torch.Tensor
-    targets: torch.Tensor
-    places: torch.Tensor | None
-    lengths: torch.Tensor
+    predict_rows: Tensor
+    targets: Tensor
+    places: Tensor | None
+    lengths: Tensor
     num_targets: int
-    columns: Mapping[str, torch.Tensor]
+    columns: Mapping[str, Tensor]
     support: Support | None = None
     ahead: tuple[Ahead, ...] = ()
 
@@ -170,7 +171,7 @@ def _pack(
     supports = supports_of(batch, rows, keep)
     upload = Platform.detect().upload
 
-    def there(values: np.ndarray) -> torch.Tensor:
+    def there(values: np.ndarray) -> Tensor:
         return upload(torch.from_numpy(values))
 
     sampled = np.zeros(len(predicting), bool)

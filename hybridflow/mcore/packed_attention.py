@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import (
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
-from torch import nn
+from torch import Tensor, nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.device.platform import Platform
@@ -37,7 +37,7 @@ class SegmentClasses:
     concatenation of the classes' padded rows.
     """
 
-    def __init__(self, bounds: torch.Tensor) -> None:
+    def __init__(self, bounds: Tensor) -> None:
         """`bounds` is [s + 1] int64 on the CPU, since the sizes of the classes must be known on the
         host."""
         starts = bounds[:-1]
@@ -45,7 +45,7 @@ class SegmentClasses:
         starts = starts[lengths > 0]
         lengths = lengths[lengths > 0]
         classes = torch.ceil(torch.log2(lengths.double())).long()
-        self.groups: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.groups: list[tuple[Tensor, Tensor]] = []
         for value in classes.unique().tolist():
             chosen = classes == value
             start = starts[chosen, None]
@@ -67,12 +67,12 @@ class SegmentClasses:
             found = params.segment_classes = cls(params.bounds).upload(Platform.detect())
         return found
 
-    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+    def pad(self, packed: Tensor) -> Tensor:
         """Expand packed rows [t, ...] to the padded rows of all classes, one after another."""
-        padded: torch.Tensor = _Padded.apply(packed, self)
+        padded: Tensor = _Padded.apply(packed, self)
         return padded
 
-    def split(self, padded: torch.Tensor) -> list[torch.Tensor]:
+    def split(self, padded: Tensor) -> list[Tensor]:
         """Split padded rows into [n, longest, ...] for each class."""
         shapes = [gather.shape for gather, _ in self.groups]
         parts = padded.split([shape.numel() for shape in shapes])
@@ -80,9 +80,9 @@ class SegmentClasses:
             part.view(*shape, *part.shape[1:]) for part, shape in zip(parts, shapes, strict=True)
         ]
 
-    def pack(self, padded: torch.Tensor) -> torch.Tensor:
+    def pack(self, padded: Tensor) -> Tensor:
         """Inverse of `pad`: the packed rows [t, ...]."""
-        packed: torch.Tensor = _Packed.apply(padded, self)
+        packed: Tensor = _Packed.apply(padded, self)
         return packed
 
     def upload(self, platform: Platform) -> SegmentClasses:
@@ -103,13 +103,13 @@ class _Padded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, packed: torch.Tensor, classes: SegmentClasses) -> torch.Tensor:
+    def forward(ctx: Any, packed: Tensor, classes: SegmentClasses) -> Tensor:
         """Map [t, ...] to [rows of all classes, ...]."""
         ctx.places = classes.places
         return packed.index_select(0, classes.rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Map the gradient back to the packed rows."""
         return grad.index_select(0, ctx.places), None
 
@@ -118,13 +118,13 @@ class _Packed(torch.autograd.Function):
     """Select the packed rows from the padded rows of all classes."""
 
     @staticmethod
-    def forward(ctx: Any, padded: torch.Tensor, classes: SegmentClasses) -> torch.Tensor:
+    def forward(ctx: Any, padded: Tensor, classes: SegmentClasses) -> Tensor:
         """Map [rows of all classes, ...] to [t, ...]."""
         ctx.classes = classes
         return padded.index_select(0, classes.places)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Map the gradient to the padded rows, with zeros in the padding."""
         found = grad.index_select(0, ctx.classes.rows)
         if len(ctx.classes.places) < len(ctx.classes.rows):
@@ -143,14 +143,14 @@ class ContextClasses:
     the concatenation of the classes' padded queries.
     """
 
-    def __init__(self, bounds: torch.Tensor, rank: int, size: int) -> None:
+    def __init__(self, bounds: Tensor, rank: int, size: int) -> None:
         """`bounds` is [s + 1] int64 on the CPU."""
         whole = SegmentClasses(bounds)
         layout = ZigZag.of(bounds.numpy(), size)
         share = int(bounds[-1]) // size
         owner = torch.from_numpy(layout.owner)
         local = torch.from_numpy(layout.local)
-        self.groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.groups: list[tuple[Tensor, Tensor, Tensor]] = []
         self.places = torch.empty(share, dtype=torch.int64)
         behind = 0
         for gather, real in whole.groups:
@@ -198,14 +198,14 @@ class PackedAttention(MegatronModule):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attention_mask: Any = None,
         attn_mask_type: Any = None,
         attention_bias: Any = None,
         packed_seq_params: Any = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute causal attention.
 
         thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, heads*v], as returned by
@@ -221,9 +221,7 @@ class PackedAttention(MegatronModule):
         out = self._causal(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
-    def _packed(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any
-    ) -> torch.Tensor:
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, params: Any) -> Tensor:
         classes = SegmentClasses.of(params)
         padded = [classes.split(classes.pad(t)) for t in (query, key, value)]
         outs = []
@@ -233,9 +231,7 @@ class PackedAttention(MegatronModule):
         packed = classes.pack(outs[0] if len(outs) == 1 else torch.cat(outs))
         return packed.reshape(packed.shape[0], -1)
 
-    def _context_parallel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any
-    ) -> torch.Tensor:
+    def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, params: Any) -> Tensor:
         """Compute attention from this rank's queries to the keys and values of all context-parallel
         ranks.
 
@@ -266,7 +262,7 @@ class PackedAttention(MegatronModule):
         packed = torch.cat(outs).index_select(0, classes.places)
         return packed.reshape(packed.shape[0], -1)
 
-    def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute causal attention: query, key [b, (kv) heads, s, d], value [b, kv heads, s, v] ->
         [b, heads, s, v].
         """
@@ -277,7 +273,7 @@ class PackedAttention(MegatronModule):
             return self._masked(query, key, value, mask)
         return self._masked(query, key, value)
 
-    def _in_window(self, causal: torch.Tensor) -> torch.Tensor:
+    def _in_window(self, causal: Tensor) -> Tensor:
         """Restrict a causal mask to this layer's window.
 
         `causal` [..., queries, keys] lets each query attend to all keys up to its own position.
@@ -289,11 +285,11 @@ class PackedAttention(MegatronModule):
 
     def _masked(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention where `mask` is True, or causal attention if it is None. Shapes are the
         same as in `_causal`.
         """
@@ -311,12 +307,12 @@ class PackedAttention(MegatronModule):
 
     def _with_sinks(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        offsets: torch.Tensor,
-    ) -> torch.Tensor:
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        offsets: Tensor,
+    ) -> Tensor:
         """Same as `_masked`, with each head's sink as an additional logit that has no value
         vector."""
         many = query.shape[1] // key.shape[1]

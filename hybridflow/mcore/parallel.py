@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.algorithms.vocab_parallel import SumOverGroup
@@ -152,7 +153,7 @@ class ZigZag:
         return ordered
 
 
-def gather_tokens(values: torch.Tensor, places: torch.Tensor | None, total: int) -> torch.Tensor:
+def gather_tokens(values: Tensor, places: Tensor | None, total: int) -> Tensor:
     """Gather the values [..., n] of each context-parallel rank's response tokens into [..., total]
     on all ranks.
 

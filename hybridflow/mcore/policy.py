@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridflow.algorithms.losses import not_applied
 from hybridflow.algorithms.vocab_parallel import Scoring
@@ -271,7 +272,7 @@ class Policy(HoldsReference):
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
     @functools.cached_property
-    def _expert_biases(self) -> list[torch.Tensor]:
+    def _expert_biases(self) -> list[Tensor]:
         """The live expert biases. Megatron updates them at the end of the backward pass, before the
         optimizer runs (finalize_model_grads.py:476)."""
         held = held_weights(self.stages)
@@ -351,7 +352,7 @@ class Policy(HoldsReference):
 
     # ---- weights
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         """Return the local parameters, keyed by Megatron name and checked against the family's map.
 
         With virtual stages, names are prefixed with `chunk0.` and so on. Adapters are merged into
@@ -360,7 +361,7 @@ class Policy(HoldsReference):
         held = self._base()
         return held | self.adapters.merged() if self.adapters else held
 
-    def sent_tensors(self) -> dict[str, torch.Tensor]:
+    def sent_tensors(self) -> dict[str, Tensor]:
         """Return `parameters` or, if engines store adapters unmerged, the base weights and the
         adapter factors.
         """
@@ -368,7 +369,7 @@ class Policy(HoldsReference):
             return self.parameters()
         return self._base() | {name: factor.detach() for name, factor in self.weights().items()}
 
-    def _base(self) -> dict[str, torch.Tensor]:
+    def _base(self) -> dict[str, Tensor]:
         self.settle()
         held = {}
         for name, (parameter, _) in self.described.items():
@@ -376,7 +377,7 @@ class Policy(HoldsReference):
         return held
 
     @functools.cached_property
-    def described(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
+    def described(self) -> dict[str, tuple[Tensor, LocalTensor]]:
         """`local_parameters` of this rank, including its prediction heads. Compared with the model
         once: updates, loading and offloading change these tensors in place."""
         return local_parameters(self.stages, self.family, self.heads)
@@ -399,7 +400,7 @@ class Policy(HoldsReference):
             return None
         return self.adapters.map.served()
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Return the live parameters that the policy's training may change: the adapters if there
         are any, otherwise all parameters except those of prediction heads and of a frozen vision
         tower.

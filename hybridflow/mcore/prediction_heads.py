@@ -30,7 +30,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
-from torch import nn
+from torch import Tensor, nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.device.platform import Platform
@@ -77,9 +77,7 @@ class Head(MegatronModule):
         )
         self.final_layernorm = parts.layer_norm()(**norm)
 
-    def forward(
-        self, hidden: torch.Tensor, embedded: torch.Tensor, angles: Any, packed: Any
-    ) -> torch.Tensor:
+    def forward(self, hidden: Tensor, embedded: Tensor, angles: Any, packed: Any) -> Tensor:
         """Return the hidden states [s, 1, h] of this depth for this rank's share of the sequence.
 
         Args:
@@ -95,7 +93,7 @@ class Head(MegatronModule):
         output, _ = self.transformer_layer(
             projected, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
         )
-        normed: torch.Tensor = self.final_layernorm(output)
+        normed: Tensor = self.final_layernorm(output)
         return normed
 
 
@@ -169,19 +167,19 @@ class Heads(MegatronModule):
         return list(heads)
 
     @torch.no_grad()
-    def embedded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the embeddings [s, 1, h] of `tokens` [1, t'], limited to this rank's share of the
         sequence."""
         embedding = self.embedding if hasattr(self, "embedding") else self._stages[0].embedding
-        found: torch.Tensor = embedding(tokens, positions)
+        found: Tensor = embedding(tokens, positions)
         return found
 
-    def gathered(self, states: torch.Tensor) -> torch.Tensor:
+    def gathered(self, states: Tensor) -> Tensor:
         """Return the hidden states [t', 1, h] of all tokens, as input to the output layer's matrix
         product."""
         return hidden_states(self._stages[-1].output_layer, states)[0]
 
-    def output_weight(self) -> torch.Tensor:
+    def output_weight(self) -> Tensor:
         """Return this rank's rows [v, h] of the output layer, without a gradient."""
         return output_weight(self._stages[-1]).detach()
 

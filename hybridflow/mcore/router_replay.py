@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.batch import FREE, ROUTES, DataProto, Jagged, unknown_routes
@@ -60,8 +61,8 @@ class MicroRoutes:
     """
 
     action: Action
-    given: torch.Tensor | None
-    recorded: dict[int, torch.Tensor] = field(default_factory=dict)
+    given: Tensor | None
+    recorded: dict[int, Tensor] = field(default_factory=dict)
 
 
 class RouterReplay:
@@ -156,7 +157,7 @@ class RouterReplay:
                 rows[sample][: read[sample]] = whole[start : start + read[sample]]
         return Jagged.from_rows(rows, np.int16)
 
-    def count(self, **masks: torch.Tensor) -> None:
+    def count(self, **masks: Tensor) -> None:
         """Add the number of True entries in each mask to the count with the mask's name."""
         for name, mask in masks.items():
             self._tally[name] += mask.sum()  # type: ignore[assignment]
@@ -251,7 +252,7 @@ class RouterReplay:
         ).rows_of(parallel_state.get_context_parallel_rank())
         return tensor_share(rows) if self.config.sequence_parallel else rows
 
-    def _given(self, routes: Jagged, micro: MicroBatch, read: np.ndarray) -> torch.Tensor:
+    def _given(self, routes: Jagged, micro: MicroBatch, read: np.ndarray) -> Tensor:
         """Return the routes [t, layers, k] of this rank's tokens.
 
         They cover the tokens that the model reads from each sample; padding is `FREE`.
@@ -297,7 +298,7 @@ class _RouterHook:
         self.queue = RecomputationQueue(replay.tracker)
         self._active: MicroRoutes | None = None
         self._recomputed = False
-        self._live: torch.Tensor | None = None
+        self._live: Tensor | None = None
         self._router = router
         self._hooks = [
             router.register_forward_pre_hook(self._begin),
@@ -313,12 +314,12 @@ class _RouterHook:
 
     def get_replay_topk(
         self,
-        scores: torch.Tensor,
+        scores: Tensor,
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
         default_compute_topk: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return (scores [t, k] with gradient, expert ids [t, k]) for scores [t, experts].
 
         Called from moe_utils.py:705.
@@ -338,7 +339,7 @@ class _RouterHook:
         self._live = live
         return scores.gather(1, chosen), chosen
 
-    def _given(self, routes: MicroRoutes) -> torch.Tensor:
+    def _given(self, routes: MicroRoutes) -> Tensor:
         assert routes.given is not None
         return routes.given[:, self.layer].long()
 
@@ -346,9 +347,7 @@ class _RouterHook:
         self._active, self._recomputed = self.queue.take()
 
     @torch.no_grad()
-    def _observe(
-        self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def _observe(self, _: torch.nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> None:
         """Compare the given routes with the routing map [t, experts] that the router used."""
         routes = self._active
         live = self._live
@@ -380,7 +379,7 @@ class _RouterHook:
             self.replay.count(mismatched=wanted & ~same)
 
 
-def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
+def marked(routing_map: Tensor, topk: int) -> Tensor:
     """Return the experts [t, k] of each row of a routing map [t, experts] with k marks per row, in
     ascending order.
 

@@ -49,6 +49,7 @@ from megatron.core.transformer.moe.moe_utils import (
     compute_routing_scores_for_aux_loss,
 )
 from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
@@ -166,9 +167,7 @@ class _Corrected:
         self.queue = RecomputationQueue(tracker)
         router.register_forward_hook(self._correct)
 
-    def _correct(
-        self, router: TopKRouter, _: Any, output: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def _correct(self, router: TopKRouter, _: Any, output: tuple[Tensor, Tensor]) -> None:
         real, _recomputed = self.queue.take()
         # the router does not count without gradient (router.py:539)
         if real is None or not torch.is_grad_enabled():
@@ -187,7 +186,7 @@ def allow_biased_softmax() -> None:
         return
 
     def topk_routing_with_score_function(
-        logits: torch.Tensor, topk: int, *args: Any, **named: Any
+        logits: Tensor, topk: int, *args: Any, **named: Any
     ) -> Any:
         if named.get("expert_bias") is None or named.get("score_function") != "softmax":
             return original(logits, topk, *args, **named)
@@ -206,9 +205,7 @@ def shape_biases(model: torch.nn.Module, described: Sequence[LocalTensor]) -> No
             module.local_tokens_per_expert = module.local_tokens_per_expert.view(local.shape)
 
 
-def _biased_softmax(
-    logits: torch.Tensor, topk: int, bias: torch.Tensor, replay: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _biased_softmax(logits: Tensor, topk: int, bias: Tensor, replay: Any) -> tuple[Tensor, Tensor]:
     """Return (weights, mask of chosen experts), both [tokens, experts], for logits [tokens,
     experts].
 
@@ -217,7 +214,7 @@ def _biased_softmax(
     scores = logits.softmax(-1, dtype=torch.float32)
     biased = scores + bias
 
-    def best(values: torch.Tensor, count: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def best(values: Tensor, count: int, **_: Any) -> tuple[Tensor, Tensor]:
         found = values.topk(count, dim=-1)
         return found.values, found.indices
 
@@ -248,7 +245,7 @@ class RouterLosses:
         self._tokens = 0.0
         self._sums = torch.zeros(2, device=device())
 
-    def begin(self, micro_batches: Sequence[MicroBatch], count: torch.Tensor) -> None:
+    def begin(self, micro_batches: Sequence[MicroBatch], count: Tensor) -> None:
         """Start an update.
 
         `count` is the policy loss's count over this data-parallel rank's micro-batches. Collective
@@ -272,8 +269,8 @@ class RouterLosses:
         self._sums = torch.zeros(2, device=device())
 
     def _attach(
-        self, router: Any, queue: RecomputationQueue, logits: torch.Tensor, padding_mask: Any = None
-    ) -> torch.Tensor:
+        self, router: Any, queue: RecomputationQueue, logits: Tensor, padding_mask: Any = None
+    ) -> Tensor:
         """Return the logits [n, E] with the losses attached, so that their gradient is added in the
         backward pass."""
         real, _ = queue.take()
@@ -290,7 +287,7 @@ class RouterLosses:
         loss = self.coefs[AUX] * sums[0] + self.coefs[Z] * sums[1]
         return MoEAuxLossAutoScaler.apply(logits, loss * self._weight)
 
-    def _balancing(self, router: Any, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def _balancing(self, router: Any, logits: Tensor, real: Tensor) -> Tensor:
         """Return this rank's part of T_m * E * sum_i f_i P_i."""
         if not self.coefs[AUX]:
             return logits.new_zeros(())

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 
@@ -37,8 +38,8 @@ class ScalarOutput(torch.nn.Module):
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
-        self, hidden_states: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
-    ) -> tuple[torch.Tensor, None]:
+        self, hidden_states: Tensor, weight: Any = None, runtime_gather_output: Any = None
+    ) -> tuple[Tensor, None]:
         """Map [s (across ranks), b, hidden] to [s, b, 1] in fp32, equal on all tensor-parallel
         ranks.
 

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.errors import CheckpointError
@@ -50,7 +51,7 @@ class ShardedState:
         policy.settle()
         self.policy = policy
         self.contains = ["model", *(["heads"] if policy.heads is not None else [])]
-        self._copies: list[tuple[Any, torch.Tensor, Mapping[str, torch.Tensor]]] = []
+        self._copies: list[tuple[Any, Tensor, Mapping[str, Tensor]]] = []
         self._shards = _model_shards(policy)
         if policy.adapters:
             self._shards |= _adapter_shards(policy.adapters)
@@ -228,14 +229,14 @@ def _reference_shards(
     return found
 
 
-def _flat_start(shard: ShardedTensor, parameter: torch.Tensor) -> int:
+def _flat_start(shard: ShardedTensor, parameter: Tensor) -> int:
     """Return the offset of a shard's elements in its parameter. Both must be contiguous."""
     if not shard.data.is_contiguous():
         raise CheckpointError(f"the shard {shard.key} is not contiguous in its parameter")
     return int(shard.data.storage_offset() - parameter.storage_offset())
 
 
-def _rows_of(shard: ShardedTensor, parameter: torch.Tensor) -> tuple[int, int]:
+def _rows_of(shard: ShardedTensor, parameter: Tensor) -> tuple[int, int]:
     """Return (first row, number of rows) of the shard within the parameter."""
     return _flat_start(shard, parameter) // max(1, prod(parameter.shape[1:])), shard.local_shape[0]
 
@@ -245,7 +246,7 @@ def _rows_of(shard: ShardedTensor, parameter: torch.Tensor) -> tuple[int, int]:
 
 def _cut(
     name: str,
-    flat: torch.Tensor,
+    flat: Tensor,
     held: tuple[int, int],
     shard: ShardedTensor,
     start: int,
@@ -290,7 +291,7 @@ def _cut(
         )
 
 
-def _states(inner: Any) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torch.Tensor]]]:
+def _states(inner: Any) -> Iterator[tuple[Tensor, int, int, dict[str, Tensor]]]:
     """Yield (parameter, start and end of this rank's elements, {name of state: flat tensor}).
     States are exp_avg, exp_avg_sq and, below fp32, param.
     """
@@ -312,20 +313,20 @@ def _states(inner: Any) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torc
             )
 
 
-def _main_parameters(inner: Any) -> dict[torch.Tensor, torch.Tensor]:
+def _main_parameters(inner: Any) -> dict[Tensor, Tensor]:
     """Return {fp32 copy: 16-bit parameter} if the optimizer keeps such copies."""
     pairs = zip(
         getattr(inner, "fp32_from_float16_groups", ()),
         getattr(inner, "float16_groups", ()),
         strict=True,
     )
-    models_of: dict[torch.Tensor, torch.Tensor] = {}
+    models_of: dict[Tensor, Tensor] = {}
     for mains, models in pairs:
         models_of.update(zip(mains, models, strict=True))
     return models_of
 
 
-def _flat(parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _flat(parameter: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     # an fp32 model's main parameters are the model's own memory, which is already in the checkpoint
     names = (
         ("exp_avg", "exp_avg_sq")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.algorithms import losses
@@ -32,13 +33,11 @@ from hybridflow.mcore.model import output_weight
 from hybridflow.mcore.packed import MicroBatch
 from hybridflow.mcore.parallel import context_rank, device, gather_tokens, is_last_stage
 
-Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
+Metrics = dict[str, tuple[Tensor, Tensor]]
 # (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)
-LossFunction = Callable[
-    [torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]
-]
+LossFunction = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Tensor, Metrics]]
 # (micro-batch, the model's output [1, t, ...]) -> the same
-OutputLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Metrics]]
+OutputLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Metrics]]
 
 
 class Watch(losses.NonfiniteWatch):
@@ -82,7 +81,7 @@ def forward(
     """Compute the log-probs (and entropies) of every response token, without gradients. Returns
     empty lists outside the last stage."""
 
-    def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def collect(micro: MicroBatch, hidden: Tensor) -> tuple[np.ndarray, np.ndarray]:
         log_probs, entropy, _ = response_log_probs(chunks, hidden, micro, scoring)
         return log_probs.cpu().numpy(), entropy.cpu().numpy() if entropy is not None else np.zeros(
             0, np.float32
@@ -98,7 +97,7 @@ def forward_top(
     """Compute the [n, k] log-probs and token ids of the k most likely tokens at every response
     position. Returns empty lists outside the last stage."""
 
-    def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def collect(micro: MicroBatch, hidden: Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows, weight, group = _predicting(chunks, hidden, micro)
         found = top_log_probs(rows, weight, k, scoring, group)
         values, tokens = (
@@ -131,7 +130,7 @@ def backward(
         stage.
     """
 
-    def loss(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    def loss(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         log_probs, entropy, micro = response_log_probs(chunks, hidden, micro, scoring)
         if learn is not None:
             learn(micro, scoring)
@@ -143,7 +142,7 @@ def backward(
 def forward_outputs(
     chunks: Sequence[Any],
     micro_batches: Sequence[MicroBatch],
-    collect: Callable[[MicroBatch, torch.Tensor], Any],
+    collect: Callable[[MicroBatch, Tensor], Any],
 ) -> list[Any]:
     """Apply `collect` to the model's output [1, t', ...] for each micro-batch, without gradients.
     Returns the results on the last stage and an empty list on the others."""
@@ -159,9 +158,7 @@ def backward_outputs(
 ) -> Metrics:
     """Same as `backward`, for a loss on the model's full output."""
 
-    def loss(
-        number: int, micro: MicroBatch, output: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    def loss(number: int, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         total, count, metrics = loss_function(micro, output)
         watch.loss(number, total.detach())
         # clone, since the schedule scales the loss in place
@@ -181,8 +178,8 @@ def backward_outputs(
 
 
 def response_log_probs(
-    chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch, scoring: Scoring
-) -> tuple[torch.Tensor, torch.Tensor | None, MicroBatch]:
+    chunks: Sequence[Any], hidden: Tensor, micro: MicroBatch, scoring: Scoring
+) -> tuple[Tensor, Tensor | None, MicroBatch]:
     """Compute the [n] log-probs and entropies of all response tokens of the micro-batch.
 
     The results are available on every tensor and context rank of the last stage. Also returns the
@@ -205,8 +202,8 @@ def response_log_probs(
 
 
 def _predicting(
-    chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch
-) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    chunks: Sequence[Any], hidden: Tensor, micro: MicroBatch
+) -> tuple[Tensor, Tensor, Any]:
     """Return the [n', h] states that predict this rank's response tokens, the [v, h] output weight,
     and the tensor-parallel group."""
     rows = hidden[0].index_select(0, micro.predict_rows)
@@ -219,7 +216,7 @@ def _predicting(
 def run(
     chunks: Sequence[Any],
     micro_batches: Sequence[MicroBatch],
-    on_output: Callable[[int, MicroBatch, torch.Tensor], Any],
+    on_output: Callable[[int, MicroBatch, Tensor], Any],
     watch: Watch | None = None,
 ) -> list[Any]:
     """Run Megatron's pipeline schedule. Returns the results of `on_output(number, micro-batch,
@@ -227,7 +224,7 @@ def run(
     well, and `on_output` returns (loss, count, any value).
     """
 
-    def forward_step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward_step(iterator: Any, chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         number, micro = next(iterator)
         with watch.stage(chunk.module, number) if watch else contextlib.nullcontext():
             output = chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.packed)
@@ -259,7 +256,7 @@ def all_ranks_max(value: int) -> int:
     return int(tensor)
 
 
-def counted(loss_function: LossFunction, micro: MicroBatch) -> torch.Tensor:
+def counted(loss_function: LossFunction, micro: MicroBatch) -> Tensor:
     """Return a micro-batch's loss count before any forward pass: the number of tokens, unless the
     loss defines `count`.
     """

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hybridflow.device.platform import Platform
 
 
 def rotate(
-    t: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    freqs: torch.Tensor,
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
     cp_size: int = 1,
     cp_rank: int = 0,
     interleaved: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Rotate t [t, heads, d] of packed sequences by the angles of each token's position in its
     sequence.
 
@@ -50,18 +50,18 @@ def rotate(
         angles = freqs[positions_of(cu_seqlens, len(t), cp_size, cp_rank), 0]
         known = freqs, angles.cos().to(t.dtype), angles.sin().to(t.dtype)
         cu_seqlens.rotation = known  # type: ignore[attr-defined]
-    rotated: torch.Tensor = _Rotation.apply(t, known[1], known[2])
+    rotated: Tensor = _Rotation.apply(t, known[1], known[2])
     return rotated
 
 
 def rotate_unfused(
-    t: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    freqs: torch.Tensor,
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
     *settings: Any,
     cp_group: Any,
     **named: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Rotate t [t, heads, d] of packed sequences with Megatron's own formula.
 
     Replaces Megatron's `_apply_rotary_pos_emb_thd`, which loops over the sequences and synchronises
@@ -80,13 +80,13 @@ def rotate_unfused(
     angles = getattr(cu_seqlens, "angles", None)
     if angles is None:
         angles = freqs[positions_of(cu_seqlens, len(t), cp_group.size(), cp_group.rank())]
-    rotated: torch.Tensor = _apply_rotary_pos_emb_bshd(
+    rotated: Tensor = _apply_rotary_pos_emb_bshd(
         t.unsqueeze(1), angles, *settings, **named
     ).squeeze(1)
     return rotated
 
 
-def positions_of(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+def positions_of(cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int) -> Tensor:
     """Return the positions [t] of this rank's `tokens` tokens.
 
     Each sequence is split into 2 cp_size equal pieces, and each rank has two of them.
@@ -108,7 +108,7 @@ def positions_of(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: i
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate t [t, heads, d] by cos and sin [t, 1, r]."""
         ctx.save_for_backward(cos, sin)
         out = _scaled(t, cos)
@@ -120,7 +120,7 @@ class _Rotation(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Apply the transposed rotation."""
         cos, sin = ctx.saved_tensors
         out = _scaled(grad, cos)
@@ -132,19 +132,19 @@ class _Rotation(torch.autograd.Function):
         return out, None, None
 
 
-def _scaled(t: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+def _scaled(t: Tensor, cos: Tensor) -> Tensor:
     turned = cos.shape[-1]
     if turned == t.shape[-1]:
         return t * cos
     return torch.cat((t[..., :turned] * cos, t[..., turned:]), dim=-1)
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
+def swiglu(x: Tensor) -> Tensor:
     """Map [..., 2 f] to [..., f]: silu of the first half times the second half."""
     if not torch.is_grad_enabled():
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-    out: torch.Tensor = _SwiGlu.apply(x)
+    out: Tensor = _SwiGlu.apply(x)
     return out
 
 
@@ -154,7 +154,7 @@ class SwiGlu(nn.Module):
     def __init__(self, config: Any = None) -> None:
         super().__init__()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map x [..., 2 f] to [..., f]."""
         return swiglu(x)
 
@@ -167,7 +167,7 @@ class SwiGlu(nn.Module):
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         """Compute the product, and save silu(gate) for the backward pass."""
         gate, up = x.chunk(2, dim=-1)
         opened = F.silu(gate)
@@ -175,7 +175,7 @@ class _SwiGlu(torch.autograd.Function):
         return opened * up
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Write the gradients of both halves directly into one tensor."""
         x, opened = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
@@ -187,7 +187,7 @@ class _SwiGlu(torch.autograd.Function):
         return found
 
 
-def takes_grouped_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def takes_grouped_product(x: Tensor, weight: Tensor) -> bool:
     """Return True if `GroupedProduct` supports rows [t, in] with weights [out, in].
 
     torch's kernel requires a GPU, bfloat16 and rows that are multiples of 16 bytes.
@@ -196,7 +196,7 @@ def takes_grouped_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return on_device and len(x) > 0 and not any(size % 8 for size in weight.shape)
 
 
-def grouped_linear(x: torch.Tensor, m_splits: Any, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def grouped_linear(x: Tensor, m_splits: Any, weights: Sequence[Tensor]) -> Tensor:
     """Apply weight i [out, in] to the i-th run of rows of x [rows, in]. Returns [rows, out].
 
     `m_splits` contains the number of rows of each run, as a list or `torch_modules.ExpertCounts`.
@@ -205,9 +205,7 @@ def grouped_linear(x: torch.Tensor, m_splits: Any, weights: Sequence[torch.Tenso
     if takes_grouped_product(x, weights[0]):
         if counts is None:
             counts = Platform.detect().upload(torch.tensor(list(m_splits)))
-        product: torch.Tensor = GroupedProduct.apply(
-            x, counts.cumsum(0, dtype=torch.int32), *weights
-        )
+        product: Tensor = GroupedProduct.apply(x, counts.cumsum(0, dtype=torch.int32), *weights)
         return product
     runs = torch.split(x, list(m_splits) if counts is None else counts.tolist())
     return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights, strict=True)])
@@ -215,9 +213,9 @@ def grouped_linear(x: torch.Tensor, m_splits: Any, weights: Sequence[torch.Tenso
 
 def permute(
     original: Any,
-    tokens: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor | None = None,
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
     num_out_tokens: Any = None,
     fused: bool = False,
     drop_and_pad: bool = False,
@@ -243,39 +241,37 @@ class GroupedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         """Map x [t, in] to [t, out] with g weights [out, in]; `ends` [g] int32 contains the
         exclusive end row of each run."""
         ctx.save_for_backward(x, ends, *weights)
         return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute only the gradients that are needed, because frozen experts have none."""
         x, ends, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         of_x = (
             F.grouped_mm(grad, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
         )
-        of_weights: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
+        of_weights: tuple[Tensor | None, ...] = (None,) * len(weights)
         if any(ctx.needs_input_grad[2:]):
             of_weights = F.grouped_mm(grad.t(), x, offs=ends).unbind(0)
         return of_x, None, *of_weights
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide x [..., n] by its root mean square (plus `eps`) and multiply by weight [n]."""
     if x.dtype not in (torch.float32, torch.float64):  # torch's own norm computes in float32
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    out: torch.Tensor = _RmsNorm.apply(x, weight, eps)
+    out: Tensor = _RmsNorm.apply(x, weight, eps)
     return out
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute the norm, and save the input and one scale [..., 1] per row for the backward
         pass.
         """
@@ -285,7 +281,7 @@ class _RmsNorm(torch.autograd.Function):
         return (x * scale).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """Compute the gradients of input and weight.
 
         The sum over rows for the weight and the sum within a row for the scale are both

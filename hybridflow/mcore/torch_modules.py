@@ -26,7 +26,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_rank, get_pg_size
-from torch import nn
+from torch import Tensor, nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed_attention import PackedAttention
@@ -52,12 +52,12 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.zero_centered = config.layernorm_zero_centered_gamma
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., hidden]."""
         return rms_norm(x, gain(self.weight, self.zero_centered), self.eps)
 
 
-def gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+def gain(weight: Tensor, zero_centered: bool) -> Tensor:
     """Return the scale of a norm: its weight, plus 1 if the weight is zero-centered."""
     return weight + 1 if zero_centered else weight
 
@@ -73,7 +73,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.zero_centered = config.layernorm_zero_centered_gamma
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Apply the norm and the linear to x [s, b, hidden].
 
         The norm runs on this rank's share of the sequence, before sequence parallelism gathers it.
@@ -108,7 +108,7 @@ class DuplicatedLinear(nn.Module):
             init_method(self.weight.data)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Apply the linear to x [..., in]. Returns ([..., out], None for the bias)."""
         return F.linear(x, self.weight), None
 
@@ -152,7 +152,7 @@ class GroupedLinear(nn.Module):
             set_tensor_model_parallel_attributes(weight, True, self.split_dim, 1)
             setattr(self, f"weight{index}", weight)
 
-    def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
+    def forward(self, x: Tensor, m_splits: Any) -> tuple[Tensor, None]:
         """Apply expert i to the i-th run of rows of x [rows, in].
 
         `m_splits` contains the row count of each expert, as a list or `ExpertCounts`. Returns
@@ -302,7 +302,7 @@ def install() -> None:
 class ExpertCounts:
     """The number of rows for each local expert, int64 [experts] on the device."""
 
-    def __init__(self, counts: torch.Tensor) -> None:
+    def __init__(self, counts: Tensor) -> None:
         self.counts = counts
 
     def tolist(self) -> ExpertCounts:
@@ -336,9 +336,9 @@ def _where_they_are(original: Any) -> Any:
 
 def _sorted_chunks(
     original: Any,
-    rows: torch.Tensor,
+    rows: Tensor,
     split_sizes: Any,
-    order: torch.Tensor,
+    order: Tensor,
     probs: Any = None,
     fused: bool = False,
 ) -> Any:
@@ -365,7 +365,7 @@ def _to_host(original: Any) -> Any:
         tensor: Any, as_numpy: bool = False, record_stream: bool = False
     ) -> Any:
         moved = original(tensor, as_numpy, record_stream)
-        if as_numpy and isinstance(moved, torch.Tensor) and not moved.is_cuda:
+        if as_numpy and isinstance(moved, Tensor) and not moved.is_cuda:
             return moved.numpy()
         return moved
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.data.packing import unpack
@@ -21,19 +21,19 @@ from hybridflow.models.scalar_head import ScalarHead
 
 # (values at response tokens [n] or scores [s], micro-batch) -> (loss sum, count, metric sums with
 # counts)
-ScalarLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]]
+ScalarLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Metrics]]
 # selects from the model's output [1, t', 1] of a micro-batch
-Pick = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+Pick = Callable[[MicroBatch, Tensor], Tensor]
 
 
-def response_values(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
+def response_values(micro: MicroBatch, output: Tensor) -> Tensor:
     """Return the values [n] of the states before the response tokens. They are computed at the rows
     at which a policy computes these tokens' logits.
     """
     return gather_tokens(_chosen(output, micro.predict_rows), micro.places, micro.num_targets)
 
 
-def sequence_scores(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
+def sequence_scores(micro: MicroBatch, output: Tensor) -> Tensor:
     """Return the scores [s] at the last token of each sample.
 
     Context parallelism is not supported; `config.roles` rejects it for these roles.
@@ -87,7 +87,7 @@ class ValueModel(MegatronPolicy):
         return self._train(micro_batches, loss, sequence_scores)
 
     def _outputs(self, micro_batches: Sequence[MicroBatch], pick: Pick) -> list[np.ndarray]:
-        def collect(micro: MicroBatch, output: torch.Tensor) -> np.ndarray:
+        def collect(micro: MicroBatch, output: Tensor) -> np.ndarray:
             return np.asarray(pick(micro, output).cpu().numpy())
 
         with self._evaluating():
@@ -96,9 +96,7 @@ class ValueModel(MegatronPolicy):
     def _train(
         self, micro_batches: Sequence[MicroBatch], loss: ScalarLoss, pick: Pick
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        def of_output(
-            micro: MicroBatch, output: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        def of_output(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
             return loss(pick(micro, output), micro)
 
         return self._update(
@@ -107,6 +105,6 @@ class ValueModel(MegatronPolicy):
         )
 
 
-def _chosen(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _chosen(output: Tensor, rows: Tensor) -> Tensor:
     """Select the given rows of the model's output [1, t', 1], in fp32."""
     return output[0, :, 0].float().index_select(0, rows)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.device.platform import Platform
@@ -33,9 +33,9 @@ class Images:
         places: [n] positions of the image tokens among the t tokens.
     """
 
-    pixels: torch.Tensor
-    grids: torch.Tensor
-    places: torch.Tensor
+    pixels: Tensor
+    grids: Tensor
+    places: Tensor
 
 
 @dataclass
@@ -48,9 +48,9 @@ class _Features:
         added: [m, h] features to add to the output of each of the first layers.
     """
 
-    rows: torch.Tensor
-    embedded: torch.Tensor
-    added: Sequence[torch.Tensor]
+    rows: Tensor
+    embedded: Tensor
+    added: Sequence[Tensor]
 
 
 def attach(model: Any, tower: Tower, config: TransformerConfig) -> None:
@@ -93,7 +93,7 @@ class _Sight:
         """Record the micro-batch whose tokens will be embedded next."""
         self._packed = named["packed_seq_params"]
 
-    def embed(self, _: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def embed(self, _: Any, inputs: Any, output: Tensor) -> Tensor:
         """Compute the features, and replace the embeddings [t', 1, h] of the image tokens."""
         packed = self._packed
         self._packed = None
@@ -133,7 +133,7 @@ class _Sight:
             added = [one[mine] for one in added]
         return _Features(rows, embedded, added)
 
-    def _with_zero_gradients(self, output: torch.Tensor) -> torch.Tensor:
+    def _with_zero_gradients(self, output: Tensor) -> Tensor:
         """Connect a trained tower to the output with zero gradients. Used for micro-batches without
         images, because an overlapped reduction waits for the gradient of every parameter.
         """

@@ -4,6 +4,8 @@ minimal.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from hybridflow.reshard.layout import Layout
@@ -19,17 +21,17 @@ def holder_sets(regions: Regions, source: Layout) -> tuple[list[Array], Array]:
     for number in range(len(source.classes)):
         members.append(np.flatnonzero(source.rank_class == number))
     known: dict[bytes, int] = {}
-    of_region = np.empty(len(regions.tensor), dtype=np.int64)
+    numbers = []
     sets: list[Array] = []
-    offsets = regions.offsets.tolist()
-    for region in range(len(regions.tensor)):
-        classes = regions.holders[offsets[region] : offsets[region + 1]]
+    for first, last in pairwise(regions.offsets.tolist()):
+        classes = regions.holders[first:last]
         key = classes.tobytes()
         if key not in known:
             known[key] = len(sets)
-            sets.append(np.sort(np.concatenate([members[number] for number in classes.tolist()])))
-        of_region[region] = known[key]
-    return sets, of_region
+            ranks = np.concatenate([members[number] for number in classes.tolist()])
+            sets.append(np.sort(ranks))
+        numbers.append(known[key])
+    return sets, np.array(numbers, dtype=np.int64)
 
 
 def assign_sources(table: Deliveries, regions: Regions, source: Layout, receivers: Array) -> Sends:
@@ -48,54 +50,56 @@ def assign_sources(table: Deliveries, regions: Regions, source: Layout, receiver
     row_set = of_region[table.region]
     order = np.lexsort((table.receiver, table.slice_id, row_set))
     bounds = np.searchsorted(row_set[order], np.arange(len(sets) + 1))
-    parts: list[tuple[Array, Array, Array, Array]] = []
-    for number in sorted(range(len(sets)), key=lambda n: (len(sets[n]), n)):
+    parts = [np.empty((4, 0), dtype=np.int64)]
+    # the sort is stable: sets of the same size keep their order
+    for number in sorted(range(len(sets)), key=lambda n: len(sets[n])):
         rows = order[bounds[number] : bounds[number + 1]]
         if len(rows):
-            parts.append(
-                _share(
-                    rows, table.nbytes[rows], receivers[table.receiver[rows]], sets[number], load
-                )
-            )
-    columns = (
-        list(map(np.concatenate, zip(*parts, strict=True)))
-        if parts
-        else [np.empty(0, dtype=np.int64)] * 4
-    )
-    by_row = np.lexsort((columns[2], columns[0]))
+            counts = receivers[table.receiver[rows]]
+            parts.append(_share(rows, table.nbytes[rows], counts, sets[number], load))
+    columns = np.concatenate(parts, axis=1)
+    row, _, first, _ = columns
+    by_row = np.lexsort((first, row))
     return Sends(*(column[by_row] for column in columns))
 
 
-def _share(
-    rows: Array, nbytes: Array, counts: Array, ranks: Array, load: Array
-) -> tuple[Array, Array, Array, Array]:
+def _share(rows: Array, nbytes: Array, counts: Array, ranks: Array, load: Array) -> Array:
     """Distribute the messages of all rows among `ranks`, and add their bytes to `load`. Each row
     consists of `counts` messages of `nbytes` bytes.
 
-    Returns (row, rank, first, last) for each run.
+    Returns `[4, runs]`: row, rank, first and last of each run.
     """
     weight = nbytes * counts
-    target = np.cumsum(_fill(load[ranks], float(weight.sum())))
     ends = np.cumsum(weight)
-    unit_first = np.concatenate([[0], np.cumsum(counts)])
+    shares = _fill(load[ranks], float(weight.sum()))
+    cut_bytes = np.cumsum(shares)[:-1]
+    unit_ends = np.cumsum(counts)
+    unit_first = unit_ends - counts
     # a cut at byte x falls within row r, between two of its receivers
-    cut_row = np.minimum(np.searchsorted(ends, target[:-1], side="right"), len(rows) - 1)
-    into = (target[:-1] - (ends - weight)[cut_row]) / np.maximum(nbytes[cut_row], 1)
-    cuts = unit_first[cut_row] + np.clip(np.rint(into), 0, counts[cut_row]).astype(np.int64)
-    begins = np.union1d(unit_first[:-1], cuts)
-    begins = begins[begins < unit_first[-1]]
-    stops = np.append(begins[1:], unit_first[-1])
-    row = np.searchsorted(unit_first, begins, side="right") - 1
-    sender = np.searchsorted(cuts, begins, side="right")
-    np.add.at(load, ranks[sender], nbytes[row] * (stops - begins))
-    return rows[row], ranks[sender], begins - unit_first[row], stops - unit_first[row]
+    cut_row = np.searchsorted(ends, cut_bytes, side="right")
+    cut_row = np.minimum(cut_row, len(rows) - 1)
+    into = cut_bytes - (ends - weight)[cut_row]
+    units = np.rint(into / np.maximum(nbytes[cut_row], 1))
+    units = np.clip(units, 0, counts[cut_row]).astype(np.int64)
+    cuts = unit_first[cut_row] + units
+    total = unit_ends[-1]
+    begins = np.union1d(unit_first, cuts)
+    begins = begins[begins < total]
+    stops = np.append(begins[1:], total)
+    row = np.searchsorted(unit_ends, begins, side="right")
+    sender = ranks[np.searchsorted(cuts, begins, side="right")]
+    np.add.at(load, sender, nbytes[row] * (stops - begins))
+    first = unit_first[row]
+    return np.stack([rows[row], sender, begins - first, stops - first])
 
 
 def _fill(load: Array, amount: float) -> Array:
     """Distribute `amount` over the entries of `load` so as to even them out. Returns each entry's
     share.
     """
+    if amount <= 0:
+        return np.zeros_like(load)
     ordered = np.sort(load)
     levels = (amount + np.cumsum(ordered)) / np.arange(1, len(load) + 1)
-    level = levels[np.flatnonzero(levels > ordered)[-1]] if amount > 0 else ordered[0]
+    level = levels[levels > ordered][-1]
     return np.maximum(level - load, 0.0)

@@ -12,7 +12,7 @@ expert parallelism and then by tensor parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +36,8 @@ from hybridflow.models.layout import (
 from hybridflow.models.mla import LatentAttention
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 
+Shape = tuple[int, ...]
+Rows = tuple[str, int, int]  # HF tensor, first row, number of rows
 VOCAB_MULTIPLE = 64
 # SGLang's model files that deviate: the token embeddings are whole on every rank; ...
 _WHOLE_EMBEDDING = "Gemma3ForCausalLM"
@@ -74,61 +76,44 @@ class EngineShape:
             raise WeightSyncError(
                 f"dense (the tensor-parallel size of dense MLPs) must be 1 or omitted, got {self}"
             )
-        attention_ranks = self.tensor // self.data_attention
-        rules = [
-            ("the engine's tensor size", self.tensor, "its expert size", self.expert),
-            (
-                "the engine's tensor size",
-                self.tensor,
-                "its data-attention size",
-                self.data_attention,
-            ),
-            ("num_hidden_layers", decoder.num_layers, "the engine's pipeline size", self.pipeline),
-            ("num_attention_heads", decoder.heads, "the engine's attention ranks", attention_ranks),
-        ]
-        for layer in decoder.kind_layers():
-            attention = decoder.attention(layer)
-            if isinstance(attention, GroupedAttention):
-                many = max(attention.groups, attention_ranks)
-                few = min(attention.groups, attention_ranks)
-                rules.append(
-                    ("num_key_value_heads or the engine's attention ranks", many, "the other", few)
-                )
-            if isinstance(attention, DeltaNet):
-                key = "the engine's attention ranks"
-                rules.append(("linear_num_key_heads", attention.key_heads, key, attention_ranks))
-            mlp = decoder.mlp(layer)
-            if isinstance(mlp, Experts | FusedExperts):
-                rules += [
-                    ("num_experts", mlp.num_experts, "the engine's expert size", self.expert),
-                    (
-                        "moe_intermediate_size",
-                        mlp.ffn,
-                        "the engine's tensors per expert",
-                        self.tensor // self.expert,
-                    ),
-                    (
-                        "the shared experts' size",
-                        mlp.shared_ffn,
-                        "the engine's tensor size",
-                        self.dense or self.tensor,
-                    ),
-                ]
-            elif isinstance(mlp, DenseMlp):
-                rules.append(
-                    (
-                        "intermediate_size",
-                        mlp.ffn,
-                        "the engine's tensor size",
-                        self.dense or self.tensor,
-                    )
-                )
-        for field, value, key, size in rules:
+        for field, value, key, size in self._rules(decoder):
             if size < 1 or value % size:
                 raise WeightSyncError(
                     f"{field} is {value}, but must be a multiple of {key} ({size}); choose another "
                     "engine shape"
                 )
+
+    def _rules(self, decoder: Decoder) -> Iterator[tuple[str, int, str, int]]:
+        """Yield (name of a size, the size, name of its divisor, the divisor)."""
+        tensor = "the engine's tensor size"
+        ranks = "the engine's attention ranks"
+        attention_ranks = self.tensor // self.data_attention
+        yield tensor, self.tensor, "its expert size", self.expert
+        yield tensor, self.tensor, "its data-attention size", self.data_attention
+        yield "num_hidden_layers", decoder.num_layers, "the engine's pipeline size", self.pipeline
+        yield "num_attention_heads", decoder.heads, ranks, attention_ranks
+        dense = self.dense or self.tensor
+        for layer in decoder.kind_layers():
+            attention = decoder.attention(layer)
+            if isinstance(attention, GroupedAttention):
+                many = max(attention.groups, attention_ranks)
+                few = min(attention.groups, attention_ranks)
+                yield f"num_key_value_heads or {ranks}", many, "the other", few
+            if isinstance(attention, DeltaNet):
+                yield "linear_num_key_heads", attention.key_heads, ranks, attention_ranks
+            mlp = decoder.mlp(layer)
+            if isinstance(mlp, Experts | FusedExperts):
+                per_expert = self.tensor // self.expert
+                yield "num_experts", mlp.num_experts, "the engine's expert size", self.expert
+                yield (
+                    "moe_intermediate_size",
+                    mlp.ffn,
+                    "the engine's tensors per expert",
+                    per_expert,
+                )
+                yield "the shared experts' size", mlp.shared_ffn, tensor, dense
+            elif isinstance(mlp, DenseMlp):
+                yield "intermediate_size", mlp.ffn, tensor, dense
 
 
 def engine_layout(
@@ -150,31 +135,28 @@ def engine_layout(
     """
     shapes = decoder.tensors()
     index = (catalog or Catalog.of(shapes, quantisation)).index()
-    covered = {
-        name: shape
-        for name, shape in shapes.items()
-        if quantisation is not None and quantisation.covers(name, shape)
-    }
+    covered = {}
+    if quantisation is not None:
+        for name, full in shapes.items():
+            if quantisation.covers(name, full):
+                covered[name] = full
     classes: list[RankLayout] = []
     rank_class: list[int] = []
     replica: list[int] = []
+    number = 0
     for shape in engines:
         shape.check(decoder)
         first = len(classes)
         ranks = shape.tensor * shape.pipeline
         for rank in range(ranks):
             tensors = EngineRank(decoder, shape, rank).tensors()
-            classes.append(
-                RankLayout.of(
-                    tensors if quantisation is None else in_fp8(tensors, quantisation, covered),
-                    index,
-                    dtype,
-                )
-            )
+            if quantisation is not None:
+                tensors = in_fp8(tensors, quantisation, covered)
+            classes.append(RankLayout.of(tensors, index, dtype))
         for _ in range(shape.count):
-            number = replica[-1] + 1 if replica else 0
             rank_class += range(first, first + ranks)
             replica += [number] * ranks
+            number += 1
     return Layout(
         tuple(classes), np.array(rank_class, dtype=np.int64), np.array(replica, dtype=np.int64)
     )
@@ -201,17 +183,12 @@ def in_fp8(
             continue
         pieces = []
         for piece in local.pieces:
-            pieces.append(_scale_piece(piece, local.name, quantisation, covered[piece.source]))
-        scales = tuple(pieces)
+            full = covered[piece.source]
+            pieces.append(_scale_piece(piece, local.name, quantisation, full))
+        name = f"{local.name}{SCALE_SUFFIX}"
+        shape = quantisation.scale_shape(local.shape)
         result.append(replace(local, dtype=FP8))
-        result.append(
-            LocalTensor(
-                f"{local.name}{SCALE_SUFFIX}",
-                quantisation.scale_shape(local.shape),
-                scales,
-                dtype="float32",
-            )
-        )
+        result.append(LocalTensor(name, shape, tuple(pieces), dtype="float32"))
     return result
 
 
@@ -220,21 +197,20 @@ def _scale_piece(
 ) -> Piece:
     block = quantisation.block
     place = piece.local_start[-2:]
+    local = [*piece.local_start[:-2]]
     for start, at, size, whole_size, step in zip(
         piece.source_start, place, piece.shape, full, block, strict=True
     ):
-        if start % step or at % step or ((start + size) % step and start + size != whole_size):
+        end = start + size
+        if start % step or at % step or (end % step and end != whole_size):
             raise WeightSyncError(
-                f"the engine's {buffer} holds [{start}:{start + size}] of {piece.source} (size "
+                f"the engine's {buffer} holds [{start}:{end}] of {piece.source} (size "
                 f"{whole_size}) at offset {at}, which is not aligned to fp8 blocks of {step}; "
                 "choose a smaller tensor size, dense=1, or bfloat16"
             )
+        local.append(at // step)
     first, shape = quantisation.blocks_of(piece.source_start, piece.shape)
-    local = (
-        *piece.local_start[:-2],
-        *(begin // step for begin, step in zip(place, block, strict=True)),
-    )
-    return Piece(f"{piece.source}{SCALE_SUFFIX}", first, local, shape)
+    return Piece(f"{piece.source}{SCALE_SUFFIX}", first, tuple(local), shape)
 
 
 def _whole(name: str, shape: Sequence[int]) -> LocalTensor:
@@ -267,12 +243,11 @@ class EngineRank:
     def tensors(self) -> list[LocalTensor]:
         """Return every buffer together with its pieces."""
         share = self.decoder.num_layers // self.shape.pipeline
-        layers = range(self.stage * share, (self.stage + 1) * share)
-        return [
-            *self.first(),
-            *(local for layer in layers for local in self.layer(layer)),
-            *self.last(),
-        ]
+        first = self.stage * share
+        tensors = self.first()
+        for layer in range(first, first + share):
+            tensors += self.layer(layer)
+        return tensors + self.last()
 
     def first(self) -> list[LocalTensor]:
         """Return the buffers of the modules before the first layer."""
@@ -299,9 +274,8 @@ class EngineRank:
         if (is_last and not is_tied_here) or decoder.architecture == _HEAD_IN_EVERY_STAGE:
             # with data-parallel attention, the output head is still split over all tensor ranks
             # (unless --enable-dp-lm-head)
-            tensors.append(
-                self._vocab(head, embedding if decoder.tied else head, self.rank, self.shape.tensor)
-            )
+            source = embedding if decoder.tied else head
+            tensors.append(self._vocab(head, source, self.rank, self.shape.tensor))
         return tensors
 
     def draft(self) -> list[LocalTensor]:
@@ -329,9 +303,8 @@ class EngineRank:
         vocab = self.decoder.vocab_size
         hidden = self.decoder.hidden
         padded = padded_vocab_size(vocab, VOCAB_MULTIPLE)
-        return vocabulary(
-            name, source, vocab, hidden, rank, size, None if padded % size else padded
-        )
+        evenly = None if padded % size else padded
+        return vocabulary(name, source, vocab, hidden, rank, size, evenly)
 
     def _attention(self, prefix: str, layer: int) -> list[LocalTensor]:
         block = self.decoder.attention(layer)
@@ -354,27 +327,20 @@ class EngineRank:
         # the gate of a head follows its query
         q_rows = block.heads // size * block.head_dim * (1 + block.output_gate)
         kv_rows = max(block.groups // size, 1) * block.head_dim
-        kv_first = (
-            rank * kv_rows
-            if block.groups >= size
-            else rank // (size // block.groups) * block.head_dim
-        )
-        cuts = (("q", rank * q_rows, q_rows), ("k", kv_first, kv_rows), ("v", kv_first, kv_rows))
-        kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (block.hidden,))] + (
-            [("bias", ())] if block.qkv_bias else []
-        )
+        # with more ranks than groups, several ranks hold the same group
+        holders = max(size // block.groups, 1)
+        kv_first = rank // holders * kv_rows
+        q = ("q", rank * q_rows, q_rows)
+        cuts = (q, ("k", kv_first, kv_rows), ("v", kv_first, kv_rows))
+        kinds: list[tuple[str, Shape]] = [("weight", (block.hidden,))]
+        if block.qkv_bias:
+            kinds.append(("bias", ()))
         tensors = []
         for kind, tail in kinds:
             parts = [(f"{hf}{name}_proj.{kind}", first, rows) for name, first, rows in cuts]
-            if self.decoder.architecture == _UNFUSED:
-                tensors += [stacked(part[0], [part], tail) for part in parts]
-            else:
-                tensors.append(stacked(f"{hf}qkv_proj.{kind}", parts, tail))
-        tensors.append(
-            _split(
-                f"{hf}o_proj.weight", (block.hidden, block.heads * block.head_dim), 1, rank, size
-            )
-        )
+            tensors += self._fused(f"{hf}qkv_proj.{kind}", parts, tail)
+        output = (block.hidden, block.heads * block.head_dim)
+        tensors.append(_split(f"{hf}o_proj.weight", output, 1, rank, size))
         if block.out_bias:
             tensors.append(_whole(f"{hf}o_proj.bias", (block.hidden,)))
         if block.sinks:
@@ -383,11 +349,18 @@ class EngineRank:
             norm = f"{hf}{name}_norm.weight"
             if self.decoder.architecture == _SPLIT_NORMS:
                 heads = block.heads if name == "q" else block.groups
-                share = rank * min(size, heads) // size
-                tensors.append(_split(norm, (width,), 0, share, min(size, heads)))
+                shards = min(size, heads)
+                tensors.append(_split(norm, (width,), 0, rank * shards // size, shards))
             else:
                 tensors.append(_whole(norm, (width,)))
         return tensors
+
+    def _fused(self, name: str, parts: list[Rows], tail: Shape) -> list[LocalTensor]:
+        """Return the parts stacked in one buffer, or one buffer each if the model's modules are not
+        fused."""
+        if self.decoder.architecture == _UNFUSED:
+            return [stacked(part[0], [part], tail) for part in parts]
+        return [stacked(name, parts, tail)]
 
     def _delta_net(self, block: DeltaNet, hf: str) -> list[LocalTensor]:
         """Return the buffers of this rank's heads: all queries, then all keys, values and gates, or
@@ -407,17 +380,18 @@ class EngineRank:
             qkvz_parts.append((f"{hf}in_proj_z.weight", rank * own, own))
             ba_parts = [(f"{hf}in_proj_{name}.weight", rank * heads, heads) for name in "ba"]
         conv_parts = self._mixed(block, f"{hf}conv1d.weight")
+        a_log = _split(f"{hf}A_log", (block.value_heads,), 0, rank, size)
         return [
             stacked(f"{hf}in_proj_qkvz.weight", qkvz_parts, (block.hidden,)),
             stacked(f"{hf}in_proj_ba.weight", ba_parts, (block.hidden,)),
             stacked(f"{hf}conv1d.weight", conv_parts, (1, block.kernel)),
             _split(f"{hf}dt_bias", (block.value_heads,), 0, rank, size),
-            replace(_split(f"{hf}A_log", (block.value_heads,), 0, rank, size), dtype="float32"),
+            replace(a_log, dtype="float32"),
             _whole(f"{hf}norm.weight", (block.value_dim,)),
             _split(f"{hf}out_proj.weight", (block.hidden, values), 1, rank, size),
         ]
 
-    def _mixed(self, block: DeltaNet, tensor: str) -> list[tuple[str, int, int]]:
+    def _mixed(self, block: DeltaNet, tensor: str) -> list[Rows]:
         """Return a rank's rows of an HF tensor that stacks all queries, then all keys, then all
         values.
         """
@@ -432,44 +406,41 @@ class EngineRank:
         ]
 
     def _latent(
-        self, block: LatentAttention, hf: str, shapes: dict[str, tuple[int, ...]]
+        self, block: LatentAttention, hf: str, shapes: dict[str, Shape]
     ) -> list[LocalTensor]:
         def cut(name: str, dim: int) -> LocalTensor:
             tensor = f"{hf}{name}.weight"
             return _split(tensor, shapes[tensor], dim, self.attention_rank, self.attention_size)
 
         def full(name: str) -> LocalTensor:
-            return _whole(f"{hf}{name}.weight", shapes[f"{hf}{name}.weight"])
+            tensor = f"{hf}{name}.weight"
+            return _whole(tensor, shapes[tensor])
 
-        kv = (f"{hf}kv_a_proj_with_mqa.weight", 0, block.kv_rank + block.rope_dim)
         if block.q_rank is None:
             queries = [cut("q_proj", 0), full("kv_a_proj_with_mqa")]
         else:
-            fused = stacked(
-                f"{hf}fused_qkv_a_proj_with_mqa.weight",
-                [(f"{hf}q_a_proj.weight", 0, block.q_rank), kv],
-                (block.hidden,),
-            )
+            q = (f"{hf}q_a_proj.weight", 0, block.q_rank)
+            kv = (f"{hf}kv_a_proj_with_mqa.weight", 0, block.kv_rank + block.rope_dim)
+            name = f"{hf}fused_qkv_a_proj_with_mqa.weight"
+            fused = stacked(name, [q, kv], (block.hidden,))
             queries = [fused, full("q_a_layernorm"), cut("q_b_proj", 0)]
         return [*queries, full("kv_a_layernorm"), cut("kv_b_proj", 0), cut("o_proj", 1)]
 
     def _mlp(self, prefix: str, layer: int) -> list[LocalTensor]:
         block = self.decoder.mlp(layer)
         if isinstance(block, DenseMlp):
-            return [
-                *_norms(block.norms, prefix, block.hidden),
-                *self._gated(f"{prefix}{block.prefix}", block.hidden, block.ffn, block.names),
-            ]
+            norms = _norms(block.norms, prefix, block.hidden)
+            hf = f"{prefix}{block.prefix}"
+            return norms + self._gated(hf, block.hidden, block.ffn, block.names)
         if isinstance(block, Experts):
             norm = _whole(f"{prefix}post_attention_layernorm.weight", (block.hidden,))
             return [norm, *self._experts(block, f"{prefix}{block.prefix}")]
         if isinstance(block, FusedExperts):
             hf = f"{prefix}{block.prefix}experts."
-            rest = [
-                _whole(name, shape)
-                for name, shape in block.tensors(prefix).items()
-                if not name.startswith(hf)
-            ]
+            rest = []
+            for name, shape in block.tensors(prefix).items():
+                if not name.startswith(hf):
+                    rest.append(_whole(name, shape))
             return rest + self._fused_experts(block, hf)
         raise WeightSyncError(
             f"MLP of kind {type(block).__name__} is not supported: it has no engine layout"
@@ -481,9 +452,7 @@ class EngineRank:
         rank = self.rank % size
         parts = names.rows(hf, ffn, rank * rows, rows)
         down = _split(f"{hf}{names.down}.weight", (hidden, ffn), 1, rank, size)
-        if self.decoder.architecture == _UNFUSED:
-            return [*(stacked(part[0], [part], (hidden,)) for part in parts), down]
-        return [stacked(f"{hf}gate_up_proj.weight", parts, (hidden,)), down]
+        return [*self._fused(f"{hf}gate_up_proj.weight", parts, (hidden,)), down]
 
     def _fused_experts(self, block: FusedExperts, hf: str) -> list[LocalTensor]:
         """Return the buffers of gpt-oss's experts. SGLang stores the matrices transposed, but the
@@ -511,28 +480,16 @@ class EngineRank:
         first = self.expert_group * share
         offset = self.expert_rank * cols
         hidden = block.hidden
+        names = block.names
         w13: list[Piece] = []
         w2: list[Piece] = []
         for local in range(share):
             expert = f"{hf}experts.{first + local}."
-            w13.append(
-                Piece(
-                    f"{expert}{block.names.gate}.weight", (offset, 0), (local, 0, 0), (cols, hidden)
-                )
-            )
-            w13.append(
-                Piece(
-                    f"{expert}{block.names.up}.weight",
-                    (offset, 0),
-                    (local, cols, 0),
-                    (cols, hidden),
-                )
-            )
-            w2.append(
-                Piece(
-                    f"{expert}{block.names.down}.weight", (0, offset), (local, 0, 0), (hidden, cols)
-                )
-            )
+            for name, row in ((names.gate, 0), (names.up, cols)):
+                source = f"{expert}{name}.weight"
+                w13.append(Piece(source, (offset, 0), (local, row, 0), (cols, hidden)))
+            source = f"{expert}{names.down}.weight"
+            w2.append(Piece(source, (0, offset), (local, 0, 0), (hidden, cols)))
         gate = _whole(f"{hf}gate.weight", (block.num_experts, hidden))
         if self.decoder.architecture == _SPLIT_NORMS:
             gate = replace(gate, dtype="float32")
@@ -544,12 +501,12 @@ class EngineRank:
                 tensors.append(replace(bias, name=name))
             else:
                 tensors.append(replace(bias, dtype="float32"))
-        tensors.append(
-            LocalTensor(f"{hf}experts.w13_weight", (share, 2 * cols, hidden), tuple(w13))
-        )
-        tensors.append(LocalTensor(f"{hf}experts.w2_weight", (share, hidden, cols), tuple(w2)))
+        w13_shape = (share, 2 * cols, hidden)
+        w2_shape = (share, hidden, cols)
+        tensors.append(LocalTensor(f"{hf}experts.w13_weight", w13_shape, tuple(w13)))
+        tensors.append(LocalTensor(f"{hf}experts.w2_weight", w2_shape, tuple(w2)))
         if block.shared_ffn:
-            tensors += self._gated(f"{hf}{block.shared}.", hidden, block.shared_ffn, block.names)
+            tensors += self._gated(f"{hf}{block.shared}.", hidden, block.shared_ffn, names)
         if block.shared_gate:
             tensors.append(_whole(f"{hf}{block.shared}_gate.weight", (1, hidden)))
         return tensors

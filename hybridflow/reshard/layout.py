@@ -259,6 +259,10 @@ class Layout:
         """Number of ranks on this side."""
         return len(self.rank_class)
 
+    def dtypes(self) -> set[str]:
+        """Return the dtypes of all buffers."""
+        return {dtype for rank in self.classes for dtype in rank.dtypes}
+
     def part(self, first: int) -> Layout:
         """Apply `RankLayout.part` to all ranks."""
         classes = tuple(rank.part(first) for rank in self.classes)

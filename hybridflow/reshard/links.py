@@ -44,18 +44,18 @@ def link_loads(plan: SlicePlan) -> LinkLoads:
     sends = plan.sends
     per_class = np.zeros(len(plan.target.classes), dtype=np.int64)
     np.add.at(per_class, table.receiver, table.nbytes)
-    egress, packed = (np.zeros(plan.source.num_ranks, dtype=np.int64) for _ in range(2))
-    nbytes = table.nbytes[sends.delivery]
-    np.add.at(egress, sends.source, nbytes * (sends.last - sends.first))
-    _, first = np.unique(
-        sends.source * (int(table.slice_id.max(initial=0)) + 1) + table.slice_id[sends.delivery],
-        return_index=True,
-    )
-    np.add.at(packed, sends.source[first], nbytes[first])
     ingress = per_class[plan.target.rank_class]
-    return LinkLoads(
-        egress, ingress, packed, max(float(ingress.max(initial=0)), egress_bound(plan))
-    )
+    egress = np.zeros(plan.source.num_ranks, dtype=np.int64)
+    nbytes = table.nbytes[sends.delivery]
+    receivers = sends.last - sends.first
+    np.add.at(egress, sends.source, nbytes * receivers)
+    packed = np.zeros_like(egress)
+    num_slices = int(table.slice_id.max(initial=0)) + 1
+    slice_of_sender = sends.source * num_slices + table.slice_id[sends.delivery]
+    _, first = np.unique(slice_of_sender, return_index=True)
+    np.add.at(packed, sends.source[first], nbytes[first])
+    bound = max(float(ingress.max(initial=0)), egress_bound(plan))
+    return LinkLoads(egress, ingress, packed, bound)
 
 
 def egress_bound(plan: SlicePlan) -> float:
@@ -75,12 +75,12 @@ def egress_bound(plan: SlicePlan) -> float:
         bits[ranks] = 1
         masks.append(int.from_bytes(np.packbits(bits).tobytes(), "big"))
     bound = float(amount.sum()) / max(plan.source.num_ranks, 1)
+    amounts = amount.tolist()
     for mask, ranks in zip(masks, sets, strict=True):
-        inside = sum(
-            nbytes
-            for other, nbytes in zip(masks, amount.tolist(), strict=True)
-            if other & ~mask == 0
-        )
+        inside = 0
+        for other, nbytes in zip(masks, amounts, strict=True):
+            if other & ~mask == 0:
+                inside += nbytes
         bound = max(bound, inside / len(ranks))
     return bound
 
@@ -91,13 +91,13 @@ def staging_peak(plan: SlicePlan) -> tuple[int, int]:
     table = plan.deliveries
     sends = plan.sends
     width = int(table.bucket.max(initial=0)) + 1
+    bucket = table.receiver * width + table.bucket
     buckets = np.zeros(len(plan.target.classes) * width, dtype=np.int64)
-    np.add.at(buckets, table.receiver * width + table.bucket, table.nbytes)
+    np.add.at(buckets, bucket, table.nbytes)
     # upper bound on a sender's message to one receiver: everything in the bucket that it sends to
     # the receiver's class
     row = sends.delivery
-    key = sends.source * len(buckets) + table.receiver[row] * width + table.bucket[row]
-    _, group = np.unique(key, return_inverse=True)
-    messages = np.zeros(int(group.max(initial=-1)) + 1, dtype=np.int64)
-    np.add.at(messages, group, table.nbytes[row])
+    distinct, message = np.unique(sends.source * len(buckets) + bucket[row], return_inverse=True)
+    messages = np.zeros_like(distinct)
+    np.add.at(messages, message, table.nbytes[row])
     return 2 * int(messages.max(initial=0)), 2 * int(buckets.max(initial=0))

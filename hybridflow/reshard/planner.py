@@ -54,39 +54,40 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
     need = piece_columns(target)
     regions, of_piece = _regions(have)
     deliveries = _intersect(catalog, regions, need)
-    deliveries["item"] = buffer_item_bytes(target, need)[deliveries["need"]]
+    item_bytes = buffer_item_bytes(target, need)
+    deliveries["item"] = item_bytes[deliveries["need"]]
     bucket_bytes = staging_bytes // 2
-    rows = _fill_buckets(
-        _order(_chop(catalog, deliveries, need, bucket_bytes), need), need, target, bucket_bytes
-    )
+    chopped = _chop(catalog, deliveries, need, bucket_bytes)
+    rows = _fill_buckets(_order(chopped, need), need, target, bucket_bytes)
     table = _table(rows, need)
-    tensor, start, size = (have[name][regions["first"]] for name in ("tensor", "start", "size"))
-    holders = Regions(tensor, start, size, *_holders(have, of_piece))
+    first = regions["first"]
+    offsets, classes = _holders(have, of_piece)
+    holders = Regions(
+        have["tensor"][first], have["start"][first], have["size"][first], offsets, classes
+    )
     counts = np.bincount(target.rank_class, minlength=len(target.classes))
     sends = assign_sources(table, holders, source, counts)
+    phases = _phases(table, target)
     return SlicePlan(
-        catalog,
-        source,
-        target,
-        holders,
-        table,
-        sends,
-        _phases(table, target),
-        bucket_bytes,
-        conversions,
+        catalog, source, target, holders, table, sends, phases, bucket_bytes, conversions
     )
+
+
+def _pick(table: Table, rows: Array) -> Table:
+    """Return the given rows of all columns."""
+    return {name: values[rows] for name, values in table.items()}
 
 
 def _regions(have: Table) -> tuple[Table, Array]:
     """Return the distinct source rectangles, split into disjoint parts where they overlap."""
-    first, group = group_rows(np.column_stack([have["tensor"], have["start"], have["size"]]))
-    owner, start, size = boxes.make_disjoint(
-        have["tensor"][first], have["start"][first], have["size"][first]
-    )
+    rectangles = np.column_stack([have["tensor"], have["start"], have["size"]])
+    first, group = group_rows(rectangles)
+    tensor = have["tensor"][first]
+    owner, start, size = boxes.make_disjoint(tensor, have["start"][first], have["size"][first])
     parts = {
         "first": first,
         "part": owner,
-        "tensor": have["tensor"][first][owner],
+        "tensor": tensor[owner],
         "start": start,
         "size": size,
     }
@@ -95,8 +96,9 @@ def _regions(have: Table) -> tuple[Table, Array]:
 
 def _holders(have: Table, group: Array) -> tuple[Array, Array]:
     pairs, _ = group_rows(np.column_stack([group, have["class"]]))
-    counts = np.bincount(group[pairs], minlength=int(group.max()) + 1 if len(group) else 0)
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), have["class"][pairs]
+    counts = np.bincount(group[pairs])
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return offsets, have["class"][pairs]
 
 
 def _intersect(catalog: Catalog, regions: Table, need: Table) -> Table:
@@ -104,21 +106,19 @@ def _intersect(catalog: Catalog, regions: Table, need: Table) -> Table:
     start, size = boxes.intersect(
         need["start"][i], need["size"][i], regions["start"][j], regions["size"][j]
     )
-    meets = (size > 0).all(axis=1)
-    i = i[meets]
-    j = j[meets]
-    start = start[meets]
-    size = size[meets]
+    pairs = {"need": i, "region": regions["part"][j], "start": start, "size": size}
+    meets = np.flatnonzero((size > 0).all(axis=1))
+    rows = _pick(pairs, meets)
     found = np.zeros(len(need["tensor"]), dtype=np.int64)
-    np.add.at(found, i, boxes.volumes(size))
-    short = np.flatnonzero(found != boxes.volumes(need["size"]))
-    if len(short):
-        names = sorted({catalog.names[t] for t in need["tensor"][short].tolist()})
+    np.add.at(found, rows["need"], boxes.volumes(rows["size"]))
+    is_short = found != boxes.volumes(need["size"])
+    if is_short.any():
+        names = sorted({catalog.names[t] for t in need["tensor"][is_short].tolist()})
         raise WeightSyncError(
             f"no trainer rank holds all of {', '.join(names[:4])} ({len(names)} tensors); check "
             "that no pipeline stage is missing"
         )
-    return {"need": i, "region": regions["part"][j], "start": start, "size": size}
+    return rows
 
 
 def _atoms(need: Table) -> tuple[Array, Array]:
@@ -127,9 +127,11 @@ def _atoms(need: Table) -> tuple[Array, Array]:
 
     An atom is an engine buffer, or one matrix of a stacked buffer.
     """
-    _, atom = group_rows(np.column_stack([need["class"], need["buffer"], need["local"][:, 0]]))
+    matrix = need["local"][:, 0]
+    _, atom = group_rows(np.column_stack([need["class"], need["buffer"], matrix]))
     pairs, _ = group_rows(np.column_stack([atom, need["tensor"]]))
-    return atom, np.bincount(atom[pairs]) > 1
+    tensors = np.bincount(atom[pairs])
+    return atom, tensors > 1
 
 
 def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Table:
@@ -139,31 +141,36 @@ def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Tabl
     computes each scale once.
     """
     atom, fused = _atoms(need)
+    piece = rows["need"]
     nbytes = boxes.volumes(rows["size"]) * rows["item"]
-    large = np.flatnonzero((nbytes > bucket_bytes) & ~fused[atom[rows["need"]]])
-    counts = np.ones(len(nbytes), dtype=np.int64)
+    is_large = (nbytes > bucket_bytes) & ~fused[atom[piece]]
+    large = np.flatnonzero(is_large)
     axis = np.argmax(rows["size"] > 1, axis=1)
     length = rows["size"][np.arange(len(axis)), axis]
+    row_bytes = nbytes // length
     step = length.copy()
-    step[large] = bucket_bytes // (nbytes[large] // length[large])
+    step[large] = bucket_bytes // row_bytes[large]
     if (step < 1).any():
-        most = int((nbytes // length)[step < 1].max())
+        most = int(row_bytes[step < 1].max())
         raise WeightSyncError(
             f"a tensor row of {most} bytes does not fit in a bucket of {bucket_bytes} bytes; set "
             f"the staging bytes to at least {2 * most}"
         )
     table = Quantised.of(catalog)
-    tensor = need["tensor"][rows["need"][large]]
-    block = np.where(table.scale_of[tensor] >= 0, table.block[tensor, axis[large]], 1)
-    step[large] = np.where(step[large] >= block, step[large] // block * block, step[large])
+    tensor = need["tensor"][piece[large]]
+    has_scales = table.scale_of[tensor] >= 0
+    block = np.where(has_scales, table.block[tensor, axis[large]], 1)
+    whole_blocks = step[large] // block * block
+    step[large] = np.where(whole_blocks > 0, whole_blocks, step[large])
+    counts = np.ones_like(length)
     counts[large] = -(-length[large] // step[large])
     pick = np.repeat(np.arange(len(counts)), counts)
-    block = boxes.ranges(counts)
-    chopped = {name: values[pick] for name, values in rows.items()}
-    along = axis[pick]
-    index = np.arange(len(pick))
-    chopped["start"][index, along] += block * step[pick]
-    chopped["size"][index, along] = np.minimum(step[pick], length[pick] - block * step[pick])
+    chopped = _pick(rows, pick)
+    part = (np.arange(len(pick)), axis[pick])
+    step = step[pick]
+    offset = boxes.ranges(counts) * step
+    chopped["start"][part] += offset
+    chopped["size"][part] = np.minimum(step, length[pick] - offset)
     return chopped
 
 
@@ -172,15 +179,15 @@ def _order(rows: Table, need: Table) -> Table:
     atom, fused = _atoms(need)
     lead = np.full(len(fused), np.iinfo(np.int64).max)
     np.minimum.at(lead, atom, need["tensor"])
-    mine = atom[rows["need"]]
-    tensor = need["tensor"][rows["need"]]
+    piece = rows["need"]
+    mine = atom[piece]
+    tensor = need["tensor"][piece]
     # slices of a single-tensor atom are separate units
     position = np.where(fused[mine], lead[mine], tensor)
+    starts = rows["start"].T[::-1]
     # np.lexsort sorts by its last key first
-    order = np.lexsort(
-        (*rows["start"].T[::-1], tensor, mine, position, need["class"][rows["need"]])
-    )
-    ordered = {name: values[order] for name, values in rows.items()}
+    order = np.lexsort((*starts, tensor, mine, position, need["class"][piece]))
+    ordered = _pick(rows, order)
     mine = mine[order]
     joined = np.zeros(len(mine), dtype=bool)
     joined[1:] = (mine[1:] == mine[:-1]) & fused[mine[1:]]
@@ -194,12 +201,13 @@ def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -
     """
     nbytes = boxes.volumes(rows["size"]) * rows["item"]
     first = np.flatnonzero(np.diff(rows["unit"], prepend=-1))
-    units = np.add.reduceat(nbytes, first) if len(first) else np.empty(0, dtype=np.int64)
-    if len(units) and units.max() > bucket_bytes:
-        worst = int(rows["need"][first[int(units.argmax())]])
-        layout = target.classes[int(need["class"][worst])]
-        name = layout.names[int(need["buffer"][worst])]
-        most = int(units.max())
+    units = np.add.reduceat(nbytes, first) if len(first) else nbytes
+    piece = rows["need"][first]
+    most = int(units.max(initial=0))
+    if most > bucket_bytes:
+        worst = piece[units.argmax()]
+        layout = target.classes[need["class"][worst]]
+        name = layout.names[need["buffer"][worst]]
         raise WeightSyncError(
             f"the fused engine tensor {name} ({most} bytes) cannot be split and does not fit in a "
             f"bucket of {bucket_bytes} bytes; set the staging bytes to at least {2 * most}"
@@ -208,9 +216,7 @@ def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -
     current = 0
     filled = 0
     owner = -1
-    for size, number in zip(
-        units.tolist(), need["class"][rows["need"][first]].tolist(), strict=True
-    ):
+    for size, number in zip(units.tolist(), need["class"][piece].tolist(), strict=True):
         if number != owner:
             owner = number
             current = 0
@@ -220,9 +226,8 @@ def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -
             filled = 0
         filled += size
         numbers.append(current)
-    rows["bucket"] = (
-        np.array(numbers, dtype=np.int64)[rows["unit"]] if numbers else np.empty(0, dtype=np.int64)
-    )
+    buckets = np.array(numbers, dtype=np.int64)
+    rows["bucket"] = buckets[rows["unit"]]
     rows["nbytes"] = nbytes
     return rows
 
@@ -230,17 +235,16 @@ def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -
 def _table(rows: Table, need: Table) -> Deliveries:
     keys = np.column_stack([rows["region"], rows["start"], rows["size"], rows["item"]])
     _, slice_id = group_rows(keys)
-    receiver = need["class"][rows["need"]]
-    piece = need["row"][rows["need"]]
+    piece = rows["need"]
     return Deliveries(
-        receiver,
-        piece,
-        rows["region"],
-        rows["start"],
-        rows["size"],
-        rows["nbytes"],
-        rows["bucket"],
-        slice_id,
+        receiver=need["class"][piece],
+        piece=need["row"][piece],
+        region=rows["region"],
+        start=rows["start"],
+        size=rows["size"],
+        nbytes=rows["nbytes"],
+        bucket=rows["bucket"],
+        slice_id=slice_id,
     )
 
 
@@ -256,15 +260,17 @@ def _phases(table: Deliveries, target: Layout) -> Array:
         member[mine] = np.arange(len(mine))
     # Multiples of two irrational numbers modulo one: neighbours are far apart and any prefix is
     # spread evenly.
-    place = np.modf(target.replica * 0.6180339887498949 + member * 0.4142135623730951)[0]
-    return np.floor(place * (last[target.rank_class] + 1)).astype(np.int64)
+    multiples = target.replica * 0.6180339887498949 + member * 0.4142135623730951
+    place, _ = np.modf(multiples)
+    buckets = last[target.rank_class] + 1
+    return np.floor(place * buckets).astype(np.int64)
 
 
 def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tuple[str, str], ...]:
     """Return the (trainer dtype, engine dtype) pairs that differ. The sender casts while
     packing."""
-    have = {dtype for rank in source.classes for dtype in rank.dtypes}
-    need = {dtype for rank in target.classes for dtype in rank.dtypes}
+    have = source.dtypes()
+    need = target.dtypes()
     bad = sorted((have - {*CASTS}) | (need - {*CASTS, FP8}))
     if bad:
         raise WeightSyncError(
@@ -291,11 +297,11 @@ def _fp8_faults(catalog: Catalog, target: Layout) -> Iterator[str]:
         (are_scales, (SCALE_DTYPE,), f"contains scales but is not in {SCALE_DTYPE}"),
     )
     for rank in target.classes:
+        real = rank.tensor != PADDING
         for tensors, wanted, problem in rules:
             allowed = np.array([dtype in wanted for dtype in rank.dtypes], dtype=bool)
-            wrong = (rank.tensor != PADDING) & tensors[rank.tensor] & ~allowed[rank.buffer]
-            for row in np.flatnonzero(wrong)[:1].tolist():
-                yield (
-                    f"the engine's {rank.names[int(rank.buffer[row])]} {problem} "
-                    f"({catalog.names[int(rank.tensor[row])]})"
-                )
+            wrong = real & tensors[rank.tensor] & ~allowed[rank.buffer]
+            for row in np.flatnonzero(wrong)[:1]:
+                buffer = rank.names[rank.buffer[row]]
+                tensor = catalog.names[rank.tensor[row]]
+                yield f"the engine's {buffer} {problem} ({tensor})"

@@ -25,7 +25,7 @@ import numpy as np
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models.fp8 import FP8
-from hybridflow.reshard.layout import PADDING, Catalog, Layout, padded
+from hybridflow.reshard.layout import PADDING, Catalog, Layout, RankLayout, padded
 from hybridflow.reshard.slices import SlicePlan
 
 Array = np.ndarray
@@ -59,33 +59,39 @@ def prove(plan: SlicePlan, allow_unused: Collection[str] = ()) -> Proof:
     Raises:
         WeightSyncError: lists the first few faults, each with its buffer, tensor or rank.
     """
-    faults = [*_buffer_faults("engine", plan.target), *_buffer_faults("trainer", plan.source)]
-    faults += [
-        *_bounds_faults("engine", plan.catalog, plan.target),
-        *_bounds_faults("trainer", plan.catalog, plan.source),
-    ]
+    sides = (("engine", plan.target), ("trainer", plan.source))
+    faults: list[str] = []
+    for side, layout in sides:
+        faults += _buffer_faults(side, layout)
+    for side, layout in sides:
+        faults += _bounds_faults(side, plan.catalog, layout)
     _refuse(faults)  # the checks below assume consistent tables
-    faults += [
-        *_piece_faults(plan),
-        *_sender_faults(plan),
-        *_service_faults(plan),
-        *_bucket_faults(plan),
-        *_dtype_faults(plan),
-    ]
-    faults += _block_faults(plan)
+    for check in (
+        _piece_faults,
+        _outside_their_regions,
+        _not_held,
+        _service_faults,
+        _overfull,
+        _split_over_buckets,
+        _dtype_faults,
+        _scales_without_weights,
+        _slices_of_part_blocks,
+    ):
+        faults += check(plan)
     unused, partial = tensor_use(plan.catalog, plan.target)
     faults += [f"an engine uses only part of {name}" for name in partial]
-    faults += [
-        f"at least one engine does not use {name}; remove it from the model, or add it to "
-        "allow_unused"
-        for name in unused
-        if name not in allow_unused
-    ]
+    for name in unused:
+        if name not in allow_unused:
+            faults.append(
+                f"at least one engine does not use {name}; remove it from the model, or add it to "
+                "allow_unused"
+            )
     _refuse(faults)
-    padding = sum(
-        int(rank.size[rank.tensor == PADDING].prod(axis=1).sum()) for rank in plan.target.classes
-    )
-    elements = sum(int(rank.shapes.prod(axis=1).sum()) for rank in plan.target.classes)
+    padding = 0
+    elements = 0
+    for rank in plan.target.classes:
+        padding += _elements(rank.size[rank.tensor == PADDING])
+        elements += _elements(rank.shapes)
     return Proof(len(plan.deliveries.start), elements, padding, tuple(unused), plan.digest())
 
 
@@ -119,10 +125,11 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
     """
     pieces = _pieces(target)
     in_fp8 = _is_fp8(target)[_column(target, "tensor") != PADDING]
-    weight_of = _scales(catalog)[1]
+    _, weight_of, _ = _scales(catalog)
     kinds = set()
     for replica in np.unique(target.replica):
-        kinds.add(tuple(np.unique(target.rank_class[target.replica == replica]).tolist()))
+        classes = np.unique(target.rank_class[target.replica == replica])
+        kinds.add(tuple(classes.tolist()))
     unused: set[int] = set()
     partial: set[int] = set()
     for kind in sorted(kinds):
@@ -137,15 +144,22 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
         size = size[first]
         taken = np.zeros(len(catalog.names), dtype=bool)
         taken[tensor] = True
-        asked = (weight_of < 0) | np.isin(weight_of, pieces["tensor"][mine & in_fp8])
-        unused |= set(np.flatnonzero(~taken & asked).tolist())
+        fp8_weights = pieces["tensor"][mine & in_fp8]
+        needed = (weight_of < 0) | np.isin(weight_of, fp8_weights)
+        unused.update(np.flatnonzero(~taken & needed).tolist())
         for fault in cover_faults(tensor, start, size, catalog.shapes):
+            if not taken[fault.key]:
+                continue
             here = tensor == fault.key
-            if taken[fault.key] and _union(start[here], size[here]) != int(
-                catalog.shapes[fault.key].prod()
-            ):
+            used = _union(start[here], size[here])
+            if used != int(catalog.shapes[fault.key].prod()):
                 partial.add(fault.key)
-    return [catalog.names[t] for t in sorted(unused)], [catalog.names[t] for t in sorted(partial)]
+    return _names(catalog, unused), _names(catalog, partial)
+
+
+def _names(catalog: Catalog, tensors: Collection[int]) -> list[str]:
+    """Return the names of tensors, in the catalog's order."""
+    return [catalog.names[tensor] for tensor in sorted(tensors)]
 
 
 # ---- rectangles
@@ -177,18 +191,23 @@ def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[C
         start, size: `[N, D]` integers.
         bounds: `[K, D]` shape of each key.
     """
-    beyond = np.unique(key[((start < 0) | (start + size > bounds[key]) | (size < 0)).any(axis=1)])
+    outside = (start < 0) | (start + size > bounds[key]) | (size < 0)
+    beyond = np.unique(key[outside.any(axis=1)])
     faults = [CoverFault(int(number), "beyond", 0) for number in beyond]
     for number in _unlike_their_bounds(key, start, size, bounds, beyond).tolist():
         here = key == number
         pairs = _meeting(start[here], size[here])
-        missing = int(bounds[number].prod() - size[here].prod(axis=1).sum())
-        faults.append(
-            CoverFault(number, "overlap", pairs)
-            if pairs
-            else CoverFault(number, "missing", missing)
-        )
+        if pairs:
+            faults.append(CoverFault(number, "overlap", pairs))
+        else:
+            missing = int(bounds[number].prod()) - _elements(size[here])
+            faults.append(CoverFault(number, "missing", missing))
     return faults
+
+
+def _elements(size: Array) -> int:
+    """Return the number of elements of rectangles `[N, D]` in all."""
+    return int(size.prod(axis=1).sum())
 
 
 def _unlike_their_bounds(
@@ -206,14 +225,20 @@ def _unlike_their_bounds(
     low = low[sound]
     high = high[sound]
     sign = sign[sound]
-    corners = list(product((0, 1), repeat=bounds.shape[1]))
-    places = [np.where(np.array(corner, dtype=bool), high, low) for corner in corners]
-    signs = np.concatenate([sign * (-1) ** sum(corner) for corner in corners])
-    codes = _codes(np.tile(keys, len(corners)), *np.concatenate(places).T)
+    if not len(keys):
+        return keys
+    places = []
+    signs = []
+    for corner in product((0, 1), repeat=bounds.shape[1]):
+        places.append(np.where(corner, high, low))
+        signs.append(sign * (-1) ** sum(corner))
+    corner_keys = np.tile(keys, len(places))
+    codes = _codes(corner_keys, *np.concatenate(places).T)
     order = np.argsort(codes, kind="stable")
     first = np.flatnonzero(np.diff(codes[order], prepend=-1))
-    left_over = np.add.reduceat(signs[order], first) != 0 if len(first) else np.zeros(0, dtype=bool)
-    return np.unique(np.tile(keys, len(corners))[order[first[left_over]]])
+    left_over = np.add.reduceat(np.concatenate(signs)[order], first)
+    unlike = order[first[left_over != 0]]
+    return np.unique(corner_keys[unlike])
 
 
 def _codes(*columns: Array) -> Array:
@@ -224,11 +249,11 @@ def _codes(*columns: Array) -> Array:
     for column in columns:
         width = int(column.max(initial=0)) + 1
         if span * width >= 1 << 62:
-            distinct, codes = np.unique(codes, return_inverse=True)
-            codes = codes.astype(np.int64)
+            distinct, numbers = np.unique(codes, return_inverse=True)
+            codes = numbers.astype(np.int64)
             span = len(distinct)
         codes = codes * width + column
-        span = span * width
+        span *= width
     return codes
 
 
@@ -237,8 +262,10 @@ def _meeting(start: Array, size: Array) -> int:
     end = start + size
     pairs = 0
     for row in range(len(start) - 1):
-        shared = np.minimum(end[row], end[row + 1 :]) > np.maximum(start[row], start[row + 1 :])
-        pairs += int(shared.all(axis=1).sum())
+        low = np.maximum(start[row], start[row + 1 :])
+        high = np.minimum(end[row], end[row + 1 :])
+        shares = (high > low).all(axis=1)
+        pairs += int(shares.sum())
     return pairs
 
 
@@ -248,9 +275,10 @@ def _union(start: Array, size: Array) -> int:
     high = np.zeros_like(start)
     volume = np.ones((), dtype=np.int64)
     for axis, (begin, length) in enumerate(zip(start.T, size.T, strict=True)):
-        cuts = np.unique([begin, begin + length])
+        end = begin + length
+        cuts = np.unique([begin, end])
         low[:, axis] = np.searchsorted(cuts, begin)
-        high[:, axis] = np.searchsorted(cuts, begin + length)
+        high[:, axis] = np.searchsorted(cuts, end)
         volume = np.multiply.outer(volume, np.diff(cuts))
     covered = np.zeros(volume.shape, dtype=bool)
     for begin, end in zip(low.tolist(), high.tolist(), strict=True):
@@ -266,33 +294,53 @@ def _column(layout: Layout, name: str) -> Array:
     return np.concatenate([getattr(rank, name) for rank in layout.classes])
 
 
-def _first_pieces(layout: Layout) -> Array:
-    """Return the row of each class's first piece in the concatenated columns, followed by the total
-    number of rows."""
-    return np.cumsum([0, *(len(rank.tensor) for rank in layout.classes)])
+def _first_rows(layout: Layout, name: str) -> Array:
+    """Return each class's first row in the concatenated column, followed by the total number of
+    rows."""
+    return np.cumsum([0, *(len(getattr(rank, name)) for rank in layout.classes)])
+
+
+def _first_rank(layout: Layout, number: int) -> int:
+    """Return the first rank of a class."""
+    return int(np.flatnonzero(layout.rank_class == number)[0])
+
+
+def _place(first: Array, row: int) -> tuple[int, int]:
+    """Return the class that a row of a concatenated column belongs to, and the row's index within
+    the class. `first` has each class's first row."""
+    number = int(np.searchsorted(first, row, side="right")) - 1
+    return number, row - int(first[number])
 
 
 def _is_fp8(layout: Layout) -> Array:
     """Return a mask over the pieces of all classes, including padding: True for pieces of an fp8
     buffer."""
-    flags = []
-    for rank in layout.classes:
-        flags.append((np.array(rank.dtypes, dtype=object) == FP8)[rank.buffer])
-    return np.concatenate(flags)
+    return np.concatenate([_dtypes(rank) == FP8 for rank in layout.classes])
+
+
+def _dtypes(rank: RankLayout) -> Array:
+    """Return the dtype of each piece's buffer."""
+    return np.array(rank.dtypes, dtype=object)[rank.buffer]
 
 
 def _piece_of_delivery(plan: SlicePlan) -> Array:
     """Return the row of each delivery's piece in the target's concatenated columns."""
-    return _first_pieces(plan.target)[plan.deliveries.receiver] + plan.deliveries.piece
+    first = _first_rows(plan.target, "tensor")
+    return first[plan.deliveries.receiver] + plan.deliveries.piece
+
+
+def _tensor_of_delivery(plan: SlicePlan) -> Array:
+    """Return the index of each delivery's HF tensor in the catalog."""
+    return _column(plan.target, "tensor")[_piece_of_delivery(plan)]
 
 
 def _pieces(layout: Layout) -> dict[str, Array]:
     """Concatenate the pieces of all classes, without padding. The columns are the class and the
     columns of `RankLayout`."""
     real = _column(layout, "tensor") != PADDING
-    pieces = {
-        "class": np.repeat(np.arange(len(layout.classes)), np.diff(_first_pieces(layout)))[real]
-    }
+    counts = np.diff(_first_rows(layout, "tensor"))
+    classes = np.repeat(np.arange(len(counts)), counts)
+    pieces = {"class": classes[real]}
     for name in ("tensor", "start", "size"):
         pieces[name] = _column(layout, name)[real]
     return pieces
@@ -314,90 +362,87 @@ def _scales(catalog: Catalog) -> tuple[Array, Array, Array]:
 
 def _refuse(faults: Sequence[str]) -> None:
     if faults:
-        more = f" (and {len(faults) - _SHOWN} more)" if len(faults) > _SHOWN else ""
-        raise WeightSyncError(f"could not prove the slice plan: {'; '.join(faults[:_SHOWN])}{more}")
+        shown = "; ".join(faults[:_SHOWN])
+        hidden = len(faults) - _SHOWN
+        more = f" (and {hidden} more)" if hidden > 0 else ""
+        raise WeightSyncError(f"could not prove the slice plan: {shown}{more}")
+
+
+def _rows(wrong: Array) -> list[int]:
+    """Return the first few rows whose flag is set, at most as many as a message lists."""
+    return list(np.flatnonzero(wrong)[:_SHOWN].tolist())
 
 
 def _buffer_faults(side: str, layout: Layout) -> Iterator[str]:
     """Yield a fault for each buffer that its pieces and declared padding do not fill exactly
     once.
     """
-    first = np.cumsum([0, *(len(rank.names) for rank in layout.classes)])
-    key = np.concatenate(
-        [rank.buffer + offset for rank, offset in zip(layout.classes, first[:-1], strict=True)]
-    )
-    for fault in cover_faults(
-        key, _column(layout, "local"), _column(layout, "size"), _column(layout, "shapes")
-    ):
-        number = int(np.searchsorted(first, fault.key, side="right")) - 1
-        rank = int(np.flatnonzero(layout.rank_class == number)[0])
-        name = layout.classes[number].names[fault.key - int(first[number])]
+    first = _first_rows(layout, "names")
+    buffers = []
+    for rank, offset in zip(layout.classes, first[:-1], strict=True):
+        buffers.append(rank.buffer + offset)
+    key = np.concatenate(buffers)
+    start = _column(layout, "local")
+    size = _column(layout, "size")
+    for fault in cover_faults(key, start, size, _column(layout, "shapes")):
+        number, buffer = _place(first, fault.key)
+        name = layout.classes[number].names[buffer]
         problem = {
             "beyond": "a piece extends past its end",
             "overlap": f"{fault.elements} pairs of pieces overlap",
             "missing": f"{fault.elements} elements are not written",
         }[fault.kind]
-        yield f"{side} rank {rank}, {name}: {problem}"
+        yield f"{side} rank {_first_rank(layout, number)}, {name}: {problem}"
 
 
 def _bounds_faults(side: str, catalog: Catalog, layout: Layout) -> Iterator[str]:
     pieces = _pieces(layout)
-    beyond = (
-        (pieces["start"] < 0)
-        | (pieces["start"] + pieces["size"] > catalog.shapes[pieces["tensor"]])
-        | (pieces["size"] < 1)
-    )
-    for row in np.flatnonzero(beyond.any(axis=1))[:_SHOWN].tolist():
-        yield (
-            f"{side}: a piece of {catalog.names[int(pieces['tensor'][row])]} is empty or extends "
-            "beyond the tensor"
-        )
+    tensor = pieces["tensor"]
+    start = pieces["start"]
+    size = pieces["size"]
+    beyond = (start < 0) | (start + size > catalog.shapes[tensor]) | (size < 1)
+    for row in _rows(beyond.any(axis=1)):
+        name = catalog.names[tensor[row]]
+        yield f"{side}: a piece of {name} is empty or extends beyond the tensor"
 
 
 def _piece_faults(plan: SlicePlan) -> Iterator[str]:
     """Yield a fault for each piece that the deliveries do not fill exactly once."""
     table = plan.deliveries
-    first = _first_pieces(plan.target)
+    first = _first_rows(plan.target, "tensor")
     tensor = _column(plan.target, "tensor")
     piece = _piece_of_delivery(plan)
-    bounds = np.where((tensor == PADDING)[:, None], 0, _column(plan.target, "size"))
-    for fault in cover_faults(
-        piece, table.start - _column(plan.target, "start")[piece], table.size, bounds
-    ):
-        number = int(np.searchsorted(first, fault.key, side="right")) - 1
+    start = table.start - _column(plan.target, "start")[piece]
+    is_padding = tensor == PADDING
+    bounds = np.where(is_padding[:, None], 0, _column(plan.target, "size"))
+    for fault in cover_faults(piece, start, table.size, bounds):
+        number, row = _place(first, fault.key)
         layout = plan.target.classes[number]
-        name = layout.names[int(layout.buffer[fault.key - int(first[number])])]
+        name = layout.names[layout.buffer[row]]
         yield (
             f"the slices for {name} of engine class {number} do not cover its piece of "
-            f"{plan.catalog.names[int(tensor[fault.key])]} exactly once: {fault.kind}"
+            f"{plan.catalog.names[tensor[fault.key]]} exactly once: {fault.kind}"
         )
 
 
-def _sender_faults(plan: SlicePlan) -> Iterator[str]:
-    """Yield faults for slices outside their region or tensor, and for senders that do not hold the
-    region that the plan assigns to them.
-    """
-    tensor = _column(plan.target, "tensor")[_piece_of_delivery(plan)]
-    yield from _outside_their_regions(plan, tensor)
-    yield from _not_held(plan, tensor)
-
-
-def _outside_their_regions(plan: SlicePlan, tensor: Array) -> Iterator[str]:
+def _outside_their_regions(plan: SlicePlan) -> Iterator[str]:
+    """Yield a fault for each slice outside its region or tensor."""
     table = plan.deliveries
     regions = plan.regions
-    offset = table.start - regions.start[table.region]
-    outside = (offset < 0).any(axis=1) | (offset + table.size > regions.size[table.region]).any(
-        axis=1
-    )
-    for row in np.flatnonzero(outside | (regions.tensor[table.region] != tensor))[:_SHOWN].tolist():
-        yield (
-            f"slice {row} of {plan.catalog.names[int(tensor[row])]} is not inside its source region"
-        )
+    tensor = _tensor_of_delivery(plan)
+    region = table.region
+    offset = table.start - regions.start[region]
+    beyond = (offset < 0) | (offset + table.size > regions.size[region])
+    for row in _rows(beyond.any(axis=1) | (regions.tensor[region] != tensor)):
+        name = plan.catalog.names[tensor[row]]
+        yield f"slice {row} of {name} is not inside its source region"
 
 
-def _not_held(plan: SlicePlan, tensor: Array) -> Iterator[str]:
+def _not_held(plan: SlicePlan) -> Iterator[str]:
+    """Yield a fault for each sender that does not hold the region that the plan assigns to it."""
     regions = plan.regions
     sends = plan.sends
+    tensor = _tensor_of_delivery(plan)
     have = _pieces(plan.source)
     asked = plan.deliveries.region[sends.delivery]
     codes = _codes(
@@ -406,12 +451,11 @@ def _not_held(plan: SlicePlan, tensor: Array) -> Iterator[str]:
         *np.concatenate([have["start"], regions.start[asked]]).T,
         *np.concatenate([have["size"], regions.size[asked]]).T,
     )
-    count = len(have["tensor"])
-    for row in np.flatnonzero(~np.isin(codes[count:], codes[:count]))[:_SHOWN].tolist():
-        name = plan.catalog.names[int(tensor[sends.delivery[row]])]
+    held, wanted = np.split(codes, [len(have["tensor"])])
+    for row in _rows(~np.isin(wanted, held)):
+        name = plan.catalog.names[tensor[sends.delivery[row]]]
         yield (
-            f"trainer rank {int(sends.source[row])} is assigned a slice of {name} that it does not "
-            "hold"
+            f"trainer rank {sends.source[row]} is assigned a slice of {name} that it does not hold"
         )
 
 
@@ -419,20 +463,14 @@ def _service_faults(plan: SlicePlan) -> Iterator[str]:
     """Yield a fault for each delivery that a rank of the class receives twice or not at all."""
     sends = plan.sends
     table = plan.deliveries
-    counts = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))[table.receiver]
-    faults = cover_faults(
-        sends.delivery, sends.first[:, None], (sends.last - sends.first)[:, None], counts[:, None]
-    )
-    for fault in faults:
+    ranks = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))
+    counts = ranks[table.receiver]
+    served = (sends.last - sends.first)[:, None]
+    for fault in cover_faults(sends.delivery, sends.first[:, None], served, counts[:, None]):
         yield (
-            f"delivery {fault.key} is not sent exactly once to each of its "
-            f"{int(counts[fault.key])} engine ranks ({fault.kind})"
+            f"delivery {fault.key} is not sent exactly once to each of its {counts[fault.key]} "
+            f"engine ranks ({fault.kind})"
         )
-
-
-def _bucket_faults(plan: SlicePlan) -> Iterator[str]:
-    yield from _overfull(plan)
-    yield from _split_over_buckets(plan)
 
 
 def _overfull(plan: SlicePlan) -> Iterator[str]:
@@ -440,10 +478,11 @@ def _overfull(plan: SlicePlan) -> Iterator[str]:
     width = int(table.bucket.max(initial=0)) + 1
     filled = np.zeros(len(plan.target.classes) * width, dtype=np.int64)
     np.add.at(filled, table.receiver * width + table.bucket, table.nbytes)
-    for key in np.flatnonzero(filled > plan.bucket_bytes)[:_SHOWN].tolist():
+    for key in _rows(filled > plan.bucket_bytes):
+        number, bucket = divmod(key, width)
         yield (
-            f"bucket {key % width} of engine class {key // width} has {int(filled[key])} bytes, "
-            f"more than {plan.bucket_bytes}"
+            f"bucket {bucket} of engine class {number} has {filled[key]} bytes, more than "
+            f"{plan.bucket_bytes}"
         )
 
 
@@ -456,15 +495,13 @@ def _split_over_buckets(plan: SlicePlan) -> Iterator[str]:
         _column(plan.target, "buffer")[piece],
         _column(plan.target, "local")[piece, 0],
     )
-    fused = _several(atom, _column(plan.target, "tensor")[piece])
+    fused = _several(atom, _tensor_of_delivery(plan))
     split = _several(atom, table.bucket)
-    for number in np.intersect1d(fused, split)[:_SHOWN].tolist():
-        row = int(np.flatnonzero(atom == number)[0])
-        layout = plan.target.classes[int(table.receiver[row])]
-        yield (
-            f"the fused engine tensor {layout.names[int(layout.buffer[table.piece[row]])]} is "
-            "split across buckets"
-        )
+    for number in np.intersect1d(fused, split)[:_SHOWN]:
+        row = np.flatnonzero(atom == number)[0]
+        layout = plan.target.classes[table.receiver[row]]
+        name = layout.names[layout.buffer[table.piece[row]]]
+        yield f"the fused engine tensor {name} is split across buckets"
 
 
 def _several(group: Array, values: Array) -> Array:
@@ -472,47 +509,39 @@ def _several(group: Array, values: Array) -> Array:
     order = np.lexsort((values, group))
     group = group[order]
     values = values[order]
-    return np.unique(group[1:][(group[1:] == group[:-1]) & (values[1:] != values[:-1])])
+    same_group = group[1:] == group[:-1]
+    other_value = values[1:] != values[:-1]
+    return np.unique(group[1:][same_group & other_value])
 
 
 def _dtype_faults(plan: SlicePlan) -> Iterator[str]:
     for layout, known in ((plan.source, {*_CASTS}), (plan.target, {*_CASTS, FP8})):
-        for kind in sorted({dtype for rank in layout.classes for dtype in rank.dtypes} - known):
+        for kind in sorted(layout.dtypes() - known):
             yield f"no conversion for dtype {kind}"
     scale_of, weight_of, _ = _scales(plan.catalog)
     for rank in plan.target.classes:
-        dtype = np.array(rank.dtypes, dtype=object)[rank.buffer]
-        for row in np.flatnonzero(
-            (rank.tensor != PADDING) & (dtype == FP8) & (scale_of[rank.tensor] < 0)
-        )[:1].tolist():
-            yield (
-                f"the engine's {rank.names[int(rank.buffer[row])]} is in {FP8}, but the catalog "
-                "has no scales for it"
-            )
-        others = (rank.tensor != PADDING) & (weight_of[rank.tensor] >= 0) & (dtype != "float32")
-        for row in np.flatnonzero(others)[:1].tolist():
-            yield (
-                f"the engine's {rank.names[int(rank.buffer[row])]} contains scales but is not in "
-                "float32"
-            )
-
-
-def _block_faults(plan: SlicePlan) -> Iterator[str]:
-    """Yield a fault for each scale or fp8 weight that cannot be computed because its sender does
-    not hold a whole block.
-    """
-    yield from _scales_without_weights(plan)
-    yield from _slices_of_part_blocks(plan)
+        real = rank.tensor != PADDING
+        dtype = _dtypes(rank)
+        without_scales = real & (dtype == FP8) & (scale_of[rank.tensor] < 0)
+        for row in _rows(without_scales)[:1]:
+            name = rank.names[rank.buffer[row]]
+            yield f"the engine's {name} is in {FP8}, but the catalog has no scales for it"
+        others = real & (weight_of[rank.tensor] >= 0) & (dtype != "float32")
+        for row in _rows(others)[:1]:
+            name = rank.names[rank.buffer[row]]
+            yield f"the engine's {name} contains scales but is not in float32"
 
 
 def _scales_without_weights(plan: SlicePlan) -> Iterator[str]:
+    """Yield a fault for each scale that cannot be computed because its sender does not hold the
+    whole blocks of weights."""
     catalog = plan.catalog
     scale_of, weight_of, blocks = _scales(catalog)
     for number, rank in enumerate(plan.source.classes):
         real = rank.tensor != PADDING
         weights = np.flatnonzero(real & (scale_of[rank.tensor] >= 0))
         scales = np.flatnonzero(real & (weight_of[rank.tensor] >= 0))
-        first = int(np.flatnonzero(plan.source.rank_class == number)[0])
+        first = _first_rank(plan.source, number)
         if len(weights) != len(scales):
             yield (
                 f"trainer rank {first} has {len(weights)} pieces of weights with scales but "
@@ -524,23 +553,27 @@ def _scales_without_weights(plan: SlicePlan) -> Iterator[str]:
         weight = weight_of[wanted]
         block = blocks[wanted]
         start = rank.start[scales] * block
-        end = np.minimum((rank.start[scales] + rank.size[scales]) * block, catalog.shapes[weight])
-        unlike = (rank.tensor[weights] != weight) | (rank.start[weights] != start).any(axis=1)
-        unlike |= (rank.start[weights] + rank.size[weights] != end).any(axis=1)
-        for row in np.flatnonzero(unlike)[:_SHOWN].tolist():
-            yield (
-                f"trainer rank {first} does not hold the weights for its part of "
-                f"{catalog.names[int(wanted[row])]}"
-            )
+        end = (rank.start[scales] + rank.size[scales]) * block
+        end = np.minimum(end, catalog.shapes[weight])
+        held_start = rank.start[weights]
+        held_end = held_start + rank.size[weights]
+        unlike = ((held_start != start) | (held_end != end)).any(axis=1)
+        for row in _rows(unlike | (rank.tensor[weights] != weight)):
+            name = catalog.names[wanted[row]]
+            yield f"trainer rank {first} does not hold the weights for its part of {name}"
 
 
 def _slices_of_part_blocks(plan: SlicePlan) -> Iterator[str]:
+    """Yield a fault for each fp8 slice that cannot be computed because its sender does not hold a
+    whole block."""
     table = plan.deliveries
     regions = plan.regions
-    rows = np.flatnonzero(_is_fp8(plan.target)[_piece_of_delivery(plan)])
+    is_fp8 = _is_fp8(plan.target)[_piece_of_delivery(plan)]
+    rows = np.flatnonzero(is_fp8)
     region = table.region[rows]
     tensor = regions.tensor[region]
-    block = _scales(plan.catalog)[2][tensor]
+    _, _, blocks = _scales(plan.catalog)
+    block = blocks[tensor]
     start = table.start[rows]
     end = start + table.size[rows]
     # whole blocks from the first to the last that the slice touches; the tensor's last blocks may
@@ -549,8 +582,9 @@ def _slices_of_part_blocks(plan: SlicePlan) -> Iterator[str]:
     high = np.minimum(end + -end % block, plan.catalog.shapes[tensor])
     held = regions.start[region]
     outside = (low < held) | (high > held + regions.size[region])
-    for row in np.flatnonzero(outside.any(axis=1))[:_SHOWN].tolist():
+    for row in _rows(outside.any(axis=1)):
+        name = plan.catalog.names[tensor[row]]
         yield (
-            f"slice {int(rows[row])} of {plan.catalog.names[int(tensor[row])]} needs fp8 blocks "
-            "that extend beyond the region it is computed from"
+            f"slice {rows[row]} of {name} needs fp8 blocks that extend beyond the region it is "
+            "computed from"
         )

@@ -21,10 +21,9 @@ def volumes(size: Array) -> Array:
 
 def ranges(counts: Array) -> Array:
     """Return the concatenation of `[0..counts[0])`, `[0..counts[1])`, ..."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) - np.repeat(
-        ends - counts, counts
-    )
+    first = np.cumsum(counts) - counts
+    first_of_each = np.repeat(first, counts)
+    return np.arange(len(first_of_each), dtype=np.int64) - first_of_each
 
 
 def pairs_of_equal_key(left: Array, right: Array) -> tuple[Array, Array]:
@@ -32,16 +31,19 @@ def pairs_of_equal_key(left: Array, right: Array) -> tuple[Array, Array]:
     order = np.argsort(right, kind="stable")
     sorted_right = right[order]
     first = np.searchsorted(sorted_right, left, side="left")
-    counts = np.searchsorted(sorted_right, left, side="right") - first
+    end = np.searchsorted(sorted_right, left, side="right")
+    counts = end - first
     i = np.repeat(np.arange(len(left)), counts)
-    return i, order[np.repeat(first, counts) + ranges(counts)]
+    place = np.repeat(first, counts) + ranges(counts)
+    return i, order[place]
 
 
 def intersect(start_a: Array, size_a: Array, start_b: Array, size_b: Array) -> tuple[Array, Array]:
     """Intersect two sets row by row. An empty intersection has a size of zero or less on some
     axis."""
     start = np.maximum(start_a, start_b)
-    return start, np.minimum(start_a + size_a, start_b + size_b) - start
+    end = np.minimum(start_a + size_a, start_b + size_b)
+    return start, end - start
 
 
 def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
@@ -58,18 +60,19 @@ def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
     # Stacks of matrices and fused matrices are divided along different axes. With a single axis for
     # all keys, the number of candidate pairs would grow quadratically.
     distinct = []
-    for d in range(start.shape[1]):
-        distinct.append(np.bincount(np.unique(compact * span + start[:, d]) // span))
+    offset = compact * span
+    for starts in start.T:
+        codes = np.unique(offset + starts)
+        distinct.append(np.bincount(codes // span))
     axis = np.argmax(distinct, axis=0)[compact]
     rows = np.arange(len(key))
-    low = compact * span + start[rows, axis]
+    low = offset + start[rows, axis]
     order = np.argsort(low, kind="stable")
     low_sorted = low[order]
     end = low_sorted + size[order, axis[order]]
-    counts = np.maximum(
-        np.searchsorted(low_sorted, end, side="left") - np.arange(len(order)) - 1, 0
-    )
-    i = np.repeat(np.arange(len(order)), counts)
+    candidates_end = np.searchsorted(low_sorted, end, side="left")
+    counts = np.maximum(candidates_end - rows - 1, 0)
+    i = np.repeat(rows, counts)
     j = i + 1 + ranges(counts)
     a = order[i]
     b = order[j]
@@ -86,7 +89,8 @@ def group_rows(matrix: Array) -> tuple[Array, Array]:
     order = np.lexsort(matrix.T[::-1])
     ordered = matrix[order]
     is_new = np.ones(len(order), dtype=bool)
-    is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    differs = ordered[1:] != ordered[:-1]
+    is_new[1:] = differs.any(axis=1)
     group = np.empty(len(order), dtype=np.int64)
     group[order] = np.cumsum(is_new) - 1
     return order[is_new], group
@@ -98,24 +102,25 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def subtract(box: Box, cut: Box) -> list[Box]:
     """Return `box` minus `cut` as disjoint boxes (start, size)."""
     meets = []
-    for a, n, c, m in zip(box[0], box[1], cut[0], cut[1], strict=True):
-        meets.append((max(a, c), min(a + n, c + m)))
-    if any(low >= high for low, high in meets):
-        return [box]
+    for a, n, c, m in zip(*box, *cut, strict=True):
+        low = max(a, c)
+        high = min(a + n, c + m)
+        if low >= high:
+            return [box]
+        meets.append((low, high))
     rest: list[Box] = []
     start = list(box[0])
     size = list(box[1])
     for axis, (low, high) in enumerate(meets):
-        end = start[axis] + size[axis]
-        for begin, stop in ((start[axis], low), (high, end)):
+        first = start[axis]
+        end = first + size[axis]
+        for begin, stop in ((first, low), (high, end)):
             if begin < stop:
-                rest.append(
-                    (
-                        (*start[:axis], begin, *start[axis + 1 :]),
-                        (*size[:axis], stop - begin, *size[axis + 1 :]),
-                    )
-                )
-        start[axis], size[axis] = low, high - low
+                start[axis] = begin
+                size[axis] = stop - begin
+                rest.append((tuple(start), tuple(size)))
+        start[axis] = low
+        size[axis] = high - low
     return rest
 
 
@@ -130,19 +135,22 @@ def make_disjoint(key: Array, start: Array, size: Array) -> tuple[Array, Array, 
     earlier: dict[int, list[int]] = {}
     for a, b in np.sort(pairs, axis=1).tolist():
         earlier.setdefault(b, []).append(a)
-    plain = np.setdiff1d(
-        np.arange(len(key)), np.fromiter(earlier, dtype=np.int64, count=len(earlier))
-    )
+    plain = np.setdiff1d(np.arange(len(key)), list(earlier))
     owners = [plain]
     starts = [start[plain]]
     sizes = [size[plain]]
+
+    def box_of(index: int) -> Box:
+        return tuple(start[index].tolist()), tuple(size[index].tolist())
+
     for index, cuts in earlier.items():
-        boxes: list[Box] = [(tuple(start[index].tolist()), tuple(size[index].tolist()))]
+        boxes = [box_of(index)]
         for cut in cuts:
-            other: Box = (tuple(start[cut].tolist()), tuple(size[cut].tolist()))
+            other = box_of(cut)
             boxes = [part for box in boxes for part in subtract(box, other)]
         if boxes:
+            box_starts, box_sizes = np.array(boxes, dtype=np.int64).swapaxes(0, 1)
             owners.append(np.full(len(boxes), index))
-            starts.append(np.array([box[0] for box in boxes], dtype=np.int64))
-            sizes.append(np.array([box[1] for box in boxes], dtype=np.int64))
+            starts.append(box_starts)
+            sizes.append(box_sizes)
     return np.concatenate(owners), np.concatenate(starts), np.concatenate(sizes)

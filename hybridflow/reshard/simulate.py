@@ -86,27 +86,30 @@ def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
     """
     step, sender, receiver, nbytes = _messages(plan)
     loads = link_loads(plan)
+    memory_bytes = fabric.memory_gbs * 1e9
+    latency = fabric.message_us * 1e-6
     finish = np.zeros(plan.target.num_ranks)  # arrival time of the last bucket's bytes
     free = np.zeros((2, plan.target.num_ranks))  # time at which each of the two buffers is free
     sender_free = np.zeros(plan.source.num_ranks)
     bounds = np.flatnonzero(np.diff(step, prepend=-1, append=-2))
     for turn, (low, high) in enumerate(pairwise(bounds.tolist())):
-        part = slice(low, high)
-        s = sender[part]
-        r = receiver[part]
-        amount = nbytes[part]
+        s = sender[low:high]
+        r = receiver[low:high]
+        amount = nbytes[low:high]
         ready = free[turn % 2]
-        end = _send(s, sender_free, ready[r], amount / fabric.link_bytes + fabric.message_us * 1e-6)
+        duration = amount / fabric.link_bytes + latency
+        end = _send(s, sender_free, ready[r], duration)
         carried = np.bincount(r, weights=amount, minlength=len(finish))
         got = carried > 0
         arrival = np.maximum(finish, ready) + carried / fabric.link_bytes
         np.maximum.at(arrival, r, end)
         finish = np.where(got, arrival, finish)
-        free[turn % 2] = np.where(got, finish + 2 * carried / (fabric.memory_gbs * 1e9), ready)
+        scattered = finish + 2 * carried / memory_bytes
+        free[turn % 2] = np.where(got, scattered, ready)
     seconds = float(free.max(initial=0.0))
-    commit = 2 * float(loads.ingress.max(initial=0)) / (fabric.memory_gbs * 1e9)
-    staging = staging_peak(plan)
-    return Simulation(seconds, loads.bound / fabric.link_bytes, commit, len(step), loads, *staging)
+    commit = 2 * float(loads.ingress.max(initial=0)) / memory_bytes
+    wire_bound = loads.bound / fabric.link_bytes
+    return Simulation(seconds, wire_bound, commit, len(step), loads, *staging_peak(plan))
 
 
 def _send(
@@ -123,7 +126,8 @@ def _send(
     # The recurrence e_m = max(e_{m-1}, ready_m) + d_m has the solution e_m = (sum of d up to m) +
     # running maximum of (ready_j - sum of d before j).
     slack = np.maximum(ready, sender_free[sender]) - before
-    step_up = (float(slack.max(initial=0.0)) - float(slack.min(initial=0.0)) + 1.0) * segment
+    spread = float(slack.max(initial=0.0)) - float(slack.min(initial=0.0))
+    step_up = (spread + 1.0) * segment
     start = np.maximum.accumulate(slack + step_up) - step_up
     end = start + before + duration
     np.maximum.at(sender_free, sender, end)
@@ -135,6 +139,8 @@ def _messages(plan: SlicePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     receiver)."""
     table = plan.deliveries
     sends = plan.sends
+    rank_class = plan.target.rank_class
+    num_classes = len(plan.target.classes)
     # Slices from one rank to the same receivers in one bucket form one message. Sum them before
     # expanding to the receivers, because there may be thousands of receivers.
     delivery = sends.delivery
@@ -148,21 +154,20 @@ def _messages(plan: SlicePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     route = np.stack(columns, axis=1)
     firsts, member = group_rows(route)
     sizes = np.bincount(member, weights=table.nbytes[delivery], minlength=len(firsts))
-    source, rank_class, bucket, low, high = route[firsts].T
-    order = np.argsort(plan.target.rank_class, kind="stable")
-    first = np.searchsorted(plan.target.rank_class[order], np.arange(len(plan.target.classes)))
+    source, receiver_class, bucket, low, high = route[firsts].T
+    order = np.argsort(rank_class, kind="stable")
+    first = np.searchsorted(rank_class[order], np.arange(num_classes))
     counts = high - low
-    receiver = order[np.repeat(first[rank_class] + low, counts) + ranges(counts)]
-    buckets = np.zeros(len(plan.target.classes), dtype=np.int64)
+    first_receiver = np.repeat(first[receiver_class] + low, counts)
+    receiver = order[first_receiver + ranges(counts)]
+    buckets = np.zeros(num_classes, dtype=np.int64)
     np.maximum.at(buckets, table.receiver, table.bucket + 1)
-    step = (np.repeat(bucket, counts) - plan.phase[receiver]) % buckets[
-        plan.target.rank_class[receiver]
-    ]
-    key = (
-        step * plan.source.num_ranks + np.repeat(source, counts)
-    ) * plan.target.num_ranks + receiver
+    after_phase = np.repeat(bucket, counts) - plan.phase[receiver]
+    step = after_phase % buckets[rank_class[receiver]]
+    link = step * plan.source.num_ranks + np.repeat(source, counts)
+    key = link * plan.target.num_ranks + receiver
     distinct, group = np.unique(key, return_inverse=True)
     nbytes = np.bincount(group, weights=np.repeat(sizes, counts), minlength=len(distinct))
-    rest, receiver = np.divmod(distinct, plan.target.num_ranks)
-    step, sender = np.divmod(rest, plan.source.num_ranks)
+    link, receiver = np.divmod(distinct, plan.target.num_ranks)
+    step, sender = np.divmod(link, plan.source.num_ranks)
     return step, sender, receiver, nbytes

@@ -159,17 +159,17 @@ def buffer_item_bytes(layout: Layout, table: Mapping[str, Array]) -> Array:
     Raises:
         WeightSyncError: a dtype is not in `ITEM_BYTES`.
     """
-    unknown = sorted(
-        {dtype for rank in layout.classes for dtype in rank.dtypes} - ITEM_BYTES.keys()
-    )
+    unknown = sorted(layout.dtypes() - ITEM_BYTES.keys())
     if unknown:
         raise WeightSyncError(
             f"dtype {', '.join(unknown)} is not supported; supported dtypes: "
             f"{', '.join(ITEM_BYTES)}"
         )
-    counts = [len(rank.names) for rank in layout.classes]
-    sizes = np.array(
-        [ITEM_BYTES[dtype] for rank in layout.classes for dtype in rank.dtypes], dtype=np.int64
-    )
-    first = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
-    return sizes[first[table["class"]] + table["buffer"]]
+    sizes: list[int] = []
+    firsts = []
+    for rank in layout.classes:
+        firsts.append(len(sizes))
+        sizes += [ITEM_BYTES[dtype] for dtype in rank.dtypes]
+    first = np.array(firsts, dtype=np.int64)
+    buffer = first[table["class"]] + table["buffer"]
+    return np.array(sizes, dtype=np.int64)[buffer]

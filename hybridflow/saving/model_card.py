@@ -26,6 +26,8 @@ from hybridflow.observe.printable import printable
 from hybridflow.observe.text_table import filled
 from hybridflow.saving.store import CheckpointStore, Retention
 
+Metrics = Mapping[str, Any]  # one record of the run's metrics
+Fact = tuple[str, Any]  # a row of a table: label and value; not shown if the value is missing
 CARD = "README.md"
 EVALUATIONS = "eval"  # the run's folder of evaluations
 RESULTS = "results.json"  # of one evaluation
@@ -113,15 +115,20 @@ def _front_matter(config: Mapping[str, Any], model: Mapping[str, Any]) -> str:
 
 def _opening(environment: Mapping[str, Any], step: int | None) -> str:
     version = environment.get("hybridflow")
-    by = f"HybridFlow {_text(version)}" if isinstance(version, str) else "HybridFlow"
-    is_known = step is not None and step >= 0
-    return f"Trained with {by}" + (f"; weights after step {step}." if is_known else ".")
+    opening = "Trained with HybridFlow"
+    if isinstance(version, str):
+        opening += f" {_text(version)}"
+    if step is not None and step >= 0:
+        opening += f"; weights after step {step}"
+    return f"{opening}."
 
 
-def _model_facts(config: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _model_facts(config: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[Fact]:
     path = _value(config, "model.path")
     if config:
-        base = (_hub_id(path) or Path(path).name) if isinstance(path, str) else ""
+        base = _hub_id(path)
+        if not base and isinstance(path, str):
+            base = Path(path).name
         yield "base model", base or "none: trained from random weights"
     yield "architecture", _architecture(model)
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
@@ -132,7 +139,7 @@ def _model_facts(config: Mapping[str, Any], model: Mapping[str, Any]) -> Iterato
         yield "adapters", f"low-rank adapters of rank {rank}, merged"
 
 
-def _data_facts(config: Mapping[str, Any], run: Path) -> Iterator[tuple[str, Any]]:
+def _data_facts(config: Mapping[str, Any], run: Path) -> Iterator[Fact]:
     digests = _digests(run)
     for key, label in (
         ("sft.train_files", "demonstrations"),
@@ -140,19 +147,21 @@ def _data_facts(config: Mapping[str, Any], run: Path) -> Iterator[tuple[str, Any
         ("data.val_files", "held-out prompts"),
         ("reward_training.train_files", "preference pairs"),
     ):
-        if key.startswith(("sft.", "reward_training.")) and not _value(
-            config, f"{key.partition('.')[0]}.steps"
-        ):
+        group, _, _ = key.partition(".")
+        if group != "data" and not _value(config, f"{group}.steps"):
             continue
         known = digests.get(key, {})
         files = _value(config, key)
         names = []
-        for file in files if isinstance(files, list) else ():
-            digest = f" (xxh3 {known[str(file)]})" if str(file) in known else ""
-            names.append(f"{_short(str(file))}{digest}")
+        for file in map(str, files if isinstance(files, list) else ()):
+            name = _short(file)
+            if file in known:
+                name += f" (xxh3 {known[file]})"
+            names.append(name)
         yield label, ", ".join(names)
     sets = _value(config, "data.val_sets")
-    yield "further held-out sets", ", ".join(map(str, sets)) if isinstance(sets, dict) else ""
+    if isinstance(sets, dict):
+        yield "further held-out sets", ", ".join(map(str, sets))
     task = _value(config, "data.prepare.task")
     if task is not None:
         options = _value(config, "data.prepare.options") or {}
@@ -185,39 +194,46 @@ def _changed(given: Mapping[str, Any], default: Mapping[str, Any], prefix: str =
     return found
 
 
-def _curve(metrics: Sequence[Mapping[str, Any]]) -> str:
-    trained = {one["step"]: one for one in metrics if one.get("phase") == "train"}
-    validated = {one["step"]: one for one in metrics if one.get("phase") == "val"}
+def _curve(metrics: Sequence[Metrics]) -> str:
+    trained = _by_step(metrics, "train")
+    validated = _by_step(metrics, "val")
     if not trained:
         return ""
     has_accuracy = any("val/accuracy" in one for one in validated.values())
     kind = "accuracy" if has_accuracy else "score"
     columns = {f"val/{kind}": f"held-out {kind}", **_CURVE}
     rows = [["step", *columns.values()]]
-    for step in _shown_steps(sorted({*trained, *validated}), list(validated)):
+    steps = sorted({*trained, *validated})
+    for step in _shown_steps(steps, list(validated)):
         values = {**validated.get(step, {}), **trained.get(step, {})}
-        rows.append([str(step), *(_number(values.get(name)) for name in columns)])
+        row = [str(step)]
+        row += [_number(values.get(name)) for name in columns]
+        rows.append(row)
     return _lines(filled(rows))
+
+
+def _by_step(metrics: Sequence[Metrics], phase: str) -> dict[int, Metrics]:
+    """Return the records of a phase, keyed by step."""
+    return {one["step"]: one for one in metrics if one.get("phase") == phase}
 
 
 def _shown_steps(steps: Sequence[int], validated: Sequence[int]) -> list[int]:
     """Select steps to show: evenly spaced ones and, if there is room, every validation."""
     if len(steps) <= _ROWS:
         return list(steps)
-    spaced = [steps[round(n * (len(steps) - 1) / (_ROWS - 1))] for n in range(_ROWS)]
-    return sorted({*spaced, *(validated if len(validated) <= _ROWS else ())})
+    shown = set(validated) if len(validated) <= _ROWS else set()
+    last = len(steps) - 1
+    for row in range(_ROWS):
+        shown.add(steps[round(row * last / (_ROWS - 1))])
+    return sorted(shown)
 
 
-def _evaluation(metrics: Sequence[Mapping[str, Any]], run: Path, step: int | None) -> str:
+def _evaluation(metrics: Sequence[Metrics], run: Path, step: int | None) -> str:
     """Return the section with the last validation and the evaluations of these weights."""
     rows = [["set", "statistic", "value", "95% interval"]]
-    last = max(
-        (one for one in metrics if one.get("phase") == "val"),
-        key=lambda one: one["step"],
-        default={},
-    )
-    if last.get("step") == step:
-        for name, value in last.items():
+    validated = _by_step(metrics, "val")
+    if step is not None and step == max(validated, default=None):
+        for name, value in validated[step].items():
             if re.fullmatch(r"val(-[^/]+)?/(score|accuracy|(mean|pass|maj)@\d+)", name):
                 prefix, _, statistic = name.partition("/")
                 rows.append([f"{prefix} (in training)", statistic, _number(value), ""])
@@ -234,30 +250,34 @@ def _results(run: Path, step: int | None) -> Iterator[Mapping[str, Any]]:
     found = sorted((run / EVALUATIONS).glob(f"*/{RESULTS}"))
     for file in found[:_MOST_EVALUATIONS]:
         values = _json(file, _MOST_RESULTS_BYTES)
-        if values.get("step") == step and isinstance(values.get("sets"), dict):
-            yield values["sets"]
+        sets = values.get("sets")
+        if values.get("step") == step and isinstance(sets, dict):
+            yield sets
 
 
 def _result_rows(name: str, one: Any) -> Iterator[list[str]]:
-    statistics = one.get("statistics") if isinstance(one, dict) else None
-    for statistic, found in (statistics if isinstance(statistics, dict) else {}).items():
+    statistics = _value(one, "statistics")
+    if not isinstance(statistics, dict):
+        return
+    for statistic, found in statistics.items():
         if not isinstance(found, dict):
             continue
         ends = found.get("interval")
         interval = ""
         if isinstance(ends, list) and len(ends) == 2:
-            interval = f"{_number(ends[0])} to {_number(ends[1])}"
+            low, high = map(_number, ends)
+            interval = f"{low} to {high}"
         yield [_text(name), _text(statistic), _number(found.get("value")), interval]
 
 
-def _version_facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _version_facts(environment: Mapping[str, Any]) -> Iterator[Fact]:
     yield "hybridflow", environment.get("hybridflow")
-    git = environment.get("git")
-    if isinstance(git, dict) and isinstance(git.get("commit"), str):
-        yield "commit", git["commit"] + (" (modified)" if git.get("modified") else "")
-    packages = environment.get("packages")
-    if isinstance(packages, dict):
-        yield from ((name, packages.get(name)) for name in _PACKAGES)
+    commit = _value(environment, "git.commit")
+    if isinstance(commit, str):
+        modified = " (modified)" if _value(environment, "git.modified") else ""
+        yield "commit", f"{commit}{modified}"
+    for name in _PACKAGES:
+        yield name, _value(environment, f"packages.{name}")
     devices = environment.get("accelerators")
     if isinstance(devices, list) and devices:
         yield "accelerators", ", ".join(map(str, devices[:8]))
@@ -286,8 +306,9 @@ def _metrics(run: Path, most: float) -> list[dict[str, Any]]:
     with suppress(HybridFlowError, OSError):
         for record in read_jsonl(run / "metrics.jsonl", most_bytes=_MOST_METRICS_BYTES):
             step = record.get("step")
-            if type(step) is int and 0 <= step <= most and record.get("phase") in ("train", "val"):
-                found[str(record["phase"]), step] = record
+            phase = record.get("phase")
+            if type(step) is int and 0 <= step <= most and phase in ("train", "val"):
+                found[phase, step] = record
     return list(found.values())
 
 
@@ -303,8 +324,8 @@ def _digests(run: Path) -> dict[str, dict[str, str]]:
     return {}
 
 
-def _value(config: Mapping[str, Any], dotted: str) -> Any:
-    node: Any = config
+def _value(node: Any, dotted: str) -> Any:
+    """Return the value at a dotted path; None if a part of the path is missing."""
     for part in dotted.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node
@@ -333,7 +354,7 @@ def _section(title: str, body: str) -> str:
     return f"## {title}\n{body}" if body else ""
 
 
-def _table(facts: Iterable[tuple[str, Any]]) -> str:
+def _table(facts: Iterable[Fact]) -> str:
     rows = []
     for name, value in facts:
         if value not in (None, ""):
@@ -345,15 +366,15 @@ def _lines(rows: Sequence[Sequence[str]]) -> str:
     """Format rows as a Markdown table. The first row contains the column titles."""
     lines = []
     for row in rows:
-        lines.append("| " + " | ".join(row) + " |")
+        cells = " | ".join(row)
+        lines.append(f"| {cells} |")
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join(lines)
 
 
 def _number(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return ""
-    return f"{value:.4g}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:.4g}" if is_number and math.isfinite(value) else ""
 
 
 def _text(value: Any) -> str:

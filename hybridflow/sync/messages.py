@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -53,10 +54,10 @@ class Item:
         blocks = None
         if made is not None:
             rows, columns = made["block"]
-            blocks = Blocks(
-                made["makes"], tuple(made["start"]), tuple(made["size"]), (rows, columns)
-            )
-        return cls(data["buffer"], tuple(data["start"]), tuple(data["size"]), data["dtype"], blocks)
+            start = tuple(made["start"])
+            blocks = Blocks(made["makes"], start, tuple(made["size"]), (rows, columns))
+        start = tuple(data["start"])
+        return cls(data["buffer"], start, tuple(data["size"]), data["dtype"], blocks)
 
 
 @dataclass(frozen=True)
@@ -103,35 +104,32 @@ class Messages:
         np.maximum.at(buckets, table.receiver, table.bucket + 1)
         self.num_buckets = buckets
         have = piece_columns(plan.source)
-        regions = plan.regions
         rows = []
-        for x in (have, vars(regions)):
+        for x in (have, vars(plan.regions)):
             rows.append(np.column_stack([x["tensor"], x["start"], x["size"]]))
         _, same = group_rows(np.concatenate(rows))
+        held, self._region = np.split(same, [len(have["tensor"])])
         self._width = int(same.max(initial=0)) + 1
-        keys = have["class"] * self._width + same[: len(have["tensor"])]
+        keys = have["class"] * self._width + held
         # a region that a rank holds twice (tied weights) is read from the first position
         self._keys, first = np.unique(keys, return_index=True)
         self._place = have["row"][first]
-        self._region = same[len(have["tensor"]) :]
         self._is_scale = Quantised.of(plan.catalog).weight_of >= 0
 
     def outgoing(self, rank: int) -> list[Message]:
         """Return the messages that a trainer rank sends, in order."""
         plan = self.plan
-        sends = self.plan.sends
-        table = self.plan.deliveries
+        sends = plan.sends
+        table = plan.deliveries
         mine = np.flatnonzero(sends.source == rank)
-        counts = (sends.last - sends.first)[mine]
-        row = np.repeat(sends.delivery[mine], counts)
-        peers = []
-        for s in mine.tolist():
-            peers.append(
-                plan.receivers(int(table.receiver[sends.delivery[s]]))[
-                    sends.first[s] : sends.last[s]
-                ]
-            )
-        peer = np.concatenate(peers) if peers else np.empty(0, dtype=np.int64)
+        delivery = sends.delivery[mine]
+        first = sends.first[mine]
+        last = sends.last[mine]
+        row = np.repeat(delivery, last - first)
+        peers = [np.empty(0, dtype=np.int64)]
+        for receiver, low, high in zip(table.receiver[delivery], first, last, strict=True):
+            peers.append(plan.receivers(receiver)[low:high])
+        peer = np.concatenate(peers)
         number = int(plan.source.rank_class[rank])
         layout = plan.source.classes[number]
         wanted = number * self._width + self._region[table.region[row]]
@@ -142,15 +140,14 @@ class Messages:
     def incoming(self, rank: int) -> list[Message]:
         """Return the messages that an engine rank receives, in order."""
         plan = self.plan
-        sends = self.plan.sends
-        table = self.plan.deliveries
+        sends = plan.sends
+        table = plan.deliveries
         number = int(plan.target.rank_class[rank])
         position = int(np.searchsorted(plan.receivers(number), rank))
-        mine = (
-            (table.receiver[sends.delivery] == number)
-            & (sends.first <= position)
-            & (position < sends.last)
-        )
+        is_mine = table.receiver[sends.delivery] == number
+        is_mine &= sends.first <= position
+        is_mine &= position < sends.last
+        mine = np.flatnonzero(is_mine)
         row = sends.delivery[mine]
         peer = sends.source[mine]
         layout = plan.target.classes[number]
@@ -166,15 +163,14 @@ class Messages:
         pairs = zip(table.receiver[row].tolist(), table.piece[row].tolist(), strict=True)
         dtypes: list[str] = []
         for number, piece in pairs:
-            dtypes.append(classes[number].dtypes[int(classes[number].buffer[piece])])
+            layout = classes[number]
+            dtypes.append(layout.dtypes[layout.buffer[piece]])
         return dtypes
 
     def _step(self, row: np.ndarray, receiver: np.ndarray) -> np.ndarray:
-        table = self.plan.deliveries
         plan = self.plan
-        return (table.bucket[row] - plan.phase[receiver]) % self.num_buckets[
-            plan.target.rank_class[receiver]
-        ]
+        after_phase = plan.deliveries.bucket[row] - plan.phase[receiver]
+        return after_phase % self.num_buckets[plan.target.rank_class[receiver]]
 
     def _group(
         self,
@@ -192,21 +188,23 @@ class Messages:
         row = row[order]
         peer = peer[order]
         step = step[order]
+        piece = piece[order]
         dtypes = [dtypes[n] for n in order.tolist()]
-        items = self._items(row, side, number, piece[order], local[order], dtypes)
-        whole = self._is_whole(side.classes[number].tensor[piece[order]], dtypes)
+        items = self._items(row, side, number, piece, local[order], dtypes)
+        whole = self._is_whole(side.classes[number].tensor[piece], dtypes)
         is_new = np.ones(len(row), dtype=bool)
         is_new[1:] = (step[1:] != step[:-1]) | (peer[1:] != peer[:-1])
+        bounds = [*np.flatnonzero(is_new).tolist(), len(row)]
+        flagged = list(zip(items, whole, strict=True))
         messages = []
-        for low, high in pairwise([*np.flatnonzero(is_new).tolist(), len(row)]):
+        for low, high in pairwise(bounds):
             bucket = int(self.plan.deliveries.bucket[row[low]])
-            parts = _cut(list(zip(items[low:high], whole[low:high], strict=True)), self._part_bytes)
+            other = int(peer[low])
+            parts = _cut(flagged[low:high], self._part_bytes)
             for part, those in enumerate(parts):
                 nbytes = sum(map(item_bytes, those))
-                messages.append(
-                    Message(int(step[low]), bucket, int(peer[low]), nbytes, those, part)
-                )
-        return sorted(messages, key=lambda message: (message.step, message.part, message.peer))
+                messages.append(Message(int(step[low]), bucket, other, nbytes, those, part))
+        return sorted(messages, key=attrgetter("step", "part", "peer"))
 
     def _items(
         self,
@@ -221,16 +219,14 @@ class Messages:
         layout = side.classes[number]
         start = table.start[row]
         size = table.size[row]
-        sends = side is self.plan.source
-        made = (
-            made_by_sender(self.plan.catalog, layout, piece, start, size, dtypes) if sends else {}
-        )
+        made: Mapping[int, tuple[int, tuple[int, ...], Blocks]] = {}
+        if side is self.plan.source:
+            made = made_by_sender(self.plan.catalog, layout, piece, start, size, dtypes)
         items = []
         for i, shape in enumerate(size.tolist()):
-            read, place, blocks = made.get(i, (int(piece[i]), tuple(local[i].tolist()), None))
-            items.append(
-                Item(layout.names[int(layout.buffer[read])], place, tuple(shape), dtypes[i], blocks)
-            )
+            read, place, blocks = made.get(i, (piece[i], tuple(local[i].tolist()), None))
+            buffer = layout.names[layout.buffer[read]]
+            items.append(Item(buffer, place, tuple(shape), dtypes[i], blocks))
         return items
 
     def _is_whole(self, tensor: np.ndarray, dtypes: list[str]) -> list[bool]:
@@ -260,18 +256,21 @@ def _cut(items: list[tuple[Item, bool]], limit: int) -> list[tuple[Item, ...]]:
 
     def close() -> None:
         nonlocal filled
-        parts.extend([tuple(together)] if together else [])
+        if together:
+            parts.append(tuple(together))
         together.clear()
         filled = 0
 
     for item, is_whole in items:
         nbytes = item_bytes(item)
-        if nbytes >= limit // _LARGE or filled + nbytes > limit:
+        is_large = nbytes >= limit // _LARGE
+        if is_large or filled + nbytes > limit:
             close()
-        if nbytes >= limit // _LARGE:
-            parts.extend(
-                (piece,) for piece in ([item] if is_whole else _rows(item, -(-nbytes // limit)))
-            )
+        if is_large and is_whole:
+            parts.append((item,))
+        elif is_large:
+            count = -(-nbytes // limit)
+            parts += [(piece,) for piece in _rows(item, count)]
         else:
             together.append(item)
             filled += nbytes
@@ -284,17 +283,15 @@ def _rows(item: Item, count: int) -> list[Item]:
 
     Rows are taken along the first axis that is longer than one.
     """
-    axis = next((axis for axis, length in enumerate(item.size) if length > 1), len(item.size) - 1)
+    last = len(item.size) - 1
+    axis = next((axis for axis, length in enumerate(item.size) if length > 1), last)
     length = item.size[axis]
     step = max(1, length // count)
+    start = list(item.start)
+    size = list(item.size)
     pieces = []
     for begin in range(0, length, step):
-        start = (*item.start[:axis], item.start[axis] + begin, *item.start[axis + 1 :])
-        pieces.append(
-            replace(
-                item,
-                start=start,
-                size=(*item.size[:axis], min(step, length - begin), *item.size[axis + 1 :]),
-            )
-        )
+        start[axis] = item.start[axis] + begin
+        size[axis] = min(step, length - begin)
+        pieces.append(replace(item, start=tuple(start), size=tuple(size)))
     return pieces

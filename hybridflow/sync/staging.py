@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, cycle
+from itertools import cycle
 from math import prod
 
 import torch
@@ -18,7 +18,7 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.models.fp8 import FP8
 from hybridflow.reshard.fp8_blocks import SCALES
 from hybridflow.reshard.layout import DIMS, ITEM_BYTES, padded
-from hybridflow.sync.messages import Item, Message
+from hybridflow.sync.messages import Item, Message, item_bytes
 from hybridflow.sync.transports.base import (
     DIGEST_BYTES,
     Digest,
@@ -53,20 +53,21 @@ class Copies:
     def __init__(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> None:
         self._messages = messages
         self._prepared: dict[int, Slices] = {}
-        self._slices = list(map(_slices, messages))
-        self._local = [
-            [_rectangle(buffers, piece.item) for piece in pieces] for pieces in self._slices
-        ]
-        self._made = [
-            {index for index, piece in enumerate(pieces) if piece.item.blocks is not None}
-            for pieces in self._slices
-        ]
-        self._whole = [
-            _payload_of(pieces, local)
-            for pieces, local in zip(self._slices, self._local, strict=True)
-        ]
+        self._slices: list[list[_Slice]] = []
+        self._local: list[list[torch.Tensor]] = []  # the slices' views of the buffers
+        self._made: list[set[int]] = []  # indices of the slices that are computed from blocks
+        self._whole: list[Payload | None] = []
+        for message in messages:
+            pieces = _slices(message)
+            local = [_rectangle(buffers, piece.item) for piece in pieces]
+            made = {i for i, piece in enumerate(pieces) if piece.item.blocks is not None}
+            self._slices.append(pieces)
+            self._local.append(local)
+            self._made.append(made)
+            self._whole.append(_payload_of(pieces, local))
         self._packed: dict[tuple[int, Payload], list[torch.Tensor]] = {}
-        self.device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
+        first = next(iter(buffers.values()), None)
+        self.device = torch.device("cpu") if first is None else first.device
 
     def whole(self, number: int) -> Payload | None:
         """Return the message's bytes in the buffer if it is one contiguous slice without a cast,
@@ -83,8 +84,9 @@ class Copies:
         views = self._views(number, payload)
         local = self._local[number]
         if made := self._made[number]:
+            pieces = self._slices[number]
             for index in made:
-                _make(self._slices[number][index].item, local[index], views[index])
+                _make(pieces[index].item, local[index], views[index])
             copied = [index for index in range(len(views)) if index not in made]
             views = [views[index] for index in copied]
             local = [local[index] for index in copied]
@@ -111,11 +113,8 @@ class Copies:
 
     def _in_one_read(self, number: int) -> Slices:
         if number not in self._prepared:
-            pieces = zip(self._slices[number], self._local[number], strict=True)
-            nbytes = self._messages[number].nbytes
-            self._prepared[number] = Slices(
-                [_kernel_slice(piece, view) for piece, view in pieces], nbytes
-            )
+            slices = list(map(_kernel_slice, self._slices[number], self._local[number]))
+            self._prepared[number] = Slices(slices, self._messages[number].nbytes)
         return self._prepared[number]
 
     def _views(self, number: int, payload: Payload) -> list[torch.Tensor]:
@@ -123,14 +122,12 @@ class Copies:
         few payloads."""
         key = (number, payload)
         if key not in self._packed:
-            self._packed[key] = [
-                payload.tensor[
-                    piece.begin : piece.begin + prod(piece.item.size) * ITEM_BYTES[piece.item.dtype]
-                ]
-                .view(_DTYPES[piece.item.dtype])
-                .view(piece.item.size)
-                for piece in self._slices[number]
-            ]
+            views = []
+            for piece in self._slices[number]:
+                item = piece.item
+                data = payload.tensor[piece.begin : piece.begin + item_bytes(item)]
+                views.append(data.view(_DTYPES[item.dtype]).view(item.size))
+            self._packed[key] = views
         return self._packed[key]
 
 
@@ -140,45 +137,48 @@ def _slices(message: Message) -> list[_Slice]:
     pieces: list[_Slice] = []
     begin = 0
     for item in message.items:
-        last = pieces[-1].item if pieces else None
-        axis = _joins(last, item) if last is not None else None
-        if last is not None and axis is not None:
-            size = (*last.size[:axis], last.size[axis] + item.size[axis], *last.size[axis + 1 :])
-            pieces[-1] = replace(pieces[-1], item=replace(last, size=size))
-        else:
+        axis = _joins(pieces[-1].item, item) if pieces else None
+        if axis is None:
             pieces.append(_Slice(item, begin))
-        begin += prod(item.size) * ITEM_BYTES[item.dtype]
+        else:
+            last = pieces[-1].item
+            size = list(last.size)
+            size[axis] += item.size[axis]
+            pieces[-1] = replace(pieces[-1], item=replace(last, size=tuple(size)))
+        begin += item_bytes(item)
     return pieces
 
 
 def _payload_of(pieces: list[_Slice], local: list[torch.Tensor]) -> Payload | None:
-    if len(pieces) != 1 or pieces[0].item.blocks is not None:
+    if len(pieces) != 1:
         return None
+    item = pieces[0].item
     view = local[0]
-    fits = view.is_contiguous() and view.dtype == _DTYPES[pieces[0].item.dtype]
-    return Payload(view.view(-1).view(torch.uint8)) if fits else None
+    if item.blocks is None and view.is_contiguous() and view.dtype == _DTYPES[item.dtype]:
+        return Payload(view.view(-1).view(torch.uint8))
+    return None
 
 
 def _joins(first: Item, second: Item) -> int | None:
     """Return the axis along which `second` continues `first` in both buffer and message, or None if
     it does not."""
-    if (
-        first.buffer != second.buffer
-        or first.dtype != second.dtype
-        or first.blocks is not None
-        or second.blocks is not None
-    ):
+    if first.blocks is not None or second.blocks is not None:
+        return None
+    if first.buffer != second.buffer or first.dtype != second.dtype:
         return None
     apart = []
     for d in range(DIMS):
         if first.start[d] != second.start[d] or first.size[d] != second.size[d]:
             apart.append(d)
+    if len(apart) != 1:
+        return None
+    axis = apart[0]
     # in row-major order the two are contiguous only if all dimensions before the axis have length
     # one
-    axis = next((d for d in range(DIMS) if first.start[d] != second.start[d]), None)
-    if axis is None or apart != [axis] or prod(first.size[:axis]) != 1:
+    if prod(first.size[:axis]) != 1:
         return None
-    return axis if first.start[axis] + first.size[axis] == second.start[axis] else None
+    end = first.start[axis] + first.size[axis]
+    return axis if end == second.start[axis] else None
 
 
 def _kernel_slice(piece: _Slice, view: torch.Tensor) -> Slice:
@@ -186,27 +186,26 @@ def _kernel_slice(piece: _Slice, view: torch.Tensor) -> Slice:
     if item.blocks is None:
         return Slice(view, piece.begin, item.size, _DTYPES[item.dtype])
     dtype = torch.float32 if item.blocks.makes == SCALES else torch.float8_e4m3fn
-    return Slice(
-        view, piece.begin, item.size, dtype, item.blocks.block, item.start[1], item.start[2]
-    )
+    _, row, column = item.start
+    return Slice(view, piece.begin, item.size, dtype, item.blocks.block, row, column)
 
 
 def _make(item: Item, weights: torch.Tensor, view: torch.Tensor) -> None:
     """Write the block-wise fp8 weights or the scales that the item specifies."""
     assert item.blocks is not None
+    block = item.blocks.block
     if item.blocks.makes == SCALES:
-        write_scales(weights, item.blocks.block, view)
+        write_scales(weights, block, view)
     else:
-        write_weights(
-            weights, item.blocks.block, item.start[1], item.start[2], view.view(torch.float8_e4m3fn)
-        )
+        _, row, column = item.start
+        write_weights(weights, block, row, column, view.view(torch.float8_e4m3fn))
 
 
 def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
     """Return the region of the buffer that is read or written."""
-    starts, sizes = (
-        (item.blocks.start, item.blocks.size) if item.blocks else (item.start, item.size)
-    )
+    region = item if item.blocks is None else item.blocks
+    starts = region.start
+    sizes = region.size
     whole = buffers.get(item.buffer)
     if whole is None:
         raise WeightSyncError(
@@ -298,29 +297,31 @@ class _Staging:
                 slices are sent in place and the rest rotate through `slots` slabs.
         """
         if self._placed is None or self._placed[:2] != (copies, keep):
-            self._placed = (
-                copies,
-                keep,
-                (self._side_by_side if keep else self._in_turn)(messages, copies),
-            )
+            place = self._side_by_side if keep else self._in_turn
+            self._placed = (copies, keep, place(messages, copies))
         return self._placed[2]
 
     def _in_turn(self, messages: Sequence[Message], copies: Copies) -> list[Payload]:
         wholes = list(map(copies.whole, range(len(messages))))
         packed = [message for message, whole in zip(messages, wholes, strict=True) if whole is None]
-        slabs = cycle(
-            self._allocate(self.slots, largest_message(packed), copies.device) if packed else []
-        )
+        slabs: list[torch.Tensor] = []
+        if packed:
+            slabs = self._allocate(self.slots, largest_message(packed), copies.device)
+        next_slab = cycle(slabs)
         payloads: list[Payload] = []
         for message, whole in zip(messages, wholes, strict=True):
-            payloads.append(whole or Payload(next(slabs)[: message.nbytes]))
+            payloads.append(whole or Payload(next(next_slab)[: message.nbytes]))
         return payloads
 
     def _side_by_side(self, messages: Sequence[Message], copies: Copies) -> list[Payload]:
-        ends = [0, *accumulate(-(-message.nbytes // _ALIGN) * _ALIGN for message in messages)]
-        (slab,) = self._allocate(1, ends[-1], copies.device)
+        begins = []
+        end = 0
+        for message in messages:
+            begins.append(end)
+            end += -(-message.nbytes // _ALIGN) * _ALIGN
+        (slab,) = self._allocate(1, end, copies.device)
         payloads: list[Payload] = []
-        for begin, message in zip(ends, messages, strict=False):
+        for begin, message in zip(begins, messages, strict=True):
             payloads.append(Payload(slab[begin : begin + message.nbytes]))
         return payloads
 
@@ -328,9 +329,9 @@ class _Staging:
         """Return `count` slabs of at least `nbytes`, reusing the slabs of the last sync if they
         fit.
         """
-        fits = len(self.slabs) == count and all(
-            slab.numel() >= nbytes and slab.device == device for slab in self.slabs
-        )
+        fits = len(self.slabs) == count
+        for slab in self.slabs:
+            fits = fits and slab.numel() >= nbytes and slab.device == device
         if not fits:
             if self.slabs:
                 self.release()
@@ -374,7 +375,9 @@ def largest_message(messages: Sequence[Message]) -> int:
     """Return the size in bytes of the largest message, including the checksum message of each
     pair."""
     counts = Counter(message.peer for message in messages)
-    return max([0, *(message.nbytes for message in messages), *map(seal_bytes, counts.values())])
+    sizes = [message.nbytes for message in messages]
+    sizes += map(seal_bytes, counts.values())
+    return max(sizes, default=0)
 
 
 def seal_bytes(messages: int) -> int:

@@ -39,11 +39,11 @@ def _open(member: Member, device: torch.device) -> Any:
             f"transport {member.endpoint.transport} requires GPU buffers, but the buffers of "
             f"{member.side} rank {member.rank} are on {device}; use shared_memory"
         )
-    return join_nodes(
-        member,
-        lambda near: end_of(near)(near, DeviceMemory(device, peer_memory)),
-        lambda: p2p.open_end(member, device),
-    )
+
+    def open_near(near: Member) -> Any:
+        return end_of(near)(near, DeviceMemory(device, peer_memory))
+
+    return join_nodes(member, open_near, lambda: p2p.open_end(member, device))
 
 
 def join_nodes(member: Member, near: Callable[[Member], Any], far: Callable[[], Any]) -> Any:
@@ -53,11 +53,11 @@ def join_nodes(member: Member, near: Callable[[Member], Any], far: Callable[[], 
     meeting = meet(member)
     sides = {"trainer": endpoint.senders, "engine": endpoint.receivers}
     kernels = {side: _kernels(meeting, side, ranks) for side, ranks in sides.items()}
-    if len({kernel for side in kernels.values() for kernel in side.values()}) == 1:
-        return near(replace(member, endpoint=_part(endpoint, kernels, "")))
-    neighbour = replace(
-        member, endpoint=_part(endpoint, kernels, kernels[member.side][member.rank])
-    )
+    distinct = {*kernels["trainer"].values(), *kernels["engine"].values()}
+    kernel = "" if len(distinct) == 1 else kernels[member.side][member.rank]
+    neighbour = replace(member, endpoint=_part(endpoint, kernels, kernel))
+    if not kernel:
+        return near(neighbour)
     close = frozenset(neighbour.peers)
     channel = near(neighbour) if close else None
     try:
@@ -77,11 +77,14 @@ class _Joined:
         self._far = far
         self._close = close
 
+    def _channel(self, peer: int) -> Any:
+        return self._near if peer in self._close else self._far
+
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        return (self._near if peer in self._close else self._far).send(peer, tag, payload)
+        return self._channel(peer).send(peer, tag, payload)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        return (self._near if peer in self._close else self._far).receive(peer, tag, into)
+        return self._channel(peer).receive(peer, tag, into)
 
     def close(self) -> None:
         for channel in filter(None, (self._near, self._far)):
@@ -144,29 +147,33 @@ class _DeviceSlots:
         self._theirs = theirs
         self._is_sender = member.side == "trainer"
         self._most = slot_bytes(member.endpoint)
-        self._notes = [
-            file[n * _NOTE_BYTES :][:_NOTE_BYTES].numpy() for n in range(member.endpoint.slots)
-        ]
+        self._notes = []
+        for slot in range(member.endpoint.slots):
+            note = file.narrow(0, slot * _NOTE_BYTES, _NOTE_BYTES)
+            self._notes.append(note.numpy())
         self._memory: dict[int, tuple[str, torch.Tensor]] = {}
         self._payloads: dict[tuple[int, int], Payload] = {}
         self._is_open = True
 
     def at(self, slot: int, nbytes: int) -> Payload:
         if slot not in self._memory or self._memory[slot][1].numel() < nbytes:
-            self._payloads = {
-                place: payload for place, payload in self._payloads.items() if place[0] != slot
-            }
+            for place in list(self._payloads):
+                if place[0] == slot:
+                    del self._payloads[place]
             self._memory.pop(slot, None)
-            self._memory[slot] = (
-                self._export(slot, nbytes) if self._is_sender else self._import(slot)
-            )
+            if self._is_sender:
+                self._memory[slot] = self._export(slot, nbytes)
+            else:
+                self._memory[slot] = self._import(slot)
         place = (slot, nbytes)
         if place not in self._payloads:
-            self._payloads[place] = Payload(self._memory[slot][1][:nbytes])
+            _, memory = self._memory[slot]
+            self._payloads[place] = Payload(memory[:nbytes])
         return self._payloads[place]
 
     def _export(self, slot: int, nbytes: int) -> tuple[str, torch.Tensor]:
-        size = min(max(_LEAST, 1 << (nbytes - 1).bit_length()), self._most)
+        power_of_two = 1 << (nbytes - 1).bit_length()
+        size = min(max(_LEAST, power_of_two), self._most)
         memory, text = self._peer.export(size, self._device)
         note = json.dumps(text).encode().ljust(_NOTE_BYTES)
         self._notes[slot][:] = list(note)
@@ -196,17 +203,23 @@ def _kernels(meeting: Meeting, side: str, ranks: tuple[int, ...]) -> dict[int, s
     """Return the kernel id announced by each rank of a side. All ranks must have arrived."""
     kernels: dict[int, str] = {}
     for rank in ranks:
-        kernels[rank] = json.loads(meeting.store.get(f"{side}/{rank}"))["kernel"]
+        announced = json.loads(meeting.store.get(f"{side}/{rank}"))
+        kernels[rank] = announced["kernel"]
     return kernels
 
 
 def _part(endpoint: Endpoint, kernels: dict[str, dict[int, str]], kernel: str) -> Endpoint:
     """Restrict the endpoint to the ranks of one machine. An empty `kernel` selects all ranks."""
-    senders = tuple(rank for rank, where in kernels["trainer"].items() if kernel in ("", where))
-    receivers = tuple(rank for rank, where in kernels["engine"].items() if kernel in ("", where))
+
+    def chosen(side: str) -> tuple[int, ...]:
+        return tuple(rank for rank, where in kernels[side].items() if kernel in ("", where))
+
     name = hashlib.sha256(kernel.encode()).hexdigest()[:12]
     return replace(
-        endpoint, session=f"{endpoint.session}/{name}", senders=senders, receivers=receivers
+        endpoint,
+        session=f"{endpoint.session}/{name}",
+        senders=chosen("trainer"),
+        receivers=chosen("engine"),
     )
 
 
