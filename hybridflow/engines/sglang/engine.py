@@ -32,7 +32,7 @@ from hybridflow.batch import Supports
 from hybridflow.engines.base import ENGINES, Load, TokenRequests
 from hybridflow.engines.served_engine import ServedEngine, ServerClient
 from hybridflow.engines.server import command_line
-from hybridflow.engines.sglang.image_data import encode
+from hybridflow.engines.sglang.images import encode
 from hybridflow.engines.sglang.server import (
     KEYS,
     LOADER,

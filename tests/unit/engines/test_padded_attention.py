@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.engines.sglang.cpu_plugin import padded
-
 SLOTS = 4096
 CONTEXT = 256
 
@@ -76,9 +74,11 @@ def test_blocks_equal_one_sequence_at_a_time(
 ) -> None:
     """Grouped queries, values narrower than keys (latent attention), windows, sinks, cached
     prefixes, sequences without a query, and several blocks."""
+    from hybridflow.engines.sglang.cpu_plugin import attention  # imports SGLang: 10 s
+
     if small_blocks:
-        monkeypatch.setattr(padded, "BLOCK_KEYS", 150)
-        monkeypatch.setattr(padded, "BLOCK_SCORES", 2000)
+        monkeypatch.setattr(attention, "BLOCK_KEYS", 150)
+        monkeypatch.setattr(attention, "BLOCK_SCORES", 2000)
     torch.manual_seed(1)
     lengths = [5, 120, 1, 64, 33, 64, 9]
     queries = {
@@ -94,7 +94,7 @@ def test_blocks_equal_one_sequence_at_a_time(
     batch = batch_of(queries, lengths)
     sinks = torch.randn(heads) if has_sinks else None
     output = torch.full((sum(queries), heads, value_width), float("nan"))
-    blocks = padded.make_blocks(*batch, queries, lengths, window)
+    blocks = attention.make_blocks(*batch, queries, lengths, window)
     assert len(blocks) > 1 or not small_blocks
     for block in blocks:
         block.attend(query, output, k_cache, v_cache, None, sinks)

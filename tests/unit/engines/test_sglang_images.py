@@ -23,10 +23,11 @@ from hybridflow.engines.base import (
     prompt_images,
 )
 from hybridflow.engines.sglang.engine import SglangStreams
-from hybridflow.engines.sglang.image_data import decode, encode
-from hybridflow.engines.sglang.received_images import (
+from hybridflow.engines.sglang.images import (
     PatchProcessor,
+    decode,
     decode_images,
+    encode,
     extend_positions,
 )
 from hybridflow.engines.sglang.weight_receiver import forget_image_features

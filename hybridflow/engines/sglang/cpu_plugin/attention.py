@@ -12,14 +12,19 @@ upstream does not support them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch.nn.functional import scaled_dot_product_attention
 
-from hybridflow.engines.sglang.cpu_plugin.padded import BLOCK_SCORES, Block, make_blocks
 from hybridflow.engines.sglang.cpu_plugin.speculation import install as install_drafting
 from hybridflow.engines.sglang.cpu_plugin.speculation import verifying
+
+# sequences x queries x keys of one padded block; limits the mask and the padding waste
+BLOCK_SCORES = 1 << 20
+BLOCK_KEYS = 1 << 14  # sequences x keys; limits the copy of the KV cache
 
 
 class BatchedAttention(TorchNativeAttnBackend):
@@ -188,3 +193,179 @@ def use_absorbed_latents() -> None:
     AttentionBackendRegistry.register(
         "torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA
     )
+
+
+class Block:
+    """A group of sequences computed together: the indices of their queries and keys, and the
+    visibility mask.
+
+    Everything shared by all layers of a forward pass is prepared once. Each layer gathers its keys
+    and values, makes one call, and scatters the rows back.
+
+    Args:
+        rows: `[n, t]` index of each query in the flat batch; padding repeats the sequence's last
+            query.
+        keys: `[n, l]` slot of each key in the KV cache; padding repeats the sequence's first key,
+            so values of other sequences are never read.
+        visible: `[n, t, l]` True if the query attends to the key.
+        valid: `[n, t]` True if the query is not padding.
+    """
+
+    def __init__(
+        self, rows: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, valid: torch.Tensor
+    ) -> None:
+        self.shape, self.length = rows.shape, keys.shape[1]
+        self._rows = rows.reshape(-1)
+        self._keys = keys.reshape(-1)
+        self._visible = visible
+        self._masks = dict[tuple[int, torch.dtype], torch.Tensor]()
+        self._valid = valid.reshape(-1).nonzero()[:, 0]
+        self._targets = self._rows[self._valid]
+        self.queries = len(self._targets)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scaling: float | None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Write the attention output of this block's queries to `output`.
+
+        Query heads that share a key head are treated as additional queries of that head, so
+        grouped-query attention needs no repeated keys.
+
+        Args:
+            query, output: `[tokens, heads, width]`.
+            k_cache, v_cache: `[slots, kv heads, width]`; the values' width may differ from the
+                keys' (latent attention).
+            scaling: factor applied to the scores; None for 1 / sqrt(width).
+            sinks: `[heads]` a logit per head that is included in the softmax but contributes no
+                value (gpt-oss).
+        """
+        n, t = self.shape
+        heads = query.shape[1]
+        kv_heads = k_cache.shape[1]
+        shared = heads // kv_heads
+        q = query.index_select(0, self._rows).view(n, t, kv_heads, shared, -1)
+        q = q.permute(0, 2, 3, 1, 4).reshape(n, kv_heads, shared * t, -1)
+        k = self._gathered(k_cache)
+        v = self._gathered(v_cache)
+        mask = self._mask(shared, query.dtype)
+        if sinks is None:
+            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        else:
+            out = _attention_with_sinks(
+                q, k, v, mask, sinks.view(kv_heads, shared).repeat_interleave(t, 1), scaling
+            )
+        out = out.view(n, kv_heads, shared, t, -1).permute(0, 3, 1, 2, 4).reshape(n * t, heads, -1)
+        if len(out) > self.queries:
+            out = out.index_select(0, self._valid)
+        output.index_copy_(0, self._targets, out)
+
+    def _gathered(self, cache: torch.Tensor) -> torch.Tensor:
+        """Return the block's keys or values, `[n, kv heads, l, width]`.
+
+        Copies full rows of the cache, because indexing two axes takes about three times as long.
+        """
+        rows = cache.reshape(len(cache), -1).index_select(0, self._keys)
+        return rows.view(self.shape[0], self.length, *cache.shape[1:]).transpose(1, 2)
+
+    def _mask(self, shared: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the additive mask `[n, 1, shared * t, l]`: 0 for visible keys, else -inf."""
+        if (shared, dtype) not in self._masks:
+            added = torch.zeros(self._visible.shape, dtype=dtype).masked_fill_(
+                ~self._visible, float("-inf")
+            )
+            self._masks[shared, dtype] = added.repeat(1, shared, 1)[:, None]
+        return self._masks[shared, dtype]
+
+
+def _attention_with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Return the attention output `[n, kv heads, queries, width]`, computed in steps with a bounded
+    number of scores each.
+
+    Args:
+        q: `[n, kv heads, queries, width]`.
+        k, v: `[n, kv heads, l, width]`.
+        mask: `[n, 1, queries, l]`, additive.
+        sinks: `[kv heads, queries]`.
+        scaling: factor applied to the scores; None for 1 / sqrt(width).
+    """
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    step = max(1, BLOCK_SCORES // (len(q) * k.shape[2]))
+    parts = []
+    for first in range(0, q.shape[2], step):
+        rows = slice(first, first + step)
+        scores = torch.matmul(q[:, :, rows], k.mT) * scale + mask[:, :, rows]
+        sink = sinks[None, :, rows, None].to(scores.dtype).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+        parts.append(torch.matmul(weights, v))
+    return torch.cat(parts, dim=2)
+
+
+def group_by_length(queries: list[int], lengths: list[int]) -> Iterator[list[int]]:
+    """Yield groups of sequence indices, longest sequences first. The padded size of a group is
+    bounded, but a single sequence may exceed the bound."""
+    order = sorted(
+        (i for i in range(len(lengths)) if queries[i] > 0), key=lambda i: (-lengths[i], -queries[i])
+    )
+    group: list[int] = []
+    most_queries = 0
+    for i in order:
+        widest = max(most_queries, queries[i])
+        keys = (len(group) + 1) * lengths[group[0] if group else i]
+        if group and (keys > BLOCK_KEYS or keys * widest > BLOCK_SCORES):
+            yield group
+            group = []
+            widest = queries[i]
+        group.append(i)
+        most_queries = widest
+    if group:
+        yield group
+
+
+def make_blocks(
+    req_to_token: torch.Tensor,
+    requests: torch.Tensor,
+    queries: list[int],
+    lengths: list[int],
+    window: int | None = None,
+) -> list[Block]:
+    """Build the blocks of a batch. Sequence i has `lengths[i]` keys, and queries at its last
+    `queries[i]` positions.
+
+    A query attends to its own key and to all earlier keys or, with `window`, only the last `window`
+    earlier keys.
+    """
+    starts = torch.tensor([0, *queries]).cumsum(0)
+    blocks = []
+    for group in group_by_length(queries, lengths):
+        chosen = torch.tensor(group)
+        count = torch.tensor([queries[i] for i in group])[:, None]
+        length = torch.tensor([lengths[i] for i in group])[:, None]
+        step = torch.arange(int(count.max()))[None]
+        key = torch.arange(int(length.max()))[None]
+        slots = req_to_token[requests[chosen].long()][:, : key.shape[1]].long()
+        last = (length - count + step.minimum(count - 1))[:, :, None]
+        visible = key[:, None, :] <= last
+        if window is not None:
+            visible &= key[:, None, :] >= last - window
+        blocks.append(
+            Block(
+                rows=starts[chosen][:, None] + step.minimum(count - 1),
+                keys=torch.where(key < length, slots, slots[:, :1]),
+                visible=visible,
+                valid=step < count,
+            )
+        )
+    return blocks

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridflow.engines.sglang import cpu_plugin
 from hybridflow.engines.sglang.cpu_plugin import models
-from hybridflow.engines.sglang.received_images import receive_images
+from hybridflow.engines.sglang.images import receive_images
 from hybridflow.engines.sglang.server_changes import close_paths, close_sockets, pack_answers
 
 

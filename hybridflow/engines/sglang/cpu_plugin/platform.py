@@ -3,8 +3,6 @@ inside SGLang processes."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
@@ -31,7 +29,3 @@ class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """Return True for EAGLE, i.e. drafting with the model's own head (`speculation`)."""
         return algorithm == "EAGLE"
-
-    def is_pin_memory_available(self, device: Any = None) -> bool:
-        """Return False, because pinned memory is useful only with an accelerator."""
-        return False
