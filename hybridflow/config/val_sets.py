@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridflow.config.build import build_options
 from hybridflow.config.keys import PositiveInt, out_of_range
-from hybridflow.config.schema import MIN_TEMPERATURE, RunConfig, SamplingConfig, ValSamplingConfig
+from hybridflow.config.schema import MIN_TEMPERATURE, RunConfig, ValSamplingConfig
 from hybridflow.errors import ConfigError
 
 # column [B] of validation prompts: the name of their set
@@ -42,12 +42,6 @@ def val_sets(config: RunConfig) -> dict[str, ValSet]:
     return {"": unnamed} | {
         name: _built(unnamed, name, given) for name, given in config.data.val_sets.items()
     }
-
-
-def sampling_of(config: RunConfig, name: str) -> SamplingConfig:
-    """Return the sampling settings for this set's prompts."""
-    unnamed = _unnamed(config)
-    return (_built(unnamed, name, config.data.val_sets[name]) if name else unnamed).sampling
 
 
 def tag(name: str) -> str:

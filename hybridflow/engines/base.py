@@ -24,6 +24,7 @@ from hybridflow.config.keys import ENGINE
 from hybridflow.config.registry import Registry
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.data.image_tokens import GRIDS, PIXELS
+from hybridflow.errors import EngineError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,6 +77,31 @@ def prompt_images(prompts: DataProto) -> list[PromptImages]:
         return []
     both = zip(prompts.jagged(PIXELS), prompts.jagged(GRIDS), strict=True)
     return [PromptImages(pixels, grids) for pixels, grids in both]
+
+
+def check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int, name: str) -> None:
+    """Reject tokens outside the model's vocabulary. Servers use token ids as indices into the
+    embedding. An invalid id crashes some servers, which fails all other requests too, and makes
+    others read padding.
+
+    Args:
+        prompts: token ids.
+        vocabulary: vocabulary size of the model; 0 if unknown.
+        name: name of the engine.
+
+    Raises:
+        EngineError: a token is invalid; the message names the prompt and the token.
+    """
+    for number, prompt in enumerate(prompts):
+        if not vocabulary or not len(prompt):
+            continue
+        wrong = max(prompt) if min(prompt) >= 0 else min(prompt)
+        if not 0 <= wrong < vocabulary:
+            raise EngineError(
+                f"prompt {number} contains token {wrong}, but the model's token ids are 0 to "
+                f"{vocabulary - 1}",
+                engine=name,
+            )
 
 
 class Extras(NamedTuple):

@@ -21,9 +21,10 @@ from hybridflow.engines.base import (
     PromptImages,
     TokenRequests,
     Told,
+    check_tokens,
 )
 from hybridflow.engines.server import ServerProcess, direct_session
-from hybridflow.engines.spec import check_tokens, model_config
+from hybridflow.engines.spec import model_config
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError, EngineSilent
 

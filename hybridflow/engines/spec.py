@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config.model_config import flattened
-from hybridflow.errors import EngineError
 
 
 @dataclass(frozen=True)
@@ -106,31 +104,6 @@ def model_config(spec: EngineSpec) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return flattened(found) if isinstance(found, dict) else {}
-
-
-def check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int, name: str) -> None:
-    """Reject tokens outside the model's vocabulary. Servers use token ids as indices into the
-    embedding. An invalid id crashes some servers, which fails all other requests too, and makes
-    others read padding.
-
-    Args:
-        prompts: token ids.
-        vocabulary: vocabulary size of the model; 0 if unknown.
-        name: name of the engine.
-
-    Raises:
-        EngineError: a token is invalid; the message names the prompt and the token.
-    """
-    for number, prompt in enumerate(prompts):
-        if not vocabulary or not len(prompt):
-            continue
-        wrong = max(prompt) if min(prompt) >= 0 else min(prompt)
-        if not 0 <= wrong < vocabulary:
-            raise EngineError(
-                f"prompt {number} contains token {wrong}, but the model's token ids are 0 to "
-                f"{vocabulary - 1}",
-                engine=name,
-            )
 
 
 def log_of_start(log_path: Path, number: int) -> Path:

@@ -144,17 +144,59 @@ class EngineSupervisor:
             self._failure = self._failure or f"restart failed: {error}"
 
 
+class BusyClock:
+    """Accumulates the time during which an engine has requests, and the tokens that it generates.
+    Not thread-safe.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._from = now()
+        self._busy_since: float | None = None
+        self._busy = 0.0
+        self.tokens = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """True while the engine has requests."""
+        return self._busy_since is not None
+
+    def note(self, has_requests: bool) -> None:
+        """Record that the engine is now busy (`has_requests`) or idle."""
+        if has_requests and self._busy_since is None:
+            self._busy_since = self._now()
+        elif not has_requests and self._busy_since is not None:
+            self._busy += self._now() - self._busy_since
+            self._busy_since = None
+
+    def take(self) -> dict[str, float]:
+        """Return the tokens per second of busy time and the idle fraction since the last call, then
+        reset the counters.
+        """
+        now = self._now()
+        if self._busy_since is not None:
+            self._busy += now - self._busy_since
+            self._busy_since = now
+        found = {}
+        if self._busy > 0:
+            found["tokens_per_s"] = self.tokens / self._busy
+        if now > self._from:
+            found["idle_share"] = 1.0 - self._busy / (now - self._from)
+        self._from, self._busy, self.tokens = now, 0.0, 0
+        return found
+
+
 class LoadWatch:
     """Samples an engine's load several times a second while it has requests.
 
     Args:
         load: function that returns the current load. A sample is skipped if it raises an error.
-        is_busy: True while the engine has requests.
+        clock: the engine's busy time.
     """
 
-    def __init__(self, load: Callable[[], Load | None], is_busy: Callable[[], bool]) -> None:
+    def __init__(self, load: Callable[[], Load | None], clock: BusyClock) -> None:
         self._load = load
-        self._is_busy = is_busy
+        self._clock = clock
         self._lock = threading.Lock()
         self._seen: list[Load] = []
         threading.Thread(target=self._watch, name="engine load", daemon=True).start()
@@ -178,6 +220,6 @@ class LoadWatch:
     def _watch(self) -> None:
         while True:
             time.sleep(_EVERY_S)
-            if self._is_busy() and (found := self._load()) is not None:
+            if self._clock.is_busy and (found := self._load()) is not None:
                 with self._lock:
                     self._seen.append(found)

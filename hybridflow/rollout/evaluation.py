@@ -260,6 +260,7 @@ class Validator:
         self.scorer = scorer
         self.folder = folder
         self.sets = val_sets(config)
+        self.tags = {name: tag(name) for name in self.sets}
 
     async def run(self, engines: Rollouts, step: int) -> dict[str, float]:
         """Validate all sets concurrently. Returns their metrics, with the prefix "val", or
@@ -292,13 +293,13 @@ class Validator:
 
     def dump(self, name: str, batch: DataProto, step: int) -> None:
         """Write a validation set's answers at this step to a file in the folder of the set."""
-        dump_batch(self.folder / f"validation{tag(name)}", step, batch, self.scorer.tokenizer)
+        dump_batch(self.folder / f"validation{self.tags[name]}", step, batch, self.scorer.tokenizer)
 
     def metrics(self, name: str, batch: DataProto) -> dict[str, float]:
         """Return a validation set's metrics with its prefix, and verl's `val-core` metrics."""
         samples = self.sets[name].samples
-        found = self._metrics(f"val{tag(name)}", batch, samples)
-        return found | _core(f"val-core{tag(name)}", batch, samples)
+        found = self._metrics(f"val{self.tags[name]}", batch, samples)
+        return found | _core(f"val-core{self.tags[name]}", batch, samples)
 
     def _prompts(self, name: str) -> DataProto:
         """Return a validation set's prompts, each repeated once per sample."""
@@ -333,8 +334,7 @@ class Validator:
                 metrics[f"{prefix}{part}/accuracy"] = metrics[f"{prefix}{part}/score"]
             if samples > 1:
                 extras = batch["reward_extra"][rows].tolist() if "reward_extra" in batch else None
-                found = answer_statistics(scores, samples, extras)
-                for name, value in found.items():
+                for name, value in answer_statistics(scores, samples, extras).items():
                     metrics[f"{prefix}{part}/{name}"] = value
         for name, value in extra_metrics(batch).items():
             if name.endswith("/mean"):

@@ -13,7 +13,7 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.engines.base import LocalEngine, prompt_images
 from hybridflow.errors import EngineError
 from hybridflow.rollout.protocols import SyncReport
-from hybridflow.rollout.requests import Requests, extras_for, sampling_for
+from hybridflow.rollout.requests import Requests, extras_for
 from hybridflow.single_controller import computing
 from hybridflow.workers.requests import generated
 from hybridflow.workers.rollout import response_columns
@@ -86,7 +86,7 @@ class InProcessRollouts(Requests):
         ):
             self._asked.insert(number, (training, part.rows(np.arange(most, len(part)))))
             part = part.rows(np.arange(most))
-        sampling = sampling_for(self.config, training, part)
+        sampling = self._sampling(training, part)
         rows = [row.tolist() for row in part.jagged("prompt_ids")]
         extras = extras_for(self.config, training)
         with computing():

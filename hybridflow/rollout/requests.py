@@ -21,7 +21,7 @@ import numpy as np
 from hybridflow.batch import DataProto, Jagged, objects
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig, SamplingConfig
-from hybridflow.config.val_sets import VAL_SET, sampling_of
+from hybridflow.config.val_sets import VAL_SET, val_sets
 from hybridflow.data.balancing import shares
 from hybridflow.data.image_tokens import IMAGES
 from hybridflow.engines.base import Extras
@@ -98,6 +98,7 @@ class Requests(ABC):
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        self._val_sampling = {name: one.sampling for name, one in val_sets(config).items()}
         self.recover: Callable[[HybridFlowError], Awaitable[None]] = _give_up
         self.asked = asyncio.Event()  # set when a task of this process adds a request
         self._next_number = 0
@@ -444,6 +445,15 @@ class Requests(ABC):
             spans.count(f"requests of engine-{engine}", held[engine])
         self._counted |= held.keys()
 
+    def _sampling(self, training: bool, asked: DataProto) -> SamplingConfig:
+        """Return the sampling settings shared by rows that are sent to an engine together."""
+        if _SAMPLING in asked:
+            own: SamplingConfig = asked[_SAMPLING][0]
+            return own
+        if training:
+            return self.config.rollout.sampling
+        return self._val_sampling[asked[VAL_SET][0] if VAL_SET in asked else ""]
+
     def _ask_again(self) -> None:
         """Requeue all requests in flight after their workers have been lost."""
         lost = list(self._under_way.values())
@@ -510,18 +520,6 @@ class Requests(ABC):
 
 async def _give_up(error: HybridFlowError) -> None:
     raise error
-
-
-def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> SamplingConfig:
-    """Return the sampling settings shared by rows that are sent to an engine together."""
-    if _SAMPLING in asked:
-        own: SamplingConfig = asked[_SAMPLING][0]
-        return own
-    return (
-        config.rollout.sampling
-        if training
-        else sampling_of(config, asked[VAL_SET][0] if VAL_SET in asked else "")
-    )
 
 
 def extras_for(config: RunConfig, training: bool) -> Extras:

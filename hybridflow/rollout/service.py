@@ -16,7 +16,7 @@ from hybridflow.engines.base import Extras
 from hybridflow.engines.supervisor import UP, EngineState
 from hybridflow.errors import EnginesLostError, WorkerError
 from hybridflow.rollout.protocols import SyncReport, WeightSync
-from hybridflow.rollout.requests import Requests, extras_for, sampling_for
+from hybridflow.rollout.requests import Requests, extras_for
 from hybridflow.single_controller import Pending, ThreadGroup, WorkerGroup
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
@@ -158,7 +158,7 @@ class EngineGroup(Requests):
         return healthy
 
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
-        sampling = sampling_for(self.config, training, next(iter(parts.values())))
+        sampling = self._sampling(training, next(iter(parts.values())))
         same = [sampling], [self.stop_ids], [extras_for(self.config, training)]
         given = (values * len(parts) for values in same)
         await self.group.call(

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -77,7 +76,7 @@ class _Local:
 
     temp_dir: Path
     lock: int
-    guard: subprocess.Popen[bytes]
+    guard: watch.Guard
 
     @classmethod
     def make(cls) -> _Local:
@@ -85,27 +84,12 @@ class _Local:
         temp_dir = make_private_folder(_PREFIX, ROOM_FOR_RAY)
         lock = os.open(temp_dir / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return cls(temp_dir, lock, _start_guard(temp_dir))
-
-    def keep_guarded(self) -> list[int]:
-        """Restart the guard if it has exited, for example if it was killed. Returns its pid."""
-        if self.guard.poll() is not None:
-            assert self.guard.stdin is not None
-            self.guard.stdin.close()
-            self.guard = _start_guard(self.temp_dir)
-        return [self.guard.pid]
+        return cls(temp_dir, lock, watch.Guard(temp_dir))
 
     def remove(self) -> None:
         """Stop the guard and delete the folder. Call after Ray has shut down."""
-        assert self.guard.stdin is not None
         os.close(self.lock)
-        try:
-            self.guard.stdin.write(b"x")
-            self.guard.stdin.close()
-            self.guard.wait(timeout=5)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            self.guard.kill()
-            self.guard.wait()
+        self.guard.stop()
         shutil.rmtree(self.temp_dir, ignore_errors=True)
 
 
@@ -117,11 +101,13 @@ class Cluster:
         self.config = config
         self.run_dir = run_dir
         self.temp_dir = local.temp_dir if local else None
+        # this process started the cluster: one node, on loopback
+        self.is_local = local is not None
         self._local = local
         self._open = True
         self._remote: dict[str, RemoteNode] = {}
         if local:
-            self._watch = watch.Watch(watch.Processes(_ray_processes()), local.keep_guarded)
+            self._watch = watch.Watch(watch.Processes(_ray_processes()), local.guard.keep)
         else:
             self._watch = watch.Watch(watch.Address(_gcs_address()))
 
@@ -162,7 +148,7 @@ class Cluster:
         slots = config.nodes * config.procs_per_node
         before = signal.getsignal(signal.SIGTERM)
         starting = watch.Watch(
-            watch.Starting(_starting_processes, config.start_timeout_s), local.keep_guarded
+            watch.Starting(_starting_processes, config.start_timeout_s), local.guard.keep
         )
         try:
             ray.init(
@@ -241,11 +227,6 @@ class Cluster:
                 "set cluster.trusted_network=true if no one else can reach its machines"
             )
         return cluster
-
-    @property
-    def is_local(self) -> bool:
-        """True if this process started the cluster (one node, on loopback)."""
-        return self.temp_dir is not None
 
     def device_kind(self) -> Kind:
         """Return the nodes' device type. For a local cluster, this is the machine's device type.
@@ -402,11 +383,6 @@ def wait_for_nodes(
                 "nodes have the same token"
             )
         time.sleep(_POLL_S)
-
-
-def _start_guard(temp_dir: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", guard.__file__, str(temp_dir), str(os.getpid())]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _set_environment() -> None:

@@ -1,7 +1,7 @@
-"""Detection of the loss of Ray itself.
+"""Detection of the loss of Ray itself, and of a local cluster's guard.
 
-The local Ray processes, or the address of a joined cluster, are checked every second and whenever
-one of the processes exits.
+The local Ray processes and the guard, or the address of a joined cluster, are checked every second
+and whenever one of the processes exits.
 
 Ray's own client waits a minute for a dead gcs and then aborts the driver; for a stopped gcs it
 waits forever. The watchdog instead interrupts the main thread, like Ctrl-C, and `Cluster` raises an
@@ -15,14 +15,17 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Protocol
 
 from hybridflow.process.children import STOPPED, is_running, state_of
+from hybridflow.single_controller import guard
 
 _POLL_S = 1.0
 # a process stopped for this many polls is lost; a driver that was suspended too polls less often
@@ -39,8 +42,8 @@ class Watch:
 
     Args:
         watched: the components to monitor.
-        keep: called on each poll to replace helper processes if necessary. Returns the pids of the
-            helpers, whose exit also triggers a poll.
+        keep: called on each poll to replace helper processes if necessary (`Guard.keep`). Returns
+            the pids of the helpers, whose exit also triggers a poll.
     """
 
     def __init__(self, watched: Watched, keep: Callable[[], Sequence[int]] = tuple) -> None:
@@ -148,6 +151,42 @@ def _ends_of(pids: Sequence[int]) -> Iterator[list[int]]:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+class Guard:
+    """The process that cleans up a local cluster after this process was killed (`guard`).
+
+    Args:
+        temp_dir: the cluster's private folder.
+    """
+
+    def __init__(self, temp_dir: Path) -> None:
+        self._temp_dir = temp_dir
+        self.process = self._start()
+
+    def keep(self) -> list[int]:
+        """Restart the guard if it has exited, for example if it was killed. Returns its pid."""
+        if self.process.poll() is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            self.process = self._start()
+        return [self.process.pid]
+
+    def stop(self) -> None:
+        """Stop the guard, which then cleans up nothing."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(b"x")
+            self.process.stdin.close()
+            self.process.wait(timeout=5)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        script = guard.__file__
+        command = [sys.executable, "-I", "-S", script, str(self._temp_dir), str(os.getpid())]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 class Watched(Protocol):

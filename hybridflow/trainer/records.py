@@ -13,7 +13,6 @@ from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.entries import ESTIMATORS
 from hybridflow.config.schema import RunConfig
-from hybridflow.config.val_sets import tag
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
@@ -122,15 +121,16 @@ class Records:
         if not metrics:
             return
         self.session.log(step, metrics, phase="val")
+        tags = self.validator.tags
         for name in self.validator.datasets:
-            folder = self.session.folder / f"validation{tag(name)}"
+            folder = self.session.folder / f"validation{tags[name]}"
             self.session.tracker.rollouts(step, dump_path(folder, step))
-        scores = {name: metrics[f"val{tag(name)}/score"] for name in self.validator.datasets}
+        scores = {name: metrics[f"val{tags[name]}/score"] for name in self.validator.datasets}
         first = next(iter(scores.values()))
         self.session.totals.setdefault("score_before", first)
         self.session.totals["score_after"] = first
         for name, score in scores.items():
-            what = "accuracy" if f"val{tag(name)}/accuracy" in metrics else "score"
+            what = "accuracy" if f"val{tags[name]}/accuracy" in metrics else "score"
             whose = f" of {name}" if name else ""
             progress.message(f"held-out {what}{whose} after step {step}: {score:.3f}")
 

@@ -5,8 +5,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,52 +22,11 @@ from hybridflow.engines.base import (
     TokenRequests,
     Told,
 )
+from hybridflow.engines.supervisor import BusyClock
 from hybridflow.errors import EngineError
 
 CUT_SHORT = "cut short"  # finish reason of a response left incomplete because its engine was lost
 _NOTHING = Completion([], [], "abort", ())
-
-
-class BusyClock:
-    """Accumulates the time during which an engine has requests, and the tokens that it generates.
-    Not thread-safe.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._from = now()
-        self._busy_since: float | None = None
-        self._busy = 0.0
-        self.tokens = 0
-
-    @property
-    def is_busy(self) -> bool:
-        """True while the engine has requests."""
-        return self._busy_since is not None
-
-    def note(self, has_requests: bool) -> None:
-        """Record that the engine is now busy (`has_requests`) or idle."""
-        if has_requests and self._busy_since is None:
-            self._busy_since = self._now()
-        elif not has_requests and self._busy_since is not None:
-            self._busy += self._now() - self._busy_since
-            self._busy_since = None
-
-    def take(self) -> dict[str, float]:
-        """Return the tokens per second of busy time and the idle fraction since the last call, then
-        reset the counters.
-        """
-        now = self._now()
-        if self._busy_since is not None:
-            self._busy += now - self._busy_since
-            self._busy_since = now
-        found = {}
-        if self._busy > 0:
-            found["tokens_per_s"] = self.tokens / self._busy
-        if now > self._from:
-            found["idle_share"] = 1.0 - self._busy / (now - self._from)
-        self._from, self._busy, self.tokens = now, 0.0, 0
-        return found
 
 
 @dataclass(frozen=True)
@@ -99,23 +57,22 @@ class _Part:
 
 
 class EngineRequests:
-    """All requests of one engine. Safe to use from the worker's thread and the engine's thread."""
+    """All requests of one engine. Safe to use from the worker's thread and the engine's thread.
+
+    Attributes:
+        clock: the engine's busy time.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._parts: list[_Part] = []
         self._ended: list[Ended] = []
-        self._clock = BusyClock()
-
-    @property
-    def is_busy(self) -> bool:
-        """True while requests are in flight."""
-        return self._clock.is_busy
+        self.clock = BusyClock()
 
     def take_load(self) -> dict[str, float]:
         """Return tokens per second and the idle share since the last call (`BusyClock.take`)."""
         with self._changed:
-            return self._clock.take()
+            return self.clock.take()
 
     def ask(
         self, engine: Engine, start: int, tickets: Sequence[int], requests: TokenRequests
@@ -264,7 +221,7 @@ class EngineRequests:
 
     def _end(self, part: _Part, number: int, completion: Completion) -> None:
         part.open.discard(number)
-        self._clock.tokens += len(completion.token_ids)
+        self.clock.tokens += len(completion.token_ids)
         self._note_busy()
         asked = part.requests
         self._ended.append(
@@ -286,7 +243,7 @@ class EngineRequests:
             self._note_busy()
 
     def _note_busy(self) -> None:
-        self._clock.note(any(part.open for part in self._parts))
+        self.clock.note(any(part.open for part in self._parts))
 
     def _wake(self) -> None:
         with self._changed:

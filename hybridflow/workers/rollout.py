@@ -173,8 +173,7 @@ class RolloutWorker:
         self.supervisor = EngineSupervisor(
             config.engine, spec, log_path, self._check_layout, config.max_restarts, nodes
         )
-
-        self.watch = LoadWatch(self._load, lambda: self.requests.is_busy)
+        self.watch = LoadWatch(self._load, self.requests.clock)
 
     def mesh_position(self) -> MeshPosition:
         """Return this engine's data-parallel position. Each engine handles different prompts, so

@@ -18,9 +18,15 @@ from hybridflow.batch import Supports
 from hybridflow.config.model_config import with_tower
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.device.platform import Platform
-from hybridflow.engines.base import ENGINES, Completion, PromptImages, WeightSpan
+from hybridflow.engines.base import (
+    ENGINES,
+    Completion,
+    PromptImages,
+    WeightSpan,
+    check_tokens,
+)
 from hybridflow.engines.hf.images import read_images
-from hybridflow.engines.spec import EngineSpec, check_tokens
+from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError, ModelError
 from hybridflow.models import family_of
 from hybridflow.models.causal import allocate, causal_on_meta, checkpoint_views

@@ -12,10 +12,9 @@ import pytest
 
 from hybridflow.engines.base import Load
 from hybridflow.engines.sglang.engine import EngineClient
-from hybridflow.engines.supervisor import LoadWatch
+from hybridflow.engines.supervisor import BusyClock, LoadWatch
 from hybridflow.errors import EngineError
 from hybridflow.rollout.service import over_engines
-from hybridflow.workers.requests import BusyClock
 
 
 def test_the_clock_counts_the_time_with_requests() -> None:
@@ -43,20 +42,20 @@ def test_the_clock_counts_the_time_with_requests() -> None:
 
 def test_the_watch_reads_while_there_are_requests() -> None:
     readings = iter([Load(4, 2, 0.5), None, Load(8, 0, 0.25)])
-    busy = threading.Event()
+    clock = BusyClock()
     done = threading.Event()
 
     def load() -> Load | None:
         found = next(readings, None)
         if found == Load(8, 0, 0.25):
-            busy.clear()
+            clock.note(False)
             done.set()
         return found
 
-    watch = LoadWatch(load, busy.is_set)
+    watch = LoadWatch(load, clock)
     time.sleep(0.3)
     assert watch.take() == {}
-    busy.set()
+    clock.note(True)
     assert done.wait(10)
     time.sleep(0.1)
     assert watch.take() == {

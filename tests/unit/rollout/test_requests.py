@@ -18,7 +18,7 @@ from hybridflow.data.balancing import shares
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.errors import EnginesLostError
 from hybridflow.rollout.protocols import SyncReport
-from hybridflow.rollout.requests import Request, Requests, sampling_for
+from hybridflow.rollout.requests import Request, Requests
 from hybridflow.single_controller import block_on
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
@@ -61,7 +61,7 @@ class Engines(Requests):
 
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         for engine, part in parts.items():
-            temperature = sampling_for(self.config, training, part).temperature
+            temperature = self._sampling(training, part).temperature
             self.temperatures |= dict.fromkeys(part["ticket"].tolist(), temperature)
             assert engine not in self.lost and len(part)
             for ticket, prompt, most in zip(

@@ -131,18 +131,18 @@ def test_a_signal_that_comes_just_before_a_system_call_is_sent_again(
 
 def test_a_guard_that_was_killed_is_replaced(sleeper: subprocess.Popen[bytes]) -> None:
     local = _Local.make()
-    killed = local.guard
-    watched = watch.Watch(watch.Processes({"gcs_server": sleeper.pid}), local.keep_guarded)
+    killed = local.guard.process
+    watched = watch.Watch(watch.Processes({"gcs_server": sleeper.pid}), local.guard.keep)
     try:
         killed.kill()
         deadline = time.monotonic() + 60
-        while local.guard is killed and time.monotonic() < deadline:
+        while local.guard.process is killed and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert local.guard is not killed and local.guard.poll() is None
+        assert local.guard.process is not killed and local.guard.process.poll() is None
     finally:
         watched.stop()
         local.remove()
-    assert local.guard.poll() is not None
+    assert local.guard.process.poll() is not None
     assert not local.temp_dir.exists()
 
 
