@@ -372,20 +372,15 @@ class Policy(HoldsReference):
     def _base(self) -> dict[str, torch.Tensor]:
         self.settle()
         held = {}
-        for name, (parameter, _) in self.described().items():
+        for name, (parameter, _) in self.described.items():
             held[name] = parameter.detach()
         return held
 
-    def described(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
-        """Return `local_parameters` of this rank, including its prediction heads."""
-        held = held_weights(self.stages, self.heads)
-        return {name: (held[name], local) for name, local in self._map.items()}
-
     @functools.cached_property
-    def _map(self) -> dict[str, LocalTensor]:
-        """The descriptions of this rank's tensors, compared with the model once."""
-        found = local_parameters(self.stages, self.family, self.heads)
-        return {name: local for name, (_, local) in found.items()}
+    def described(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
+        """`local_parameters` of this rank, including its prediction heads. Compared with the model
+        once: updates, loading and offloading change these tensors in place."""
+        return local_parameters(self.stages, self.family, self.heads)
 
     def release_copies(self) -> None:
         """Free the copies made by `parameters`."""

@@ -114,7 +114,7 @@ class ShardedState:
         """
         if self.policy.adapters:
             yield from _adapter_slices(self.policy.adapters, self._shards)
-        for name, (parameter, local) in self.policy.described().items():
+        for name, (parameter, local) in self.policy.described.items():
             for shard in self._shards[name]:
                 if not is_main_replica(shard.replica_id):
                     continue
@@ -162,7 +162,7 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
                 shards[prefix + name] = [
                     replace(shard, data=shard.data.detach()) for shard in found
                 ]
-    missing = sorted(policy.described().keys() - shards.keys())
+    missing = sorted(policy.described.keys() - shards.keys())
     if missing:
         raise CheckpointError(
             f"Megatron returned no shards for {missing[:4]}; a checkpoint would lack them"

@@ -1,4 +1,4 @@
-"""Statistics for multiple answers per held-out prompt: mean@k, best@k, worst@k, pass@k and maj@k.
+"""Statistics for multiple answers per prompt: mean@k, best@k, worst@k, pass@k and maj@k.
 
 Each is the expected value for k answers drawn without replacement from the N samples (maj@k: the
 mean over N // k blocks of k answers), so a value for k < N is comparable to a validation with k
@@ -90,6 +90,19 @@ def best_of(scores_PN: np.ndarray, k: int) -> np.ndarray:
     samples = scores_PN.shape[1]
     shares = np.array([comb(i, k - 1) / comb(samples, k) for i in range(samples)])
     return np.sort(scores_PN, axis=1) @ shares
+
+
+def pass_at(scores_B: np.ndarray, groups_B: np.ndarray) -> dict[int, float]:
+    """Return {k: estimated fraction of prompts that at least one of k samples solves}. Empty unless
+    every score is 0 or 1 and every prompt has the same number of samples.
+    """
+    scores = np.asarray(scores_B, np.float64)
+    _, sizes = np.unique(groups_B, return_counts=True)
+    if not len(scores) or len(set(sizes.tolist())) > 1 or not np.isin(scores, (0.0, 1.0)).all():
+        return {}
+    samples = int(sizes[0])
+    scores_PN = scores[np.argsort(groups_B, kind="stable")].reshape(-1, samples)
+    return {k: float(best_of(scores_PN, k).mean()) for k in numbers_up_to(samples) if k > 1}
 
 
 def majority(scores: Sequence[float], answers: Sequence[Hashable], k: int) -> float:

@@ -29,7 +29,7 @@ from hybridflow.rollout.requests import concat
 from hybridflow.rollout.service import collect_method
 from hybridflow.single_controller import InProcessGroup, WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
-from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
+from hybridflow.trainer.metrics import memory_metrics, model_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.losses import policy_loss_columns
 from hybridflow.workers.model_role import PASSES, ModelWorker, teacher_method

@@ -1,19 +1,25 @@
-"""Per-step training metrics, using verl-compatible names."""
+"""Metrics of a training step, using verl-compatible names: of its batch, of its updates, and of the
+ranks' observations, with a check that router replay was active on all ranks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hybridflow.batch import DataProto
 from hybridflow.config.role_table import CRITICS, ROLES
-from hybridflow.data.packing import RESPONSE_MASK
-from hybridflow.rollout.answer_statistics import best_of, numbers_up_to
+from hybridflow.data.packing import RESPONSE_MASK, lengths_read
+from hybridflow.errors import RouterReplayError
+from hybridflow.rollout.answer_statistics import pass_at
 from hybridflow.trainer.mismatch import mismatch_metrics
 from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
+
+_GB = 1e9
+_GIB = 2**30  # verl's unit of metrics called gb
 
 
 def log_prob_difference(batch: DataProto, version: int | None = None) -> tuple[float, float]:
@@ -107,7 +113,9 @@ def answer_metrics(batch: DataProto) -> dict[str, float]:
         "perf/total_num_tokens": float(responses.sum() + prompts.sum()),
         "critic/solved_groups": _share_of_groups(batch, 1.0),
         "critic/unsolved_groups": _share_of_groups(batch, 0.0),
-        **_pass_at_k(batch),
+        **{
+            f"critic/pass@{k}": share for k, share in pass_at(batch["scores"], batch["uid"]).items()
+        },
         **_by_source(batch, responses > 0),
     }
     return metrics | (
@@ -116,20 +124,9 @@ def answer_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _pass_at_k(batch: DataProto) -> dict[str, float]:
-    """Return critic/pass@k, the estimated fraction of prompts that at least one of k samples
-    solves. Empty unless every score is 0 or 1 and every prompt has the same number of samples.
-    """
-    scores = np.asarray(batch["scores"], np.float64)
-    _, sizes = np.unique(batch["uid"], return_counts=True)
-    if not len(scores) or len(set(sizes.tolist())) > 1 or not np.isin(scores, (0.0, 1.0)).all():
-        return {}
-    samples = int(sizes[0])
-    scores_PN = scores[np.argsort(batch["uid"], kind="stable")].reshape(-1, samples)
-    return {
-        f"critic/pass@{k}": float(best_of(scores_PN, k).mean())
-        for k in numbers_up_to(samples)
-        if k > 1
-    }
+    """Return critic/pass@k (`pass_at`)."""
+    shares = pass_at(batch["scores"], batch["uid"])
+    return {f"critic/pass@{k}": share for k, share in shares.items()}
 
 
 def _by_source(batch: DataProto, answered: np.ndarray) -> dict[str, float]:
@@ -287,3 +284,117 @@ def _share_of_groups(batch: DataProto, score: float) -> float:
     _, group = np.unique(batch["uid"], return_inverse=True)
     sizes = np.bincount(group)
     return float(np.mean(np.bincount(group, weights=batch["scores"] == score) == sizes))
+
+
+def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict[str, float]:
+    """Return the highest memory peak of any rank in GiB, for the whole step and per worker method,
+    and the amount that the role has offloaded in GB (10^9 bytes).
+
+    Args:
+        observations: results of `RoleMemory.take` from all ranks.
+    """
+    phases: dict[str, float] = {}
+    for observed in observations:
+        for phase, peak in observed["memory"].items():
+            phases[phase] = max(phases.get(phase, 0.0), peak / _GIB)
+    metrics = {f"perf/max_memory_allocated_gb/{phase}": peak for phase, peak in phases.items()}
+    if phases:
+        metrics["perf/max_memory_allocated_gb"] = max(phases.values())
+        metrics["perf/max_memory_reserved_gb"] = (
+            max(observed["reserved"] for observed in observations) / _GIB
+        )
+    metrics[f"perf/offloaded_gb/{role}"] = (
+        max(observed["offloaded"] for observed in observations) / _GB
+    )
+    return metrics
+
+
+def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the number of trainable parameters (all weights, or only the adapters) and, if a sync
+    sends merged copies of weights, the largest size in GB of these copies on any rank.
+    """
+    metrics = (
+        {"actor/trainable_parameters": float(observations[0]["trainable"])} if observations else {}
+    )
+    if copied := max((observed["copied"] for observed in observations), default=0):
+        metrics["sync/merged_gb"] = copied / _GB
+    return metrics
+
+
+def replayed_passes(kind: str, ppo_epochs: int) -> tuple[int, int]:
+    """Return whether passes without gradients, and whether update passes, use recorded experts with
+    this value of `actor.router_replay`.
+    """
+    return {"none": (0, 0), "compare": (1, 0), "r2": (0, ppo_epochs), "r3": (1, ppo_epochs)}[kind]
+
+
+def token_layers(
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    routers: int,
+    kind: str,
+    routed: np.ndarray | None = None,
+) -> int:
+    """Return the number of token-layers with recorded experts in one pass over a batch.
+
+    Args:
+        prompts, responses: [B] number of tokens in each sample.
+        routers: number of layers with experts.
+        routed: [B] number of tokens that an engine has routed in each sample. Required for
+            conversations, where it does not follow from the lengths, because text shown after the
+            last answer is not routed.
+        kind: `actor.router_replay`. For r3 and compare, an engine does not route a sample's last
+            token, nor any token of a sample with an empty response. For r2, the trainer routes
+            every token that its passes read.
+    """
+    if kind == "r2":
+        tokens = lengths_read(prompts + responses)
+    else:
+        tokens = (prompts + responses - 1)[responses > 0] if routed is None else routed
+    return int(tokens.sum()) * routers
+
+
+def replay_metrics(
+    observations: Sequence[Mapping[str, Any]],
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    kind: str,
+    ppo_epochs: int,
+    routed: np.ndarray | None = None,
+) -> dict[str, float]:
+    """Return the number of token-layers replayed on all ranks, and the fractions for which the live
+    router would have chosen other experts: `differing` compares trainer and engine at equal
+    weights, `drifted` measures the change during updates.
+
+    Args:
+        observations: results of `PolicyWorker.take_observations` from all ranks.
+        prompts, responses, kind, routed: see `token_layers`.
+        ppo_epochs: number of update epochs over the batch.
+
+    Raises:
+        RouterReplayError: the ranks' routers used more or fewer token-layers than were sampled.
+    """
+    if kind == "none":
+        return {}
+    counts = {
+        name: sum(observed["routes"][name] for observed in observations)
+        for name in observations[0]["routes"]
+    }
+    once = token_layers(prompts, responses, counts["routers"], kind, routed)
+    scored, trained = replayed_passes(kind, ppo_epochs)
+    expected = once * (scored + trained)
+    if not counts["sent"] == counts["used"] == expected or counts["mismatched"]:
+        raise RouterReplayError(
+            f"actor.router_replay={kind}: {expected} token-layers have recorded experts "
+            f"({counts['routers']} layers with experts), but {counts['sent']} reached the routers "
+            f"and {counts['used']} were used, {counts['mismatched']} of them with other experts"
+        )
+    metrics = {
+        "tokens": float(counts["used"] if kind != "compare" else 0),
+        "mismatches": float(counts["mismatched"]),
+    }
+    if scored:
+        metrics["differing"] = counts["differing"] / max(once * scored, 1)
+    if trained:
+        metrics["drifted"] = counts["drifted"] / max(once * trained, 1)
+    return {f"actor/router_replay/{name}": value for name, value in metrics.items()}

@@ -28,7 +28,6 @@ from hybridflow.trainer.metrics import (
     preference_metrics,
     update_metrics,
 )
-from hybridflow.trainer.observations import over_roles
 from hybridflow.trainer.performance import Performance
 from hybridflow.trainer.protocols import Role, Update
 from hybridflow.trainer.samples import Samples
@@ -254,6 +253,16 @@ class Records:
                     f"Reduce {role}.optim.lr and run the same command again to resume from the "
                     "last checkpoint."
                 )
+
+
+def over_roles(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Merge the `memory_metrics` of all roles. If several roles report the same metric (the step's
+    peaks), the maximum is used.
+    """
+    merged: dict[str, float] = {}
+    for one in metrics:
+        merged |= {name: max(value, merged.get(name, value)) for name, value in one.items()}
+    return merged
 
 
 def _shown(own: Mapping[str, float]) -> dict[str, float]:

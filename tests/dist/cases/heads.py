@@ -169,7 +169,7 @@ def _gradients(policy: Any) -> dict[str, torch.Tensor]:
     ranks = all_coordinates()
     local = {
         name: getattr(parameter, "main_grad", torch.zeros_like(parameter))
-        for name, (parameter, _) in policy.described().items()
+        for name, (parameter, _) in policy.described.items()
     }
     found = {}
     for plan in plan_stages(policy.family, ranks, 1 << 20, 4):
@@ -394,7 +394,7 @@ def _trained(
 
 def _heads_of(policy: Any) -> dict[str, torch.Tensor]:
     own = policy.weights()
-    named = policy.described().items()
+    named = policy.described.items()
     return {name: tensor.detach().clone() for name, (tensor, _) in named if name not in own}
 
 

@@ -19,7 +19,8 @@ from hybridflow.engines.sglang.server import server_arguments
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError, RouterReplayError
 from hybridflow.trainer.groups import check_steps
-from hybridflow.trainer.observations import memory_metrics, over_roles, replay_metrics
+from hybridflow.trainer.metrics import memory_metrics, replay_metrics
+from hybridflow.trainer.records import over_roles
 from tests.unit.config.small import found, small
 from tests.unit.engines.stub import Stub, answer_of
 
