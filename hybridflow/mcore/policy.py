@@ -261,7 +261,7 @@ class Policy(HoldsReference):
         self.optimizer.zero_grad()
         self.expert_load.begin()
         watch = Watch(num_micro_batches)
-        biases = self._expert_biases()
+        biases = [(bias, bias.clone()) for bias in self._expert_biases]
         metrics = metrics_to_floats(accumulate(watch))
         if problem := watch.report(self.chunks):
             for live, before in biases:
@@ -270,14 +270,12 @@ class Policy(HoldsReference):
         applied, grad_norm, rate = self.optimizer.step()
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
-    def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (live tensor, copy) for each expert bias. Megatron updates the biases at the end
-        of the backward pass, before the optimizer runs (finalize_model_grads.py:476)."""
-        biases: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, tensor in held_weights(self.stages).items():
-            if name.endswith(".expert_bias"):
-                biases.append((tensor, tensor.clone()))
-        return biases
+    @functools.cached_property
+    def _expert_biases(self) -> list[torch.Tensor]:
+        """The live expert biases. Megatron updates them at the end of the backward pass, before the
+        optimizer runs (finalize_model_grads.py:476)."""
+        held = held_weights(self.stages)
+        return [bias for name, bias in held.items() if name.endswith(".expert_bias")]
 
     def set_optimizer(self, config: OptimConfig) -> None:
         """Create a fresh optimizer for the current weights, with zero moments."""
