@@ -41,10 +41,7 @@ async def compare(
     result contains the reason instead.
     """
     try:
-        held = {
-            name: _most(await role.call(RoleWorker.take_observations))
-            for name, role in roles.items()
-        }
+        held = {name: _most(await role.call(RoleWorker.part_bytes)) for name, role in roles.items()}
         steps = [
             line
             for line in read_jsonl(session.folder / "metrics.jsonl")
@@ -117,12 +114,10 @@ def _engines(plan: Plan, steps: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _most(observations: list[Mapping[str, Any]]) -> dict[str, int]:
+def _most(ranks: list[Mapping[str, int]]) -> dict[str, int]:
     """Return the bytes of each part on the rank with the largest total."""
-    parts = max(
-        (observed["parts"] for observed in observations), key=lambda found: sum(found.values())
-    )
-    return dict(parts)
+    largest = max(ranks, key=lambda parts: sum(parts.values()))
+    return dict(largest)
 
 
 def _pair(planned: float, measured: float | None) -> dict[str, float | None]:

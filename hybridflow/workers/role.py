@@ -102,17 +102,15 @@ class RoleMemory:
         return freed
 
     def take(self) -> dict[str, Any]:
-        """Return memory statistics, and reset the peaks. Keys: memory (peak bytes per method),
-        reserved (peak bytes reserved by the allocator), offloaded (peak bytes moved off the
-        device), all since the last call; and parts (current bytes of each part, on or off the
-        device).
+        """Return memory statistics since the last call, and reset the peaks. Keys: memory (peak
+        bytes per method), reserved (peak bytes reserved by the allocator) and offloaded (peak bytes
+        moved off the device).
         """
         taken: dict[str, Any] = {
             "memory": self._peaks,
             "reserved": self._reserved,
             "offloaded": self._offloaded,
         }
-        taken["parts"] = self.residency.part_bytes()
         self._offloaded = self.residency.asleep_bytes()
         self._peaks = {}
         self._reserved = 0
@@ -265,6 +263,11 @@ class RoleWorker:
     def take_observations(self) -> dict[str, Any]:
         """Return the memory statistics since the last call (see `RoleMemory.take`)."""
         return self.memory.take()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def part_bytes(self) -> dict[Part, int]:
+        """Return the current bytes of each part of the model, on or off the device."""
+        return self.memory.residency.part_bytes()
 
     @register(Dispatch.ONE_TO_ALL)
     @needs(*PARTS)
