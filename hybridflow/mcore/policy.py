@@ -337,10 +337,11 @@ class Policy(HoldsReference):
         # the dispatcher gathers the same number of tokens from every rank (token_dispatcher.py:264)
         if self.config.moe_dispatcher == "allgather":
             total = all_ranks_max(total)
-        return self.replay.attach(
-            batch,
-            build_micro_batches(batch, bins, columns, cut, total, last_token, heads, self.images),
+        micro_batches = build_micro_batches(
+            batch, bins, columns, cut, total, last_token, heads, self.images
         )
+        replays = self.replay.action is not None
+        return self.replay.attach(batch, micro_batches) if replays else micro_batches
 
     def _cut(self) -> Cut:
         config = self.config

@@ -65,8 +65,12 @@ class MicroRoutes:
 
 
 class RouterReplay:
-    """Replays, records or compares the routes of all routers on this rank. Inactive outside of
-    `during`."""
+    """Replays, records or compares the routes of all routers on this rank. The routers have hooks
+    only inside `during`.
+
+    Attributes:
+        action: the action inside `during`; None outside.
+    """
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages` are this rank's model chunks, not yet wrapped for training.
@@ -75,10 +79,10 @@ class RouterReplay:
         """
         self.config: Any = stages[0].config
         # MTP heads process different tokens than the decoder and are not part of an engine's routes
-        routers = [router for name, router in routers_of(stages) if "mtp." not in name]
-        self.tracker = MicroBatchTracker(stages if routers else (), "routes")
-        self._routers = [_RouterHook(self, router) for router in routers]
-        self._action: Action | None = None
+        self._replayed = [router for name, router in routers_of(stages) if "mtp." not in name]
+        self._stages = stages
+        self._routers: list[_RouterHook] = []
+        self.action: Action | None = None
         self._micro_batches: Sequence[MicroBatch] = ()
         # counts of one pass; sums stay on the device until they are read once
         self._tally: Counter[str] = Counter()
@@ -96,32 +100,33 @@ class RouterReplay:
                 called.
         """
         self._check_model()
-        self._action = action
+        self.action = action
+        self.tracker = MicroBatchTracker(self._stages if self._replayed else (), "routes")
+        self._routers = [_RouterHook(self, router) for router in self._replayed]
         try:
             yield
             self._check()
         finally:
-            self._action = None
+            self.action = None
             self._tally.clear()
             for router in self._routers:
-                router.queue.clear()
+                router.remove()
+            self.tracker.remove()
 
     def attach(self, batch: DataProto, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Attach routes from `batch`'s column `routed_experts` to each micro-batch.
-
-        Does nothing outside of `during`.
+        """Attach routes from `batch`'s column `routed_experts` to each micro-batch. Called inside
+        `during`.
 
         Raises:
             RouterReplayError: the column does not match the batch or the model.
         """
-        if self._action is None:
-            return micro_batches
-        routes = None if self._action == "record" else self._checked(batch)
+        assert self.action is not None
+        routes = None if self.action == "record" else self._checked(batch)
         lengths = sequence_lengths(batch)
         read = lengths_read(lengths)
         for micro in micro_batches:
             given = None if routes is None else self._given(routes, micro, read)
-            micro.packed.routes = MicroRoutes(self._action, given)
+            micro.packed.routes = MicroRoutes(self.action, given)
             if given is not None:
                 self._tally["sent"] += sum(
                     int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers
@@ -173,7 +178,7 @@ class RouterReplay:
             == 0
         )
         self._taken = dict.fromkeys(self._taken, 0)
-        return taken | {"routers": len(self._routers) if first else 0}
+        return taken | {"routers": len(self._replayed) if first else 0}
 
     # ---- checks
 
@@ -283,7 +288,7 @@ class RouterReplay:
 
 
 class _RouterHook:
-    """Replaces Megatron's RouterReplay on one router."""
+    """Replaces Megatron's RouterReplay on one router, until it is removed."""
 
     def __init__(self, replay: RouterReplay, router: TopKRouter) -> None:
         self.replay = replay
@@ -293,9 +298,18 @@ class _RouterHook:
         self._active: MicroRoutes | None = None
         self._recomputed = False
         self._live: torch.Tensor | None = None
+        self._router = router
+        self._hooks = [
+            router.register_forward_pre_hook(self._begin),
+            router.register_forward_hook(self._observe),
+        ]
         router.router_replay = self
-        router.register_forward_pre_hook(self._begin)
-        router.register_forward_hook(self._observe)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._router.router_replay = None
+        for hook in self._hooks:
+            hook.remove()
 
     def get_replay_topk(
         self,

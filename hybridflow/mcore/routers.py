@@ -49,6 +49,7 @@ from megatron.core.transformer.moe.moe_utils import (
     compute_routing_scores_for_aux_loss,
 )
 from megatron.core.transformer.moe.router import TopKRouter
+from torch.utils.hooks import RemovableHandle
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed import MicroBatch
@@ -83,9 +84,17 @@ class MicroBatchTracker:
         self.current: Any = None
         self.computing = self.with_gradient = False
         self._name = name
+        self._hooks: list[RemovableHandle] = []
         for stage in stages:
-            stage.register_forward_pre_hook(self._enter, with_kwargs=True)
-            stage.register_forward_hook(self._leave, always_call=True)
+            self._hooks += [
+                stage.register_forward_pre_hook(self._enter, with_kwargs=True),
+                stage.register_forward_hook(self._leave, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _enter(self, _: torch.nn.Module, __: Any, kwargs: Mapping[str, Any]) -> None:
         self.current = getattr(kwargs.get("packed_seq_params"), self._name, None)

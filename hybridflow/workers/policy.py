@@ -269,11 +269,16 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
         """Return statistics collected since the last call: the fields of `RoleMemory.take`, and
-        routes from `RouterReplay.take_counts`. Also contains `trainable`, the number of trainable
-        parameters, and `copied`, the bytes that a weight sync copies on this rank.
+        `routes` from `RouterReplay.take_counts` if routes are replayed. Also contains `trainable`,
+        the number of trainable parameters, and `copied`, the bytes that a weight sync copies on
+        this rank.
         """
-        model = {"trainable": self.model.trainable_parameters, "copied": self.model.copied_bytes}
-        return {**super().take_observations(), "routes": self.model.replay.take_counts(), **model}
+        found = super().take_observations()
+        found["trainable"] = self.model.trainable_parameters
+        found["copied"] = self.model.copied_bytes
+        if self.config.router_replay != "none":
+            found["routes"] = self.model.replay.take_counts()
+        return found
 
     @register(Dispatch.ONE_TO_ALL)
     def start_profile(self) -> None:
