@@ -223,7 +223,6 @@ def build_model(
     Takes the same arguments as `transformer_config`.
     """
     rotary.install()
-    routers.allow_biased_softmax()
     megatron_versions.install()
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
         from hybridflow.mcore import torch_modules
@@ -242,6 +241,7 @@ def build_model(
     check_context(family, parallel)
     check_vision(family, parallel)
     config = transformer_config(family, parallel, dtype, recompute, recompute_modules, further)
+    routers.allow_biased_softmax(config)
     return [_build_chunk(family, config, at) for at in coordinates().virtual_stages()]
 
 

@@ -127,8 +127,10 @@ class Policy(HoldsReference):
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
         self.replay = RouterReplay(self.stages)
         self.adapters = Adapters(lora, self.stages, family) if lora is not None else None
-        self.expert_load = ExpertLoad(self.stages)
-        self.router_losses = RouterLosses(self.stages, *router_losses)
+        is_biased = self.stages[0].config.moe_router_enable_expert_bias
+        self.expert_load = ExpertLoad(self.stages) if is_biased else None
+        has_losses = any(router_losses)
+        self.router_losses = RouterLosses(self.stages, *router_losses) if has_losses else None
         self.trains = trains
         self.chunks: Sequence[Any] = (
             wrap_for_training(self.stages, parallel_config) if trains else self.stages
@@ -223,9 +225,9 @@ class Policy(HoldsReference):
             batch, max_tokens, columns, heads=heads.heads.count if heads else 0
         )
         scoring = self._scoring(temperature, with_entropy)
-        self.router_losses.begin(
-            micro_batches, sum((counted(loss, micro) for micro in micro_batches), torch.zeros(()))
-        )
+        if self.router_losses:
+            counts = (counted(loss, micro) for micro in micro_batches)
+            self.router_losses.begin(micro_batches, sum(counts, torch.zeros(())))
         if heads:
             heads.begin(micro_batches)
         metrics, facts = self._update(
@@ -234,7 +236,8 @@ class Policy(HoldsReference):
                 self.chunks, micro_batches, loss, scoring, watch, heads.learn if heads else None
             ),
         )
-        metrics |= self.router_losses.end()
+        if self.router_losses:
+            metrics |= self.router_losses.end()
         return metrics | (self._update_heads(heads, facts) if heads else {}), facts
 
     def _update_heads(self, heads: HeadTraining, facts: dict[str, float]) -> Sums:
@@ -260,7 +263,8 @@ class Policy(HoldsReference):
         if self.optimizer is None:
             raise RuntimeError("update called before set_optimizer")
         self.optimizer.zero_grad()
-        self.expert_load.begin()
+        if self.expert_load:
+            self.expert_load.begin()
         watch = Watch(num_micro_batches)
         biases = [(bias, bias.clone()) for bias in self._expert_biases]
         metrics = metrics_to_floats(accumulate(watch))

@@ -43,6 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import router as megatron_router
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
@@ -179,9 +180,13 @@ class _Corrected:
         router.local_tokens_per_expert -= (output[1] & ~real.unsqueeze(1)).sum(dim=0)
 
 
-def allow_biased_softmax() -> None:
-    """Make Megatron's router support an expert bias with softmax scores. Idempotent."""
+def allow_biased_softmax(config: TransformerConfig) -> None:
+    """Make Megatron's router support an expert bias with softmax scores, if the model has both.
+    Idempotent."""
     original = megatron_router.topk_routing_with_score_function
+    is_biased = config.moe_router_enable_expert_bias
+    if not is_biased or config.moe_router_score_function != "softmax":
+        return
     if getattr(original, "from_hybridflow", False):
         return
 
@@ -232,10 +237,10 @@ class RouterLosses:
     """Adds the losses of this rank's routers to each update and reports them."""
 
     def __init__(self, stages: Sequence[torch.nn.Module], aux_coef: float, z_coef: float) -> None:
-        """`stages` are this rank's model chunks, not yet wrapped for training. If both coefficients
-        are 0, nothing is changed."""
+        """`stages` are this rank's model chunks, not yet wrapped for training. At least one
+        coefficient is not 0."""
         self.coefs = {AUX: aux_coef, Z: z_coef}
-        found = [router for _, router in routers_of(stages)] if any(self.coefs.values()) else []
+        found = [router for _, router in routers_of(stages)]
         tracker = MicroBatchTracker(stages if found else (), "real")
         self._queues = [RecomputationQueue(tracker) for _ in found]
         for router, queue in zip(found, self._queues, strict=True):
@@ -251,8 +256,6 @@ class RouterLosses:
         `count` is the policy loss's count over this data-parallel rank's micro-batches. Collective
         over the data-parallel and context-parallel ranks.
         """
-        if not any(self.coefs.values()):
-            return
         for queue in self._queues:
             queue.clear()
         real = sum(float(micro.packed.real.sum()) for micro in micro_batches)
@@ -305,8 +308,6 @@ class RouterLosses:
 
         Collective over all ranks.
         """
-        if not any(self.coefs.values()):
-            return {}
         found = torch.cat([self._sums, torch.tensor([float(len(self._queues))], device=device())])
         dist.all_reduce(found[:2], group=parallel_state.get_tensor_and_context_parallel_group())
         dist.all_reduce(found, group=parallel_state.get_pipeline_model_parallel_group())

@@ -181,6 +181,9 @@ def broken(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
         batch.with_columns(**{ROUTES: Jagged(np.zeros_like(routes.values), routes.offsets)}),
     )
     attempt("not asked", batch, asks=False)
+    assert router.router_replay is None
+    assert not router._forward_hooks
+    assert not router._forward_pre_hooks
     attempt("fine again", batch)
     return said
 

@@ -65,6 +65,14 @@ def test_a_pass_without_gradient_is_not_recomputed() -> None:
     assert stage.told[0] == [("1", False)] and stage.queues[0].pending() == 0
 
 
+def test_a_removed_tracker_is_told_nothing() -> None:
+    stage = Stage(recompute=False)
+    stage.tracker.remove()
+    forward(stage, "1")
+    assert stage.told == [[(None, True)], [(None, True)]]
+    assert not stage._forward_hooks and not stage._forward_pre_hooks
+
+
 def test_what_a_failed_pass_has_left_is_forgotten() -> None:
     stage = Stage(recompute=True)
     forward(stage, "failed")
