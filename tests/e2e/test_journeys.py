@@ -22,8 +22,8 @@ PROMPT, WEIGHT = JOURNEYS
 FIRST_WEIGHTS = "The first weights on their way to an engine"
 OF_BYTE = {"1": PROMPT, "2": WEIGHT, "3": FIRST_WEIGHTS}
 # files of the package that the processes may enter, without `observe`; a design with fewer lowers
-# these
-MOST_FILES = {PROMPT: 73, WEIGHT: 37}
+# these. Polls of background threads enter one or two now and then
+MOST_FILES = {PROMPT: 72, WEIGHT: 38}
 
 
 @pytest.fixture(scope="module")
