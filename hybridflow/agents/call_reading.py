@@ -39,7 +39,9 @@ def read_calls(
         tools: the JSON schema for the arguments of each tool, keyed by tool name.
         thinking_open: True if the answer starts inside a thinking block.
     """
-    names = {name: tuple(schema.get("properties") or ()) for name, schema in tools.items()}
+    names = {}
+    for name, schema in tools.items():
+        names[name] = tuple(schema.get("properties") or ())
     read = FORMATS.get(call_format)
     spans = [call.span for call in read(answer, names)] if has_markers(answer) else []
     spoken = read_response(answer, thinking_open, spans).answer
@@ -92,14 +94,18 @@ def _typed(call: Call, schema: Schema) -> Call:
 
 def _fitted(value: Any, schema: Any) -> Any:
     """Convert the strings nested in a value to the types declared by the schema."""
-    inner = schema if isinstance(schema, Mapping) else {}
+    inner = _mapping(schema)
     if isinstance(value, list):
-        return [_fitted(one, inner.get("items")) for one in value]
+        of_items = inner.get("items")
+        return [_fitted(one, of_items) for one in value]
     if isinstance(value, dict):
-        declared = inner.get("properties")
-        known = declared if isinstance(declared, Mapping) else {}
-        return {name: _fitted(one, known.get(name)) for name, one in value.items()}
+        declared = _mapping(inner.get("properties"))
+        return {name: _fitted(one, declared.get(name)) for name, one in value.items()}
     return _value(value, _kinds(inner))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _kinds(schema: Any) -> frozenset[str]:
