@@ -39,20 +39,23 @@ def read_calls(
         tools: the JSON schema for the arguments of each tool, keyed by tool name.
         thinking_open: True if the answer starts inside a thinking block.
     """
-    names = {name: tuple(schema.get("properties") or ()) for name, schema in tools.items()}
+    names = {}
+    for name, schema in tools.items():
+        names[name] = tuple(schema.get("properties") or ())
     read = FORMATS.get(call_format)
     spans = [call.span for call in read(answer, names)] if has_markers(answer) else []
     spoken = read_response(answer, thinking_open, spans).answer
-    return [_typed(call, tools.get(call.name, {})) for call in read(spoken, names)[:MOST_CALLS]]
+    calls = read(spoken, names)[:MOST_CALLS]
+    return [_typed(call, tools.get(call.name, {})) for call in calls]
 
 
 async def while_others_go_on(read: Callable[[str], T], answer: str) -> T:
     """Return `read(answer)`. Long answers are parsed in a thread so that they do not block other
     conversations.
     """
-    return (
-        read(answer) if len(answer) <= DRIVER_CHARACTERS else await asyncio.to_thread(read, answer)
-    )
+    if len(answer) <= DRIVER_CHARACTERS:
+        return read(answer)
+    return await asyncio.to_thread(read, answer)
 
 
 @functools.cache
@@ -61,11 +64,11 @@ def format_of(example: str) -> str | None:
     or None if no format does.
     """
     schema = {"properties": {"key": {"type": "string"}}}
+    wanted = [("lookup", {"key": "value"}, "")]
     for name in FORMATS.names():
         calls = read_calls(name, example, {"lookup": schema})
-        if [(call.name, dict(call.arguments), call.problem) for call in calls] == [
-            ("lookup", {"key": "value"}, "")
-        ]:
+        found = [(call.name, dict(call.arguments), call.problem) for call in calls]
+        if found == wanted:
             return name
     return None
 
@@ -74,34 +77,35 @@ def _typed(call: Call, schema: Schema) -> Call:
     declared = schema.get("properties") or {}
     arguments: dict[str, Any] = {}
     for name, value in call.arguments.items():
-        kinds = _kinds(declared.get(name))
+        own = declared.get(name)
+        kinds = _kinds(own)
         # a JSON string stays text if the schema allows a string
         is_said = "string" in kinds or not kinds
         if not isinstance(value, str) or (is_said and not call.is_text):
-            arguments[name] = _fitted(value, declared.get(name)) if call.is_text else value
+            arguments[name] = _fitted(value, own) if call.is_text else value
             continue
         arguments[name] = _value(value, kinds)
-        if kinds and not any(_is(arguments[name], kind) for kind in kinds):
-            return dataclasses.replace(
-                call,
-                problem=(
-                    f"the argument {name} of {call.name} must be {' or '.join(sorted(kinds))}, not "
-                    f"{value!r:.80}"
-                ),
-            )
+        if kinds and not _is_any(arguments[name], kinds):
+            allowed = " or ".join(sorted(kinds))
+            problem = f"the argument {name} of {call.name} must be {allowed}, not {value!r:.80}"
+            return dataclasses.replace(call, problem=problem)
     return dataclasses.replace(call, arguments=arguments, is_text=False)
 
 
 def _fitted(value: Any, schema: Any) -> Any:
     """Convert the strings nested in a value to the types declared by the schema."""
-    inner = schema if isinstance(schema, Mapping) else {}
+    inner = _mapping(schema)
     if isinstance(value, list):
-        return [_fitted(one, inner.get("items")) for one in value]
+        of_items = inner.get("items")
+        return [_fitted(one, of_items) for one in value]
     if isinstance(value, dict):
-        declared = inner.get("properties")
-        known = declared if isinstance(declared, Mapping) else {}
-        return {name: _fitted(one, known.get(name)) for name, one in value.items()}
+        declared = _mapping(inner.get("properties"))
+        return {name: _fitted(one, declared.get(name)) for name, one in value.items()}
     return _value(value, _kinds(inner))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _kinds(schema: Any) -> frozenset[str]:
@@ -109,15 +113,14 @@ def _kinds(schema: Any) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset()
     for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            parts = [_kinds(one) for one in schema[key]]
+        choices = schema.get(key)
+        if isinstance(choices, list):
+            parts = list(map(_kinds, choices))
             return frozenset().union(*parts) if all(parts) else frozenset()
     kind = schema.get("type")
-    if kind is None and isinstance(schema.get("enum"), list):
-        kinds: set[str] = set()
-        for one in schema["enum"]:
-            kinds.update(name for name in _KINDS if _is(one, name))
-        return frozenset(kinds)
+    values = schema.get("enum")
+    if kind is None and isinstance(values, list):
+        return frozenset(name for name in _KINDS if any(_is(value, name) for value in values))
     listed = kind if isinstance(kind, list) else [kind]
     found = frozenset(one for one in listed if isinstance(one, str))
     return found if found <= _KINDS.keys() else frozenset()
@@ -129,14 +132,21 @@ def _is(value: Any, kind: str) -> bool:
     return isinstance(value, _KINDS[kind])
 
 
+def _is_any(value: Any, kinds: frozenset[str]) -> bool:
+    return any(_is(value, kind) for kind in kinds)
+
+
 def _value(text: str, kinds: frozenset[str]) -> Any:
     """Parse the text as one of the given types, or return it unchanged if that fails."""
     plain = text.strip()
-    if not plain and len(kinds) == 1 and (empty := _EMPTY.get(*kinds)) is not None:
-        return empty()
+    if not plain and len(kinds) == 1:
+        empty = _EMPTY.get(*kinds)
+        if empty is not None:
+            return empty()
     try:
         found, end = json_at(plain, 0)
-        found = found if end == len(plain) else text
+        if end != len(plain):
+            found = text
     except ValueError:
         found = _WORDS.get(plain.lower(), text) if kinds else text
     if isinstance(found, str) and found != text and kinds:
@@ -144,4 +154,4 @@ def _value(text: str, kinds: frozenset[str]) -> Any:
         return text if "string" in kinds else _value(found, kinds)
     if "integer" in kinds and isinstance(found, float) and found.is_integer():
         return int(found)
-    return found if not kinds or any(_is(found, kind) for kind in kinds) else text
+    return found if not kinds or _is_any(found, kinds) else text

@@ -34,22 +34,24 @@ async def next_answer(
     message: dict[str, Any] = {"role": "assistant", "content": text}
     reason = conversation.finish_reason
     if calls:
-        message = {**message, "tool_calls": calls}
+        message["tool_calls"] = calls
         reason = "tool_calls"
     after = len(conversation.prompt) + len(conversation.tokens)
     sampled = after - before
     choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
     if asked.logprobs:
         choice["logprobs"] = {"content": _log_probs(conversation, sampled), "refusal": None}
-    return {
+    completion: dict[str, Any] = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
         "choices": [choice],
         "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": after},
-        **({"ignored": list(asked.ignored)} if asked.ignored else {}),
     }
+    if asked.ignored:
+        completion["ignored"] = list(asked.ignored)
+    return completion
 
 
 def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]:
@@ -60,11 +62,12 @@ def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]
     if ids and ids[-1] in conversation.tokenizer.stop_ids:
         ids = ids[:-1]
         log_probs = log_probs[:-1]
-    texts = [conversation.tokenizer.decode([token]) for token in ids]
-    return [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(texts, log_probs, strict=True)
-    ]
+    found = []
+    for token, value in zip(ids, log_probs, strict=True):
+        text = conversation.tokenizer.decode([token])
+        encoded = list(text.encode())
+        found.append({"token": text, "logprob": value, "bytes": encoded, "top_logprobs": []})
+    return found
 
 
 def _tool_calls(
@@ -73,20 +76,20 @@ def _tool_calls(
     """Return the tool calls in the text in OpenAI's format, or an empty list if any call cannot be
     parsed.
     """
-    tools = {
-        str(one["function"]["name"]): one["function"].get("parameters", {}) for one in asked.tools
-    }
-    if not tools or not asked.reads_calls:
+    if not asked.tools or not asked.reads_calls:
         return []
+    tools = {}
+    for one in asked.tools:
+        function = one["function"]
+        tools[str(function["name"])] = function.get("parameters", {})
     opened = conversation.tokenizer.template.opens_thinking
     found = read_calls(conversation.config.call_format, text, tools, thinking_open=opened)
     if any(call.problem for call in found):
         return []
-    return [
-        {
-            "id": call.id or call_id(number),
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
-        }
-        for number, call in enumerate(found[: asked.most_calls])
-    ]
+    calls = []
+    for number, call in enumerate(found[: asked.most_calls]):
+        arguments = json.dumps(dict(call.arguments))
+        function = {"name": call.name, "arguments": arguments}
+        name = call.id or call_id(number)
+        calls.append({"id": name, "type": "function", "function": function})
+    return calls

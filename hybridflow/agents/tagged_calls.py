@@ -25,11 +25,12 @@ def without_breaks(key: re.Match[str], text: str) -> str:
 
 def json_or_text(text: str) -> Any:
     """Parse the text as JSON. Returns the text if that fails."""
+    plain = text.strip()
     try:
-        value, end = json_at(text.strip(), 0)
+        value, end = json_at(plain, 0)
     except ValueError:
         return text
-    return value if end == len(text.strip()) else text
+    return value if end == len(plain) else text
 
 
 @dataclass(frozen=True)
@@ -75,23 +76,20 @@ class TaggedCalls:
         name = begin["name"].strip()
         place = begin.end()
         arguments = dict[str, Any]()
-        not_closed = Call(
-            name, problem=f"the call to {name} is not closed", span=(begin.start(), len(text))
-        )
+        problem = f"the call to {name} is not closed"
+        not_closed = Call(name, problem=problem, span=(begin.start(), len(text)))
         while key := self.key.match(text, place):
             closed = self.value_end.search(text, key.end())
             if closed is None:
                 return not_closed
-            arguments[key["key"].strip()] = self.value(key, text[key.end() : closed.start()])
+            inside = text[key.end() : closed.start()]
+            arguments[key["key"].strip()] = self.value(key, inside)
             place = closed.end()
         end = text.find(self.end, place)
         if end < 0:
             return not_closed
         span = begin.start(), end + len(self.end)
         if text[place:end].strip():
-            return Call(
-                name,
-                problem=f"the arguments of {name} must be written as {self.example}",
-                span=span,
-            )
+            problem = f"the arguments of {name} must be written as {self.example}"
+            return Call(name, problem=problem, span=span)
         return Call(name, arguments, is_text=self.is_text, span=span)

@@ -23,17 +23,19 @@ def page(results: Sequence[Result]) -> str:
     run.
     """
     last = results[-1]
-    worse = outliers(last)
+    metrics = {(metric.name, metric.node): metric for metric in last.metrics}
+    worse = {(outlier.name, outlier.node): outlier for outlier in outliers(last)}
     rows = [show.row(metric) for metric in last.metrics if not metric.node]
+    # of the metrics that nodes have in common
+    units = {metric.name: metric.unit for metric in last.metrics if metric.node}
     return fill(
         "bench",
         results=results,
         about=SUITES.get(last.suite, ""),
         table=filled([show.COLUMNS, *rows]),
-        # of the metrics that nodes have in common, by name and node
-        units={one.name: one.unit for one in last.metrics if one.node},
-        metrics={(one.name, one.node): one for one in last.metrics},
-        worse={(one.name, one.node): one for one in worse},
+        units=units,
+        metrics=metrics,
+        worse=worse,
         fingerprint=flat(last.fingerprint),
         pairs=list(pairwise(results)),
         differences=differences,
@@ -54,13 +56,15 @@ def _history(results: Sequence[Result]) -> list[Drawn]:
                 value = metric.share
                 unit = "share of the limit"
             nodes = lines.setdefault((metric.name, unit), {})
-            nodes.setdefault(metric.node or "value", []).append((float(turn), value))
+            points = nodes.setdefault(metric.node or "value", [])
+            points.append((float(turn), value))
     charts = []
     for (name, unit), nodes in lines.items():
         series = []
-        for index, node in enumerate(nodes):
-            series.append(Series(node, nodes[node], index % 8))
-        if drawn := draw(Chart(name, series, unit)):
+        for index, (node, points) in enumerate(nodes.items()):
+            series.append(Series(node, points, index % 8))
+        drawn = draw(Chart(name, series, unit))
+        if drawn is not None:
             # the axis of these charts counts runs
             svg = Markup(drawn.svg.replace(">step<", ">run<"))
             charts.append(replace(drawn, svg=svg))

@@ -58,19 +58,19 @@ def build_options(defaults: Any, values: Any, prefix: str) -> Any:
     """
     hints = hints_of(type(defaults))
     if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"{prefix or 'configuration'}: got {values!r}, expected a group of keys "
-            f"({', '.join(hints)})"
-        )
+        place = prefix or "configuration"
+        keys = ", ".join(hints)
+        raise ConfigError(f"{place}: got {values!r}, expected a group of keys ({keys})")
     converted = {}
     for key, value in values.items():
         dotted = f"{prefix}.{key}" if prefix else str(key)
         if key not in hints:
             raise unknown_key(RunConfig, dotted, str(key), list(hints), prefix)
-        if dataclasses.is_dataclass(hints[key]):
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
             converted[key] = build_options(getattr(defaults, key), value, dotted)
         else:
-            converted[key] = _convert(value, kind_of(hints[key]), dotted)
+            converted[key] = _convert(value, kind_of(hint), dotted)
     return dataclasses.replace(defaults, **converted)
 
 
@@ -89,15 +89,17 @@ def _convert(value: Any, kind: Kind, key: str) -> Any:
         return float(value)
     if kind.is_list or type(value) is not kind.plain:
         raise ConfigError(f"{key}: got {value!r}, expected {kind}{_hint(value, kind, key)}")
-    value = dict(kind.aliases).get(value, value) if kind.aliases else value
+    if kind.aliases:
+        value = dict(kind.aliases).get(value, value)
     if not kind.accepts(value):
-        hint = did_you_mean(value, kind.choices)
+        choices = ", ".join(kind.choices)
         own = ", or path/to/file.py:name" if kind.entry else ""
+        hint = did_you_mean(value, kind.choices)
+        message = f"{key}: got {value!r}, choose one of: {choices}{own}{hint}"
         meaning = description(RunConfig, key.partition("[")[0])
-        raise ConfigError(
-            f"{key}: got {value!r}, choose one of: {', '.join(kind.choices)}{own}{hint}"
-            + (f" ({meaning})" if meaning else "")
-        )
+        if meaning:
+            message += f" ({meaning})"
+        raise ConfigError(message)
     return value
 
 

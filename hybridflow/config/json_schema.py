@@ -36,22 +36,20 @@ def recipe_schema() -> dict[str, Any]:
 
 def _group(defaults: Any, groups: dict[str, Any]) -> dict[str, Any]:
     cls = type(defaults)
-    notes = descriptions(type(defaults))
+    notes = descriptions(cls)
     properties: dict[str, Any] = {}
     for name, annotation in hints_of(cls).items():
         if dataclasses.is_dataclass(annotation):
-            inner = cast(type, annotation).__name__
-            groups.setdefault(inner, _group(cast(type, annotation)(), groups))
-            properties[name] = {"$ref": f"#/$defs/{inner}"}
+            properties[name] = _reference(cast(type, annotation), groups)
             continue
-        properties[name] = _value(kind_of(annotation)) | {
-            "default": to_plain(getattr(defaults, name))
-        }
-        if (of_names := named_group(annotation)) is not None:
-            groups.setdefault(of_names.__name__, _group(of_names(), groups))
-            properties[name]["additionalProperties"] = {"$ref": f"#/$defs/{of_names.__name__}"}
+        value = _value(kind_of(annotation))
+        value["default"] = to_plain(getattr(defaults, name))
+        inner = named_group(annotation)
+        if inner is not None:
+            value["additionalProperties"] = _reference(inner, groups)
         if name in notes:
-            properties[name]["description"] = notes[name]
+            value["description"] = notes[name]
+        properties[name] = value
     about = " ".join((cls.__doc__ or "").split())
     return {
         "description": about,
@@ -61,21 +59,27 @@ def _group(defaults: Any, groups: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _reference(group: type, groups: dict[str, Any]) -> dict[str, str]:
+    """Add the schema of a group to `groups`, and return a reference to it."""
+    groups.setdefault(group.__name__, _group(group(), groups))
+    return {"$ref": f"#/$defs/{group.__name__}"}
+
+
 def _value(kind: Kind) -> dict[str, Any]:
-    if kind.is_list:
-        return _any_of(
-            {"type": "array", "items": _value(dataclasses.replace(kind, is_list=False))},
-            kind.optional,
-        )
-    if kind.is_mapping:
+    if kind.is_mapping and not kind.is_list:
         return {"type": "object"}
-    if not kind.choices:
+    choices: list[dict[str, Any]] = []
+    if kind.is_list:
+        items = _value(dataclasses.replace(kind, is_list=False))
+        choices.append({"type": "array", "items": items})
+    elif kind.choices:
+        choices.append({"enum": list(kind.choices)})
+        if kind.entry:
+            choices.append({"type": "string", "pattern": r"\.py:"})
+    else:
         bounds = {bound.keyword: bound.limit for bound in kind.bounds}
-        return _any_of({"type": _TYPES[kind.type], **bounds}, kind.optional)
-    named: dict[str, Any] = {"enum": list(kind.choices)}
-    own = ({"type": "string", "pattern": r"\.py:"},) if kind.entry else ()
-    return _any_of(named, kind.optional, *own)
-
-
-def _any_of(value: dict[str, Any], optional: bool, *more: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [value, *more, *([{"type": "null"}] if optional else []), _FILLED_LATER]}
+        choices.append({"type": _TYPES[kind.type], **bounds})
+    if kind.optional:
+        choices.append({"type": "null"})
+    choices.append(_FILLED_LATER)
+    return {"anyOf": choices}

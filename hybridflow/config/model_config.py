@@ -13,40 +13,55 @@ model if its model_type is in `VISION_TYPES` (ADR 0072).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config.outside_json import read_outside_json
 
+_COUNT = (1, 1 << 16)
+_COUNT_OR_0 = (0, 1 << 16)
 # {field: (least, most)}; the upper bounds are far above any published model's sizes
 _SIZES: Mapping[str, tuple[int, int]] = {
     "num_hidden_layers": (1, 10_000),
     "hidden_size": (1, 1 << 20),
-    **dict.fromkeys(
-        ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
-        (1, 1 << 22),
-    ),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (1, 1 << 16)),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), (1, 1 << 20)),
+    "intermediate_size": (1, 1 << 22),
+    "moe_intermediate_size": (1, 1 << 22),
+    "shared_expert_intermediate_size": (1, 1 << 22),
+    "num_attention_heads": _COUNT,
+    "num_key_value_heads": _COUNT,
+    "head_dim": _COUNT,
+    "qk_nope_head_dim": _COUNT,
+    "qk_rope_head_dim": _COUNT,
+    "v_head_dim": _COUNT,
+    "q_lora_rank": (1, 1 << 20),
+    "kv_lora_rank": (1, 1 << 20),
     "vocab_size": (1, 1 << 26),
-    **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (1, 1 << 16)
-    ),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "topk_group"), (1, 1 << 16)),
-    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), (0, 1 << 16)),
-    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), (0, 1 << 16)),
+    "num_experts": _COUNT,
+    "num_local_experts": _COUNT,
+    "n_routed_experts": _COUNT,
+    "moe_num_experts": _COUNT,
+    "num_experts_per_tok": _COUNT,
+    "moe_k": _COUNT,
+    "n_group": _COUNT,
+    "topk_group": _COUNT,
+    "n_shared_experts": _COUNT_OR_0,
+    "moe_num_shared_experts": _COUNT_OR_0,
+    "first_k_dense_replace": _COUNT_OR_0,
+    "moe_layer_start_index": _COUNT_OR_0,
     "moe_layer_end_index": (-1, 1 << 16),
-    "moe_layer_interval": (1, 1 << 16),
+    "moe_layer_interval": _COUNT,
     "rotary_dim": (2, 1 << 16),
     "sliding_window": (0, 1 << 40),
-    "max_window_layers": (0, 1 << 16),
-    "sliding_window_pattern": (1, 1 << 16),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), (1, 1 << 12)),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, 1 << 16)),
+    "max_window_layers": _COUNT_OR_0,
+    "sliding_window_pattern": _COUNT,
+    "linear_num_key_heads": (1, 1 << 12),
+    "linear_num_value_heads": (1, 1 << 12),
+    "linear_key_head_dim": _COUNT,
+    "linear_value_head_dim": _COUNT,
     "linear_conv_kernel_dim": (1, 1 << 10),
-    **dict.fromkeys(("full_attention_interval", "decoder_sparse_step"), (1, 1 << 16)),
+    "full_attention_interval": _COUNT,
+    "decoder_sparse_step": _COUNT,
     "num_nextn_predict_layers": (0, 64),
     "max_position_embeddings": (1, 1 << 40),
     "original_max_position_embeddings": (1, 1 << 40),
@@ -55,18 +70,29 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _MOST_EXPERTS = 1 << 18  # over all layers; Kimi-K2 has 23,000
 _NUMBERS: Mapping[str, tuple[float, float]] = {
     "rms_norm_eps": (0.0, 1.0),
-    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), (0.0, 1e6)),
+    "swiglu_alpha": (0.0, 1e6),
+    "swiglu_limit": (0.0, 1e6),
     "query_pre_attn_scalar": (1e-6, 1e9),
     "rope_local_base_freq": (1.1, 1e18),
     "rope_theta": (1.1, 1e18),
     "partial_rotary_factor": (0.01, 1.0),
     "routed_scaling_factor": (0.0, 1e6),
-    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), (0.001, 1e9)),
-    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), (0.001, 1e9)),
-    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), (0.0, 1e9)),
+    "factor": (0.001, 1e9),
+    "low_freq_factor": (0.001, 1e9),
+    "high_freq_factor": (0.001, 1e9),
+    "beta_fast": (0.001, 1e9),
+    "beta_slow": (0.001, 1e9),
+    "attention_factor": (0.001, 1e9),
+    "mscale": (0.0, 1e9),
+    "mscale_all_dim": (0.0, 1e9),
+    "llama_4_scaling_beta": (0.0, 1e9),
 }
 _FLAGS = (
-    *("tie_word_embeddings", "attention_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob"),
+    "tie_word_embeddings",
+    "attention_bias",
+    "qkv_bias",
+    "use_qk_norm",
+    "norm_topk_prob",
     "use_sliding_window",
 )
 _LISTS = ("mlp_layer_types", "layer_types")
@@ -99,16 +125,19 @@ _SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", _QUANTISATION)
 # fields of a config with a vision tower that are not its language model's
 _OF_THE_WHOLE = frozenset(
     {
-        *(
-            "architectures",
-            "auto_map",
-            "dtype",
-            "torch_dtype",
-            "model_type",
-            "transformers_version",
-        ),
-        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-        *("tie_word_embeddings", _QUANTISATION, _VISION),
+        "architectures",
+        "auto_map",
+        "dtype",
+        "torch_dtype",
+        "model_type",
+        "transformers_version",
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "tie_word_embeddings",
+        _QUANTISATION,
+        _VISION,
     }
 )
 
@@ -124,7 +153,8 @@ def read_model_config(file: Path) -> dict[str, Any]:
     given = read_outside_json(file)
     given.pop(MULTIMODAL, None)  # only `flattened` writes it
     values = flattened(given)
-    if wrong := wrong_fields(values):
+    wrong = wrong_fields(values)
+    if wrong:
         raise ValueError(f"not a model config: {wrong[0]}")
     return values
 
@@ -138,13 +168,17 @@ def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
     text = values.get(_TEXT)
     if not isinstance(text, Mapping):
         return dict(values)
-    if (kind := str(values.get("model_type"))) in TEXT_TYPES:
-        shared = {name: values[name] for name in _SHARED if values.get(name) is not None}
-        left = (_TEXT, _QUANTISATION, "auto_map")
-        whole = {name: value for name, value in values.items() if name not in left}
-        default = {"model_type": TEXT_TYPES[kind], **_DEFAULTS.get(kind, {})}
-        return {**default, **text, **shared, MULTIMODAL: whole}
-    return {**text, **{name: value for name, value in values.items() if name != _TEXT}}
+    kind = str(values.get("model_type"))
+    if kind not in TEXT_TYPES:
+        return {**text, **_without((_TEXT,), values)}
+    shared = {name: values[name] for name in _SHARED if values.get(name) is not None}
+    whole = _without((_TEXT, _QUANTISATION, "auto_map"), values)
+    default = {"model_type": TEXT_TYPES[kind], **_DEFAULTS.get(kind, {})}
+    return {**default, **text, **shared, MULTIMODAL: whole}
+
+
+def _without(names: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def with_tower(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +188,7 @@ def with_tower(values: Mapping[str, Any]) -> dict[str, Any]:
     whole = text.get(MULTIMODAL)
     if not isinstance(whole, Mapping) or whole.get("model_type") not in VISION_TYPES:
         return text
-    return {**{name: text[name] for name in text if name != MULTIMODAL}, **whole}
+    return {**_without((MULTIMODAL,), text), **whole}
 
 
 def published_form(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,8 +200,8 @@ def published_form(values: Mapping[str, Any]) -> dict[str, Any]:
     values.pop(MULTIMODAL, None)
     if _VISION not in values:
         return values
-    whole = {name: value for name, value in values.items() if name in _OF_THE_WHOLE}
-    text = {name: value for name, value in values.items() if name not in _OF_THE_WHOLE}
+    whole = {name: values[name] for name in values if name in _OF_THE_WHOLE}
+    text = _without(_OF_THE_WHOLE, values)
     # some readers look for these in the language model's fields
     both = ("dtype", "torch_dtype", "tie_word_embeddings")
     text |= {name: values[name] for name in both if name in values}
@@ -183,8 +217,7 @@ def folder_form(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(whole, Mapping):
         return published_form(values)
     shared = {name: values[name] for name in _SHARED if name in values}
-    text = {name: value for name, value in values.items() if name != _QUANTISATION}
-    return {**whole, **shared, _TEXT: text}
+    return {**whole, **shared, _TEXT: _without((_QUANTISATION,), values)}
 
 
 def wrong_fields(values: Mapping[str, Any]) -> list[str]:
@@ -220,8 +253,9 @@ def _wrong_groups(values: Mapping[str, Any]) -> Iterator[str]:
         elif value:
             yield from _wrong_quantisation(value)
     for name in _LISTS:
-        if values.get(name) is not None and not _is_list_of(str, values[name]):
-            yield _line(name, values[name], "a list of names")
+        value = values.get(name)
+        if value is not None and not _is_list_of(str, value):
+            yield _line(name, value, "a list of names")
     layers = values.get("mlp_only_layers")
     if layers is not None and not _is_list_of(int, layers):
         yield _line("mlp_only_layers", layers, "a list of layer numbers")

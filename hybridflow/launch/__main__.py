@@ -17,6 +17,8 @@ from typing import Any
 from hybridflow.errors import HybridFlowError
 from hybridflow.launch import records
 
+_MOST_LINES = 100_000  # of the output of all preflight steps
+
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser that does not accept abbreviated options."""
@@ -31,11 +33,9 @@ def main(words: list[str]) -> int:
     try:
         return int(args.handler(args))
     except HybridFlowError as error:
-        print(
-            f"hybridflow: {error}",
-            file=sys.stderr if args.step == "private-folder" else sys.stdout,
-            flush=True,
-        )
+        # the launcher reads the path of a private folder from stdout
+        stream = sys.stderr if args.step == "private-folder" else sys.stdout
+        print(f"hybridflow: {error}", file=stream, flush=True)
         if hasattr(args, "dir"):  # the verdict repeats it
             (args.dir / f"{args.step}-error").write_text(str(error), encoding="utf-8")
         return error.exit_code
@@ -117,7 +117,8 @@ def _preflight(args: argparse.Namespace) -> int:
     wanted = preflight.Wanted(
         args.gpus, args.min_free_gib, args.min_shm_gib, args.min_open_files, args.interface
     )
-    record = preflight.check_node(_node_name(), args.hosts.split(), args.dir, wanted, args.timeout)
+    hosts = args.hosts.split()
+    record = preflight.check_node(_node_name(), hosts, args.dir, wanted, args.timeout)
     preflight.print_record(record)
     return 0
 
@@ -134,9 +135,8 @@ def _health(args: argparse.Namespace) -> int:
 def _judge(args: argparse.Namespace) -> int:
     from hybridflow.launch import preflight
 
-    said, errors = (
-        records.tail(args.dir / f"preflight.{kind}", 100_000) for kind in ("out", "err")
-    )
+    said = records.tail(args.dir / "preflight.out", _MOST_LINES)
+    errors = records.tail(args.dir / "preflight.err", _MOST_LINES)
     found = preflight.parse(said)
     hosts = args.hosts.split()
     _, bad = preflight.usable(hosts, found, args.max_clock_skew, errors)
@@ -145,26 +145,31 @@ def _judge(args: argparse.Namespace) -> int:
     if args.bad_nodes is not None and bad:
         from hybridflow.launch import bad_nodes
 
-        if trouble := bad_nodes.remember(args.bad_nodes, bad, os.environ.get("SLURM_JOB_ID", "")):
+        job = os.environ.get("SLURM_JOB_ID", "")
+        trouble = bad_nodes.remember(args.bad_nodes, bad, job)
+        if trouble:
             print(f"hybridflow: {trouble}", flush=True)
     chosen = preflight.choose(hosts, found, args.nodes, args.max_clock_skew, errors)
     use = [{"node": record.node, "address": record.address} for record in chosen]
     records.write(args.dir / records.CHOSEN, {"use": use})
-    (args.dir / "nodes.txt").write_text("".join(f"{record.node}\n" for record in chosen))
+    lines = "".join(f"{record.node}\n" for record in chosen)
+    (args.dir / "nodes.txt").write_text(lines)
     return 0
 
 
 def _node(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     # srun's %N would be the name of the host, not of the node
-    path = args.dir / records.NODE_LOG.format(_node_name())
+    name = _node_name()
+    path = args.dir / records.NODE_LOG.format(name)
     with path.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     from hybridflow.launch import node
 
     options = node.RayOptions(args.gpus, args.object_store_gib, args.start_timeout)
-    return node.run(_node_name(), args.dir, options, int(os.environ["SLURM_JOB_ID"]))
+    job = int(os.environ["SLURM_JOB_ID"])
+    return node.run(name, args.dir, options, job)
 
 
 def _driver(args: argparse.Namespace) -> int:
@@ -176,7 +181,8 @@ def _driver(args: argparse.Namespace) -> int:
 def _private_folder(args: argparse.Namespace) -> int:
     from hybridflow.process.private_folder import RAY, ROOM_FOR_RAY, make_private_folder
 
-    print(make_private_folder(args.prefix, ROOM_FOR_RAY) / RAY)
+    folder = make_private_folder(args.prefix, ROOM_FOR_RAY)
+    print(folder / RAY)
     return 0
 
 
@@ -187,8 +193,10 @@ def _verdict(args: argparse.Namespace) -> int:
     folder = args.job_dir / f"restart-{args.restart}"
     why = args.why
     for step in ("judge", "driver"):
-        if (path := folder / f"{step}-error").exists():
-            why = " ".join(path.read_text(encoding="utf-8").split())
+        path = folder / f"{step}-error"
+        if path.exists():
+            message = path.read_text(encoding="utf-8")
+            why = " ".join(message.split())
     attempt, log_tail, code = verdict.judge(
         args.job_dir,
         args.restart,
@@ -201,10 +209,8 @@ def _verdict(args: argparse.Namespace) -> int:
     )
     if log_tail:
         print(log_tail)
-    job = args.job_dir.name
-    print(
-        f"hybridflow: job {job}, start {args.restart}, {attempt.outcome}: {attempt.why}", flush=True
-    )
+    place = f"job {args.job_dir.name}, start {args.restart}"
+    print(f"hybridflow: {place}, {attempt.outcome}: {attempt.why}", flush=True)
     return code
 
 

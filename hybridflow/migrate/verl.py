@@ -146,15 +146,18 @@ class Settings:
         value = self.get(names[0])
         for name in names:
             for known in fnmatch.filter(list(self._names), name) if "*" in name else [name]:
-                if whole := self._names.pop(known, None):
+                whole = self._names.pop(known, None)
+                if whole:
                     self.out.renamed.append(whole)
         return value
 
     def drop(self, reason: str, *names: str, needless: bool = True) -> None:
         """Mark keys as translated although they do not map to a setting."""
+        dropped = self.out.needless if needless else self.out.missing
         for name in names:
-            if whole := self._names.pop(name, None):
-                (self.out.needless if needless else self.out.missing)[whole] = reason
+            whole = self._names.pop(name, None)
+            if whole:
+                dropped[whole] = reason
 
 
 def migrate(given: Mapping[str, Any]) -> Migration:
@@ -170,9 +173,10 @@ def migrate(given: Mapping[str, Any]) -> Migration:
         for key in unused:
             del out.settings[key]
         if any(name.startswith("critic.") for name in given):
+            estimator = out.settings["algorithm.adv_estimator"]
             out.remarks.append(
-                f"adv_estimator={out.settings['algorithm.adv_estimator']} does not use a critic, "
-                "so the critic's settings are omitted"
+                f"adv_estimator={estimator} does not use a critic, so the critic's settings are "
+                "omitted"
             )
     return out
 
@@ -251,10 +255,11 @@ def _kl(given: Settings) -> dict[str, Any]:
     in_reward = given.take("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
     loss = given.get("actor.kl_loss_coef")
     reward = given.get("algorithm.kl_ctrl.kl_coef")
-    found: dict[str, Any] = {
-        "actor.kl_loss_coef": float(0.001 if loss is None else loss) if in_loss else 0.0,
-        "algorithm.kl_coef": float(0.001 if reward is None else reward) if in_reward else 0.0,
-    }
+    found: dict[str, Any] = {"actor.kl_loss_coef": 0.0, "algorithm.kl_coef": 0.0}
+    if in_loss:
+        found["actor.kl_loss_coef"] = float(0.001 if loss is None else loss)
+    if in_reward:
+        found["algorithm.kl_coef"] = float(0.001 if reward is None else reward)
     if given.take("algorithm.kl_ctrl.type") != "adaptive":
         given.take("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
     if not in_reward:
@@ -275,12 +280,12 @@ def _policy_loss(given: Settings) -> dict[str, Any]:
     if loss is not None:
         found["actor.policy_loss"] = _converted("actor.policy_loss", loss)
     if loss == "sapo":
-        options = {
-            name: given.take(f"actor.{name}")
-            for name in ("tau_pos", "tau_neg")
-            if f"actor.{name}" in given
-        }
-        found |= {"actor.policy_loss_options": options} if options else {}
+        options = {}
+        for name in ("tau_pos", "tau_neg"):
+            if f"actor.{name}" in given:
+                options[name] = given.take(f"actor.{name}")
+        if options:
+            found["actor.policy_loss_options"] = options
     if loss in _OVER_SEQUENCES:
         given.take("actor.loss_agg_mode")
         found["actor.loss_agg_mode"] = "seq-mean-token-mean"
@@ -289,34 +294,34 @@ def _policy_loss(given: Settings) -> dict[str, Any]:
 
 def _optimizer(given: Settings) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for role in ("actor", "critic"):
-        found[f"{role}.optim.lr"] = float(given.take(f"{role}.optim.lr"))
-        found[f"{role}.optim.weight_decay"] = float(given.take(f"{role}.optim.weight_decay"))
-        betas = given.take(f"{role}.optim.betas")
+    for prefix in ("actor.optim", "critic.optim"):
+        for name in ("lr", "weight_decay"):
+            found[f"{prefix}.{name}"] = float(given.take(f"{prefix}.{name}"))
+        betas = given.take(f"{prefix}.betas")
         if isinstance(betas, list) and len(betas) == 2:
-            found[f"{role}.optim.adam_beta1"] = float(betas[0])
-            found[f"{role}.optim.adam_beta2"] = float(betas[1])
-        steps = given.take(f"{role}.optim.lr_warmup_steps")
+            found[f"{prefix}.adam_beta1"] = float(betas[0])
+            found[f"{prefix}.adam_beta2"] = float(betas[1])
+        warmup = f"{prefix}.lr_warmup_steps"
+        steps = given.take(warmup)
         if steps is not None and int(steps) >= 0:
-            found[f"{role}.optim.lr_warmup_steps"] = int(steps)
-        ratio = given.get(f"{role}.optim.lr_warmup_steps_ratio")
+            found[warmup] = int(steps)
+        of_ratio = f"{prefix}.lr_warmup_steps_ratio"
+        ratio = given.get(of_ratio)
         if not ratio:
-            given.take(f"{role}.optim.lr_warmup_steps_ratio")
+            given.take(of_ratio)
             continue
         total = given.get("trainer.total_training_steps")
         updates = given.get("data.train_batch_size") // given.get("actor.ppo_mini_batch_size")
+        updates = max(updates, 1)
         if total:
-            given.take(f"{role}.optim.lr_warmup_steps_ratio")
-            warmup = round(float(ratio) * int(total) * max(updates, 1))
-            found[f"{role}.optim.lr_warmup_steps"] = warmup
+            given.take(of_ratio)
+            found[warmup] = round(float(ratio) * int(total) * updates)
         else:
-            given.drop(
-                f"a share of the run's updates: set {role}.optim.lr_warmup_steps to {ratio} x "
-                f"total steps x {max(updates, 1)} updates per step; `--explain` shows the steps "
-                "per epoch",
-                f"{role}.optim.lr_warmup_steps_ratio",
-                needless=False,
+            reason = (
+                f"a share of the run's updates: set {warmup} to {ratio} x total steps x {updates} "
+                "updates per step; `--explain` shows the steps per epoch"
             )
+            given.drop(reason, of_ratio, needless=False)
     return found
 
 
@@ -349,10 +354,10 @@ def _same_layout(given: Settings, role: str, section: str) -> None:
         if own is not None and own != given.get(f"actor.megatron.{name}"):
             differs.append(f"{name}={own}")
     if differs:
+        listed = ", ".join(differs)
         given.out.remarks.append(
-            f"{role}.megatron has a different layout from the actor ({', '.join(differs)}), but a "
-            f"colocated role uses the actor's layout. Set {section}.placement=own to use a "
-            "separate layout"
+            f"{role}.megatron has a different layout from the actor ({listed}), but a colocated "
+            f"role uses the actor's layout. Set {section}.placement=own to use a separate layout"
         )
 
 
@@ -385,10 +390,9 @@ def _recompute(given: Settings) -> dict[str, Any]:
     given.take("critic.model.enable_gradient_checkpointing")
     if granularity is not None:
         return {"actor.recompute": granularity}
-    # on by default in verl's FSDP backend
-    return (
-        {"actor.recompute": "full"} if checkpointing or (is_fsdp and checkpointing is None) else {}
-    )
+    if checkpointing is None:
+        checkpointing = is_fsdp  # on by default in verl's FSDP backend
+    return {"actor.recompute": "full"} if checkpointing else {}
 
 
 def _megatron_fields(given: Settings) -> dict[str, Any]:
@@ -415,24 +419,32 @@ def _micro_batches(given: Settings) -> dict[str, Any]:
     row = int(given.get("data.max_prompt_length")) + int(given.get("data.max_response_length"))
     found: dict[str, Any] = {}
     for role in ("actor", "critic", "ref", "rollout"):
-        tokens = next((one for name in _TOKENS if (one := given.get(f"{role}.{name}"))), None)
-        rows = next((one for name in _ROWS if (one := given.get(f"{role}.{name}"))), None)
-        given.take(*(f"{role}.{name}" for name in (*_TOKENS, *_ROWS)))
-        context = int(
+        tokens = _first_of(given, role, _TOKENS)
+        rows = _first_of(given, role, _ROWS)
+        context = (
             given.get(f"{role}.megatron.context_parallel_size")
             or given.get(f"{role}.ulysses_sequence_parallel_size")
             or 1
         )
+        context = int(context)
         if role == "rollout" or (role == "ref" and not given.out.has_reference):
             continue  # the actor computes the old log-probabilities
-        section = "reference" if role == "ref" else role
         is_dynamic = given.get(f"{role}.use_dynamic_bsz") or given.get("actor.use_dynamic_bsz")
         if tokens and (is_dynamic or not rows):
             # verl's bound is of a GPU, ours of all context ranks together
-            found[f"{section}.max_tokens_per_micro_batch"] = max(int(tokens) * context, row)
+            bound = max(int(tokens) * context, row)
         else:
-            found[f"{section}.max_tokens_per_micro_batch"] = int(rows or 1) * row
+            bound = int(rows or 1) * row
+        section = "reference" if role == "ref" else role
+        found[f"{section}.max_tokens_per_micro_batch"] = bound
     return found
+
+
+def _first_of(given: Settings, role: str, names: Sequence[str]) -> Any:
+    """Mark a role's keys as translated. Returns the first value that is set, or None."""
+    keys = [f"{role}.{name}" for name in names]
+    given.take(*keys)
+    return next(filter(None, map(given.get, keys)), None)
 
 
 def _cluster(given: Settings) -> dict[str, Any]:
@@ -442,7 +454,10 @@ def _cluster(given: Settings) -> dict[str, Any]:
     pipeline = int(given.take("rollout.pipeline_model_parallel_size") or 1)
     attention = int(given.take("rollout.data_parallel_size") or 1)
     size = ranks * attention * pipeline
-    engine: dict[str, Any] = {
+    found: dict[str, Any] = {
+        "cluster.nodes": nodes,
+        "cluster.procs_per_node": gpus,
+        "cluster.devices_per_node": gpus,
         "rollout.tensor": ranks * attention,
         "rollout.num_engines": max(1, nodes * gpus // size),
         "rollout.pool": "actor",
@@ -451,15 +466,13 @@ def _cluster(given: Settings) -> dict[str, Any]:
         "rollout.max_running_requests": int(given.take("rollout.max_num_seqs")),
     }
     given.take("hybrid_engine")
-    engine |= {"rollout.pipeline": pipeline} if pipeline > 1 else {}
-    engine |= {"rollout.data_parallel_attention": attention} if attention > 1 else {}
-    engine |= {"rollout.nodes_per_engine": -(-size // gpus)} if size > gpus else {}
-    return {
-        "cluster.nodes": nodes,
-        "cluster.procs_per_node": gpus,
-        "cluster.devices_per_node": gpus,
-        **engine,
-    }
+    if pipeline > 1:
+        found["rollout.pipeline"] = pipeline
+    if attention > 1:
+        found["rollout.data_parallel_attention"] = attention
+    if size > gpus:
+        found["rollout.nodes_per_engine"] = -(-size // gpus)
+    return found
 
 
 def _engine(given: Settings) -> dict[str, Any]:
@@ -479,7 +492,7 @@ def _engine(given: Settings) -> dict[str, Any]:
         found["rollout.extra_args"] = {"chunked_prefill_size": int(tokens)}
     given.drop(
         f"these are {kind} arguments; set the SGLang equivalents in rollout.extra_args",
-        *(name for name in given.left() if name.startswith("rollout.engine_kwargs.")),
+        *_starting(given, "rollout.engine_kwargs."),
     )
     return found
 
@@ -532,7 +545,8 @@ def _schedule(given: Settings) -> dict[str, Any]:
     if given.take("trainer.resume_mode") == "disable":
         found["trainer.resume"] = "disable"
     for name in ("max_ckpt_to_keep", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
-        if kept := given.take(f"trainer.{name}"):
+        kept = given.take(f"trainer.{name}")
+        if kept:
             found["trainer.max_checkpoints_to_keep"] = int(kept)
     for name in ("rollout_data_dir", "validation_data_dir"):
         given.drop("rollouts are always written to the run folder", f"trainer.{name}")
@@ -550,19 +564,23 @@ def _names(given: Settings) -> dict[str, Any]:
         path = PurePath(str(folder))
         found["output_dir"] = str(path.parent if path.name == name else path)
     wanted = given.take("trainer.logger")
-    wanted = wanted if isinstance(wanted, list) else [wanted]
+    if not isinstance(wanted, list):
+        wanted = [wanted]
     known = [one for one in wanted if one in _TRACKERS]
     found["trainer.loggers"] = [*dict.fromkeys(["console", "jsonl", *known])]
-    if libraries := [one for one in known if one in _LIBRARIES]:
+    libraries = [one for one in known if one in _LIBRARIES]
+    if libraries:
+        listed = ", ".join(libraries)
+        extras = ",".join(libraries)
         given.out.remarks.append(
-            f"trainer.loggers: {', '.join(libraries)} must be installed: pip install "
-            f"'hybridflow[{','.join(libraries)}]'"
+            f"trainer.loggers: {listed} must be installed: pip install 'hybridflow[{extras}]'"
         )
-    if others := [str(one) for one in wanted if one not in _TRACKERS]:
+    others = [str(one) for one in wanted if one not in _TRACKERS]
+    if others:
+        listed = ", ".join(others)
         given.out.remarks.append(
-            f"trainer.logger: there is no tracker {', '.join(others)}; metrics are written to "
-            "metrics.jsonl and the report. Add your own tracker with "
-            "trainer.loggers=[path/to/file.py:name]"
+            f"trainer.logger: there is no tracker {listed}; metrics are written to metrics.jsonl "
+            "and the report. Add your own tracker with trainer.loggers=[path/to/file.py:name]"
         )
     return found
 
@@ -615,7 +633,8 @@ def _mtp(given: Settings) -> dict[str, Any]:
     if trains:
         given.take(f"{prefix}enable_train", f"{prefix}enable")
         found["actor.mtp.train"] = True
-        if coef := given.take(f"{prefix}mtp_loss_scaling_factor"):
+        coef = given.take(f"{prefix}mtp_loss_scaling_factor")
+        if coef:
             found["actor.mtp.coef"] = float(coef)
         detached = bool(given.get(f"{prefix}detach_encoder"))
         given.drop(
@@ -627,7 +646,8 @@ def _mtp(given: Settings) -> dict[str, Any]:
     if drafts and trains:
         given.take(f"{prefix}enable_rollout")
         found["rollout.speculative.method"] = "mtp"
-        if steps := given.take(f"{prefix}speculative_num_steps"):
+        steps = given.take(f"{prefix}speculative_num_steps")
+        if steps:
             found["rollout.speculative.num_steps"] = int(steps)
     given.drop(
         "drafts are chains of the trained head (docs/prediction-heads.md)",

@@ -142,7 +142,8 @@ class AppendOnly:
     def report(self, path: Path) -> None:
         """Publish the report."""
         self._start()
-        kind = f"report {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        kind = f"report {digest[:16]}"
         if (kind, 0) not in self._known:
             self.publish_report(path)
             self._mark(kind, 0)
@@ -173,7 +174,8 @@ class AppendOnly:
 
     def _log(self, record: Mapping[str, Any]) -> bool:
         self._start()
-        step, phase = record["step"], record["phase"]
+        step = record["step"]
+        phase = record["phase"]
         if (phase, step) in self._known:
             return False
         metrics = {}
@@ -220,18 +222,19 @@ def published(run_dir: Path) -> Published:
         config = {}
     trainer = config.get("trainer") or {}
     return Published(
-        str(config.get("name") or run_dir.name),
-        str(trainer.get("project") or "hybridflow"),
-        trainer.get("group"),
-        int(trainer.get("tracked_samples", 8)),
-        config,
+        name=str(config.get("name") or run_dir.name),
+        project=str(trainer.get("project") or "hybridflow"),
+        group=trainer.get("group"),
+        samples=int(trainer.get("tracked_samples", 8)),
+        config=config,
     )
 
 
 def read_dump(path: Path, step: int, samples: int) -> Dump:
     """Read a dump's distributions, and at most `samples` of its rows, evenly spaced."""
     count = parquet_rows(path)
-    picked = np.unique(np.linspace(0, max(count - 1, 0), min(samples, count)).astype(int))
+    spaced = np.linspace(0, max(count - 1, 0), min(samples, count))
+    picked = np.unique(spaced.astype(int))
     found = pick_parquet(path, picked.tolist(), _SHOWN, _MOST_GROUP_BYTES)
     shown = [name for name in _SHOWN if name in found]
     rows = []

@@ -23,9 +23,8 @@ from typing import Any
 from hybridflow.observe.jsonl import JsonlWriter, read_jsonl
 
 WHOLE_STEP = "step"
-_STEPS_HELD = (
-    256  # number of steps whose sums are kept in memory; metrics are read right after a step
-)
+# number of steps whose sums are kept in memory; metrics are read right after a step
+_STEPS_HELD = 256
 
 
 class Span:
@@ -48,7 +47,7 @@ class Span:
     def end(self, error: str = "") -> None:
         """Record the end of the phase; `error` names the exception that ended it."""
         seconds = time.perf_counter() - self._ticks
-        record = {
+        record: dict[str, Any] = {
             "name": self.name,
             "step": self.step,
             "start": round(self._start, 6),
@@ -56,7 +55,9 @@ class Span:
             "seconds": round(seconds, 6),
             "depth": self._depth,
         }
-        self._record_of(record | ({"error": error} if error else {}))
+        if error:
+            record["error"] = error
+        self._record_of(record)
 
 
 class Timeline:
@@ -92,7 +93,9 @@ class Timeline:
         around = self._open.get()
         outer, outer_step = around[-1] if around else (WHOLE_STEP, None)
         full = name if outer == WHOLE_STEP else f"{outer}/{name}"
-        return Span(full, outer_step if step is None else step, len(around), self._record)
+        if step is None:
+            step = outer_step
+        return Span(full, step, len(around), self._record)
 
     def step_seconds(self, step: int) -> dict[str, float]:
         """Return the seconds spent in each finished phase of a step, keyed by phase. Repeated
@@ -117,10 +120,12 @@ class Timeline:
 
     def _record(self, record: dict[str, Any]) -> None:
         self._writer.write(record)
-        if record["step"] is not None:
+        name = record["name"]
+        step = record["step"]
+        if step is not None:
             with self._lock:
-                sums = self._sums.setdefault(record["step"], {})
-                sums[record["name"]] = sums.get(record["name"], 0.0) + record["seconds"]
+                sums = self._sums.setdefault(step, {})
+                sums[name] = sums.get(name, 0.0) + record["seconds"]
                 while len(self._sums) > _STEPS_HELD:
                     del self._sums[next(iter(self._sums))]
 

@@ -112,33 +112,33 @@ def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def _stretches(batch: DataProto, row: int, decode: Decode) -> list[Stretch]:
-    ids = list(map(int, _row(batch, "response_ids", row)[:MOST_TOKENS]))
-    mask, versions = (
-        _of_runs(_row(batch, name, row), len(_row(batch, "response_ids", row)))
-        for name in ("response_mask", "response_versions")
-    )
+    response = _row(batch, "response_ids", row)
+    ids = list(map(int, response[:MOST_TOKENS]))
+    mask = _of_runs(_row(batch, "response_mask", row), len(response))
+    versions = _of_runs(_row(batch, "response_versions", row), len(response))
     engine = _row(batch, "rollout_log_probs", row)
     trainer = _row(batch, "old_log_probs", row) if "old_log_probs" in batch else None
     found: list[Stretch] = []
     answers = 0
-    last = (-1, -1)
+    was_sampled: bool | None = None  # of the token before; None for the first one
+    last = 0
     for at, text in enumerate(texts_of(ids, decode)):
         sampled = bool(mask[at])
         version = int(versions[at])
-        if (int(sampled), version if sampled else -1) != last:
-            answers += sampled and last[0] != 1
-            last = (int(sampled), version if sampled else -1)
-            found.append(
-                Stretch(
-                    f"answer {answers}, weights {version}"
-                    if sampled
-                    else "inserted, not trained on",
-                    [],
-                )
-            )
-        found[-1].tokens.append(_token(text or "\u00b7", sampled, float(engine[at]), trainer, at))
-    left = len(_row(batch, "response_ids", row)) - len(ids)
-    return [*found, Stretch(f"{left:,} more tokens", [])] if left else found
+        if sampled != was_sampled or (sampled and version != last):
+            answers += sampled and not was_sampled
+            title = f"answer {answers}, weights {version}"
+            if not sampled:
+                title = "inserted, not trained on"
+            found.append(Stretch(title, []))
+        was_sampled = sampled
+        last = version
+        token = _token(text or "\u00b7", sampled, float(engine[at]), trainer, at)
+        found[-1].tokens.append(token)
+    left = len(response) - len(ids)
+    if left:
+        found.append(Stretch(f"{left:,} more tokens", []))
+    return found
 
 
 def _of_runs(runs: np.ndarray, tokens: int) -> np.ndarray:
@@ -152,7 +152,9 @@ def _of_runs(runs: np.ndarray, tokens: int) -> np.ndarray:
 
 def _row(batch: DataProto, name: str, row: int) -> np.ndarray:
     column: Jagged = batch.jagged(name)
-    return column.values[column.offsets[row] : column.offsets[row + 1]]
+    begin = column.offsets[row]
+    end = column.offsets[row + 1]
+    return column.values[begin:end]
 
 
 def _token(text: str, sampled: bool, engine: float, trainer: np.ndarray | None, at: int) -> Token:
@@ -166,8 +168,5 @@ def _token(text: str, sampled: bool, engine: float, trainer: np.ndarray | None, 
         level = sum(abs(difference) >= bound for bound in LEVELS)
     sign = "more" if difference > 0 else "less"
     kind = f"{sign}{level}" if level else "same"
-    return Token(
-        text,
-        kind,
-        f"log p {engine:.4f} in the engine, {trainer[at]:.4f} in the trainer: {difference:+.1e}",
-    )
+    both = f"log p {engine:.4f} in the engine, {trainer[at]:.4f} in the trainer"
+    return Token(text, kind, f"{both}: {difference:+.1e}")

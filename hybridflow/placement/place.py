@@ -17,7 +17,9 @@ from hybridflow.placement.shape import ClusterShape, Node
 PORTS = range(20000, 32500)
 _ORDER: dict[Packing, int] = {"whole_nodes": 0, "pack": 1, "spread": 2}
 _SHOWN_NODES = 16
+_SINGULAR = {"GPUs": "GPU", "processes": "process"}
 Room = tuple[int, tuple[int, ...]]  # a node index, and some of its devices
+Part = tuple[Group, int, int, Room]  # rank and part of a member of the group, and its place
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,11 @@ class Placement:
         for process in self.processes:
             here[process.node].setdefault(process.role, []).append(process)
         for number, node in enumerate(self.cluster.nodes):
-            for role, found in here[number].items():
-                lines.append(
-                    f"  {node.address}  {role:<{wide}}  "
-                    f"{_members(found)}{_on(found, self.cluster.kind)}"
-                )
-            if not here[number]:
+            roles = here[number]
+            for role, found in roles.items():
+                devices = _on(found, self.cluster.kind)
+                lines.append(f"  {node.address}  {role:<{wide}}  {_members(found)}{devices}")
+            if not roles:
                 lines.append(f"  {node.address}  not used")
         return "\n".join(lines)
 
@@ -95,7 +96,7 @@ def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
             message lists its requirements and the free devices per node.
     """
     free = [list(range(node.devices)) for node in cluster.nodes]
-    found: list[tuple[Group, int, int, Room]] = []
+    found: list[Part] = []
     for pool in sorted(pools, key=lambda pool: (pool.shape is None, _ORDER[pool.packing])):
         rooms = _rooms(cluster, pool, free)
         for group in pool.groups:
@@ -106,7 +107,10 @@ def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
                 for part, room in enumerate(parts):
                     found.append((group, rank, part, room))
         for node, devices in rooms:
-            free[node] = [] if pool.packing == "whole_nodes" else sorted({*free[node]} - {*devices})
+            if pool.packing == "whole_nodes":
+                free[node] = []
+            else:
+                free[node] = sorted(set(free[node]).difference(devices))
     return Placement(cluster, tuple(_processes(found)))
 
 
@@ -114,14 +118,16 @@ def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> 
     """Select the pool's devices on each node from the free devices."""
     allowed: list[Room] = []
     for number, there in enumerate(free):
-        if there and (pool.packing != "whole_nodes" or len(there) == _total(cluster.nodes[number])):
+        is_whole = len(there) == _total(cluster.nodes[number])
+        if there and (is_whole or pool.packing != "whole_nodes"):
             allowed.append((number, tuple(there)))
     if pool.shape is not None:
         nodes, each = pool.shape
         fitting = [(number, there[:each]) for number, there in allowed if len(there) >= each]
         if len(fitting) < nodes:
             raise ResourceError(_does_not_fit(cluster, pool, None, allowed))
-        return sorted(sorted(fitting, key=lambda room: len(free[room[0]]))[:nodes])
+        fitting.sort(key=lambda room: len(free[room[0]]))
+        return sorted(fitting[:nodes])
     largest = max(pool.groups, key=lambda group: group.count * group.devices * group.nodes)
     members = _members_in(allowed, largest, pool.packing, cluster.is_local)
     if members is None:
@@ -144,23 +150,28 @@ def _members_in(
     size = group.devices
     parts = 1 if is_local else group.nodes
     stacked = group.nodes // parts  # parts of a member on one node
-    order = sorted(rooms, key=lambda room: -len(room[1])) if parts > 1 else list(rooms)
+    on_node = stacked * size  # devices of a member on one node
+    order = list(rooms)
+    if parts > 1:
+        order.sort(key=lambda room: -len(room[1]))
     bundles: list[list[Room]] = []
     capacity: list[int] = []  # members of each bundle
     for at in range(0, len(order) - parts + 1, parts):
         bundle = sorted(order[at : at + parts])
         bundles.append(bundle)
-        capacity.append(min(len(devices) for _, devices in bundle) // (size * stacked))
-    counts = (_evenly if packing == "spread" else _few)(capacity, group.count)
+        capacity.append(min(len(devices) for _, devices in bundle) // on_node)
+    distribute = _evenly if packing == "spread" else _few
+    counts = distribute(capacity, group.count)
     if sum(counts) < group.count:
         return None
     members = []
     for bundle, count in sorted(zip(bundles, counts, strict=True)):
-        for number in range(count):
-            cuts = range(number * stacked * size, (number + 1) * stacked * size, size)
-            members.append(
-                [(node, devices[cut : cut + size]) for node, devices in bundle for cut in cuts]
-            )
+        for begin in range(0, count * on_node, on_node):
+            member: list[Room] = []
+            for node, devices in bundle:
+                cuts = range(begin, begin + on_node, size)
+                member += [(node, devices[cut : cut + size]) for cut in cuts]
+            members.append(member)
     return members
 
 
@@ -168,10 +179,11 @@ def _few(capacity: Sequence[int], count: int) -> list[int]:
     """Distribute `count` over as few bins as possible: fill the largest first, and put the rest
     into the smallest sufficient bin."""
     counts = [0] * len(capacity)
-    largest_first = sorted(range(len(capacity)), key=lambda number: (-capacity[number], number))
-    for at, number in enumerate(largest_first):
+    largest_first = sorted(range(len(capacity)), key=lambda number: -capacity[number])
+    for number in largest_first:
         if capacity[number] >= count:
-            last = min(largest_first[at:], key=lambda n: (capacity[n] < count, capacity[n], n))
+            sufficient = [n for n in largest_first if not counts[n] and capacity[n] >= count]
+            last = min(sufficient, key=lambda n: (capacity[n], n))
             counts[last] = count
             break
         counts[number] = capacity[number]
@@ -193,24 +205,29 @@ def _evenly(capacity: Sequence[int], count: int) -> list[int]:
     return counts
 
 
-def _processes(found: Sequence[tuple[Group, int, int, Room]]) -> Iterable[Process]:
+def _processes(found: Sequence[Part]) -> Iterable[Process]:
     on_node: Counter[int] = Counter()
-    seen: dict[tuple[str, int], tuple[int, ...]] = {}
+    seen: defaultdict[tuple[str, int], tuple[int, ...]] = defaultdict(tuple)
     for group, _, _, (node, devices) in found:
         on_node[node] += 1
-        seen[group.role, node] = (*seen.get((group.role, node), ()), *devices)
+        seen[group.role, node] += devices
     local_ranks: Counter[tuple[str, int]] = Counter()
     opened: Counter[int] = Counter()
     for group, rank, part, (node, devices) in found:
+        place = (group.role, node)
         share = len(PORTS) // on_node[node]
         first = PORTS.start + opened[node] * share
         yield Process(
-            *(group.role, rank, part, node, devices),
-            visible=devices if group.is_engine else seen[group.role, node],
-            local_rank=local_ranks[group.role, node],
+            role=group.role,
+            rank=rank,
+            part=part,
+            node=node,
+            devices=devices,
+            visible=devices if group.is_engine else seen[place],
+            local_rank=local_ranks[place],
             ports=range(first, first + share),
         )
-        local_ranks[group.role, node] += 1
+        local_ranks[place] += 1
         opened[node] += 1
 
 
@@ -231,42 +248,49 @@ def _does_not_fit(
     whole = ", on nodes that no other pool uses" if pool.packing == "whole_nodes" else ""
     free = dict(rooms)
     there = []
-    for n, node in enumerate(cluster.nodes[:_SHOWN_NODES]):
-        there.append(f"{node.address}: {len(free.get(n, ()))} of {_total(node)}")
-    if len(cluster.nodes) > _SHOWN_NODES:
-        there.append(f"{len(cluster.nodes) - _SHOWN_NODES} more nodes")
+    for number, node in enumerate(cluster.nodes[:_SHOWN_NODES]):
+        count = len(free.get(number, ()))
+        there.append(f"{node.address}: {count} of {_total(node)}")
+    more = len(cluster.nodes) - _SHOWN_NODES
+    if more > 0:
+        there.append(f"{more} more nodes")
+    listed = ", ".join(there) or "no nodes"
     return (
         f"{name} needs {need}{whole}, which does not fit on the cluster. Free {cluster.unit}: "
-        f"{', '.join(there) or 'no nodes'}; add nodes, or make {name} smaller"
+        f"{listed}; add nodes, or make {name} smaller"
     )
 
 
 def _shape_of(pool: Pool, cluster: ClusterShape) -> str:
     assert pool.shape is not None
     nodes, each = pool.shape
-    unit = {"GPUs": "GPU", "processes": "process"}[cluster.unit] if each == 1 else cluster.unit
+    unit = _SINGULAR[cluster.unit] if each == 1 else cluster.unit
     keys = " (cluster.nodes x cluster.procs_per_node)" if pool.name == "actor" else ""
-    return f"{nodes} node{'s' * (nodes > 1)} with {each} {unit} each{keys}"
+    return f"{_counted(nodes, 'node')} with {each} {unit} each{keys}"
 
 
 def _members_of(group: Group, pool: Pool, cluster: ClusterShape) -> str:
-    members = ("engine" if group.is_engine else "rank") + "s" * (group.count > 1)
-    nodes = f" on each of {group.nodes} nodes" if group.nodes > 1 else " on one node"
-    each = (
-        f", each of {group.devices} {cluster.unit}{nodes}"
-        if group.devices * group.nodes > 1
-        else ""
-    )
-    shared = f", on the devices of {pool.name}" if group.role != pool.name else ""
-    return f"{group.count} {members}{each}{shared}"
+    text = _counted(group.count, "engine" if group.is_engine else "rank")
+    if group.devices * group.nodes > 1:
+        nodes = f"each of {group.nodes} nodes" if group.nodes > 1 else "one node"
+        text += f", each of {group.devices} {cluster.unit} on {nodes}"
+    if group.role != pool.name:
+        text += f", on the devices of {pool.name}"
+    return text
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}s" if count > 1 else f"{count} {name}"
 
 
 def _members(found: Sequence[Process]) -> str:
     name = "engine" if is_engine(found[0].role) else "rank"
     ranks = sorted({one.rank for one in found})
+    if len(ranks) > 1:
+        name += "s"
     parts = sorted({one.part for one in found})
     part = f" (part {_ranges(parts)})" if any(parts) else ""
-    return f"{name}{'s' * (len(ranks) > 1)} {_ranges(ranks)}{part}"
+    return f"{name} {_ranges(ranks)}{part}"
 
 
 def _on(found: Sequence[Process], kind: str) -> str:
@@ -287,4 +311,4 @@ def _ranges(numbers: Iterable[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ",".join(f"{first}-{rest[-1]}" if rest else str(first) for first, *rest in runs)

@@ -65,7 +65,6 @@ def rows() -> list[Row]:
 
 def _training_rows(point: Point) -> Iterator[Row]:
     training = point.training()
-    gb = 1e9
     pipeline = training.cut.pipeline
     stages = range(pipeline) if point.stage is None else [point.stage % pipeline]
     tokens = point.sequence * point.micro
@@ -77,23 +76,21 @@ def _training_rows(point: Point) -> Iterator[Row]:
     for layer, number in chain.from_iterable(training.layers):
         kept += number * training.layer_activations(layer, tokens)
     weights = training.weights(stage) + training.gradients(stage)
-    wanted: tuple[tuple[str, str, str, float | None, float], ...] = (
-        ("weights and gradients", STATIC, "GB", point.weights_gradients_gb, weights / gb),
-        ("optimizer", STATIC, "GB", point.optimizer_gb, training.optimizer(stage) / gb),
-        (
-            "weights, gradients, optimizer",
-            STATIC,
-            "GB",
-            point.static_gb,
-            training.static(stage) / gb,
-        ),
-        ("activations of all layers", MEMORY, "GB", point.activations_gb, kept / gb),
-        ("peak allocated", MEMORY, "GB", point.total_gb, most / gb),
-        ("step", TIME, "s", point.step_s, training.update_seconds(tokens, count, point.sequence)),
+    optimizer = training.optimizer(stage)
+    static = training.static(stage)
+    sizes: tuple[tuple[str, str, float | None, float], ...] = (
+        ("weights and gradients", STATIC, point.weights_gradients_gb, weights),
+        ("optimizer", STATIC, point.optimizer_gb, optimizer),
+        ("weights, gradients, optimizer", STATIC, point.static_gb, static),
+        ("activations of all layers", MEMORY, point.activations_gb, kept),
+        ("peak allocated", MEMORY, point.total_gb, most),
     )
-    for quantity, kind, unit, figure, planned in wanted:
+    for quantity, kind, figure, nbytes in sizes:
         if figure is not None:
-            yield Row(point.name, quantity, kind, unit, figure, planned, point.source)
+            yield Row(point.name, quantity, kind, "GB", figure, nbytes / 1e9, point.source)
+    if point.step_s is not None:
+        seconds = training.update_seconds(tokens, count, point.sequence)
+        yield Row(point.name, "step", TIME, "s", point.step_s, seconds, point.source)
 
 
 def _rl_rows(point: RlPoint) -> Iterator[Row]:
@@ -111,12 +108,8 @@ def rl_plan(point: RlPoint) -> Plan:
     offload = OffloadConfig(weights=True, gradients=True, optimizer=True)
     actor = RolePlan("actor", training, point.micro_tokens, point.updates, 1, offload, False)
     reference = RolePlan("reference", training, point.micro_tokens, 0, 0, offload, True)
-    engine = Engine(
-        decoder,
-        EngineShape(tensor=point.engine_tensor),
-        device,
-        memory_fraction=point.memory_fraction,
-    )
+    shape = EngineShape(tensor=point.engine_tensor)
+    engine = Engine(decoder, shape, device, memory_fraction=point.memory_fraction)
     devices = point.cut.ranks
     job = Job(
         roles=(actor, reference) if point.with_reference else (actor,),
@@ -144,18 +137,15 @@ def table() -> str:
     head = ("run", "quantity", "published", "planned", "error", "source")
     cells = []
     for row in found:
-        cells.append(
-            (
-                row.run,
-                row.quantity,
-                f"{row.published:,.1f} {row.unit}",
-                f"{row.planned:,.1f} {row.unit}",
-                f"{100 * row.error:+.0f}%" + ("" if row.is_within else " (outside)"),
-                row.source,
-            )
-        )
+        figure = f"{row.published:,.1f} {row.unit}"
+        planned = f"{row.planned:,.1f} {row.unit}"
+        error = f"{100 * row.error:+.0f}%"
+        if not row.is_within:
+            error += " (outside)"
+        cells.append((row.run, row.quantity, figure, planned, error, row.source))
     counts = []
     for kind, bound in BOUNDS.items():
         within = [row.is_within for row in found if row.kind == kind]
         counts.append(f"{kind} within {100 * bound:.0f}%: {sum(within)} of {len(within)}")
-    return f"{markdown(head, cells)}\n\n{', '.join(counts)}."
+    summary = ", ".join(counts)
+    return f"{markdown(head, cells)}\n\n{summary}."

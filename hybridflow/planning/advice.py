@@ -28,9 +28,8 @@ def with_values(config: Any, change: Change) -> Any:
     """Return a copy of a configuration with `change` ({dotted key: value}) applied."""
     for key, value in change.items():
         first, _, rest = key.partition(".")
-        config = replace(
-            config, **{first: with_values(getattr(config, first), {rest: value}) if rest else value}
-        )
+        changed = with_values(getattr(config, first), {rest: value}) if rest else value
+        config = replace(config, **{first: changed})
     return config
 
 
@@ -40,10 +39,11 @@ def nearest_change(
     """Return the first valid change that makes the job fit, or None. Single changes are tried
     first, then pairs."""
     single = list(_changes(config))
-    pairs = (
-        {**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys()
-    )
-    for change in (*single, *pairs):
+    candidates = list(single)
+    for one, other in combinations(single, 2):
+        if one.keys().isdisjoint(other):
+            candidates.append({**one, **other})
+    for change in candidates:
         if _fits(with_values(config, change), machines, assumed, hf):
             return change
     return None
@@ -79,14 +79,11 @@ def _changes(config: RunConfig) -> Iterator[Change]:
     for fraction in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
         if abs(fraction - rollout.mem_fraction_static) > 0.01:
             yield {"rollout.mem_fraction_static": fraction}
-    for recompute in ("selective", "full"):
-        if actor.recompute == "none" or (actor.recompute == "selective" and recompute == "full"):
-            plain = (
-                {"actor.recompute_modules": ("core_attn",)}
-                if actor.recompute == "selective"
-                else {}
-            )
-            yield {"actor.recompute": recompute, **plain}
+    if actor.recompute == "none":
+        yield {"actor.recompute": "selective"}
+        yield {"actor.recompute": "full"}
+    if actor.recompute == "selective":
+        yield {"actor.recompute": "full", "actor.recompute_modules": ("core_attn",)}
     least = derived.padded_length(derived.max_sequence_length(config), actor.parallel)
     if actor.max_tokens_per_micro_batch > least:
         yield {"actor.max_tokens_per_micro_batch": least}
@@ -107,10 +104,8 @@ def _layouts(config: RunConfig) -> Iterator[Change]:
                 "rollout.tensor": rollout.tensor * size,
                 "rollout.num_engines": rollout.num_engines // size,
             }
-    ranks = rollout.tensor * rollout.pipeline
-    if derived.pool_of(config, "rollout") == "actor" and (
-        engines := derived.world_size(config) // ranks
-    ):
+    engines = derived.world_size(config) // (rollout.tensor * rollout.pipeline)
+    if engines and derived.pool_of(config, "rollout") == "actor":
         yield {"rollout.num_engines": engines}
     for factor in (2, 4, 8):
         yield {

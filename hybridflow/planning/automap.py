@@ -36,13 +36,17 @@ class Option:
     layout: Any = None
 
 
+Members = tuple[tuple[str, Option], ...]  # (model, option) of each model in a pool
+Choice = tuple[Seconds, Members]  # time of a pool in each stage of a step
+
+
 @dataclass(frozen=True)
 class Mapped:
     """A mapping: pools as lists of (model, option), the number of devices in each pool, and the
     step time in seconds.
     """
 
-    pools: tuple[tuple[tuple[str, Option], ...], ...]
+    pools: tuple[Members, ...]
     devices: tuple[int, ...]
     seconds: float
 
@@ -91,9 +95,7 @@ def search(
         placements: set partitions of the models to try; None for all of them.
     """
     best: Mapped | None = None
-    known: dict[
-        tuple[tuple[str, ...], int], list[tuple[Seconds, tuple[tuple[str, Option], ...]]]
-    ] = {}
+    known: dict[tuple[tuple[str, ...], int], list[Choice]] = {}
     for partition in partitions(problem.models) if placements is None else placements:
         pools = [tuple(sorted(pool)) for pool in partition]
         for pool in pools:
@@ -104,14 +106,10 @@ def search(
     return best
 
 
-def _choices(
-    problem: Problem, pool: Sequence[str], size: int
-) -> list[tuple[Seconds, tuple[tuple[str, Option], ...]]]:
+def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[Choice]:
     """Return the combinations of layouts for a pool's models that fit in memory together, excluding
     those that are slower in every stage."""
-    found: list[tuple[float, float, Seconds, tuple[tuple[str, Option], ...]]] = [
-        (0.0, 0.0, (0.0,) * 4, ())
-    ]
+    found: list[tuple[float, float, Seconds, Members]] = [(0.0, 0.0, (0.0,) * 4, ())]
     for model in pool:
         fitting = [option for option in problem.options(model, size) if option.devices <= size]
         options = _undominated(fitting, lambda one: (one.held, one.working, *one.seconds))
@@ -121,9 +119,8 @@ def _choices(
                 both = held + option.held
                 most = max(working, option.working)
                 if both + most <= problem.memory:
-                    grown.append(
-                        (both, most, _added(seconds, option.seconds), (*chosen, (model, option)))
-                    )
+                    took = _added(seconds, option.seconds)
+                    grown.append((both, most, took, (*chosen, (model, option))))
         found = _undominated(grown, lambda one: (one[0], one[1], *one[2]))
     plain = [(seconds, chosen) for _, _, seconds, chosen in found]
     return _undominated(plain, lambda one: one[0])
@@ -153,9 +150,7 @@ def _undominated(found: list[Any], key: Callable[[Any], tuple[float, ...]]) -> l
 def _allocate(
     problem: Problem,
     pools: Sequence[tuple[str, ...]],
-    known: Mapping[
-        tuple[tuple[str, ...], int], list[tuple[Seconds, tuple[tuple[str, Option], ...]]]
-    ],
+    known: Mapping[tuple[tuple[str, ...], int], list[Choice]],
     best: Mapped | None,
 ) -> Mapped | None:
     """Search all allocations of devices to these pools, depth first. Prunes a branch once its pools
@@ -168,7 +163,7 @@ def _allocate(
     def visit(
         number: int,
         left: int,
-        chosen: list[tuple[int, Seconds, tuple[tuple[str, Option], ...]]],
+        chosen: list[tuple[int, Seconds, Members]],
         best: Mapped | None,
     ) -> Mapped | None:
         if chosen:

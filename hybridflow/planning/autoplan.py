@@ -18,7 +18,7 @@ from hybridflow.planning.automap import Mapped, Option, Problem, search
 from hybridflow.planning.devices import Machines
 from hybridflow.planning.generation import Engine
 from hybridflow.planning.job import Job, RolePlan, job_of
-from hybridflow.planning.plan import PACKED, make_plan
+from hybridflow.planning.plan import PACKED, make_plan, state_of
 from hybridflow.planning.sizes import layer_shapes
 from hybridflow.planning.training import Cut, Training
 from hybridflow.reshard.engine_layouts import EngineShape
@@ -68,15 +68,16 @@ class Search:
         that layouts can divide evenly."""
         total = self.job.machines.devices
         node = self.job.machines.devices_per_node
-        parts = [size for size in (1, 2, 4) if size < node]
+        found = {size for size in (1, 2, 4) if size < node}
         most = total // node
-        nodes = {most}
+        if most:
+            found.add(most * node)
         for odd in (1, 3, 5, 7):
             number = odd
             while number <= most:
-                nodes.add(number)
+                found.add(number * node)
                 number *= 2
-        return (*parts, *(number * node for number in sorted(nodes) if number))
+        return tuple(sorted(found))
 
     def options(self, margin: float, model: str, size: int) -> Sequence[Option]:
         """Return the ways to run a model on `size` devices. The memory of training roles is
@@ -90,9 +91,9 @@ class Search:
             return known
         options = []
         for option in known:
-            options.append(
-                replace(option, held=margin * option.held, working=margin * option.working)
-            )
+            held = margin * option.held
+            working = margin * option.working
+            options.append(replace(option, held=held, working=working))
         return options
 
     def _engine_options(self, size: int) -> Iterator[Option]:
@@ -103,13 +104,12 @@ class Search:
         near = [option for option in found if option.seconds[0] <= _ABOUT * shortest]
         several = [option for option in near if option.layout.count >= _SEVERAL] or near[:1]
         chosen = min(several, key=lambda option: option.seconds[0], default=None)
+        if chosen is None:
+            return
+        most = chosen.held + chosen.working
         for option in found:
-            is_larger = chosen is not None and option.layout.count < chosen.layout.count
-            if (
-                chosen is None
-                or not is_larger
-                or option.held + option.working < chosen.held + chosen.working
-            ):
+            is_larger = option.layout.count < chosen.layout.count
+            if not is_larger or option.held + option.working < most:
                 yield option
 
     def _all_engines(self, size: int) -> Iterator[Option]:
@@ -126,18 +126,18 @@ class Search:
                 continue
             if engine.kv_room < job.prompt_tokens + job.lengths.longest:
                 continue
-            seconds = engine.seconds(
-                job.samples / count, job.prompts / count, job.prompt_tokens, job.lengths
-            )
+            samples = job.samples / count
+            prompts = job.prompts / count
+            seconds = engine.seconds(samples, prompts, job.prompt_tokens, job.lengths)
             # a sleeping engine holds no memory
             working = engine.weights + engine.kv_bytes + engine.graphs()
             held = 0.0 if job.sleeps else working
             yield Option(
-                size,
-                held,
-                0.0 if held else working,
-                (seconds, 0.0, 0.0, 0.0),
-                EngineChoice(engine, count),
+                devices=size,
+                held=held,
+                working=0.0 if held else working,
+                seconds=(seconds, 0.0, 0.0, 0.0),
+                layout=EngineChoice(engine, count),
             )
 
     def _engines_of(self, ranks: int, size: int) -> int:
@@ -159,20 +159,17 @@ class Search:
             if held + working > self.memory:
                 continue
             length = self.job.prompt_tokens + self.job.lengths.weighted
-            prepared = trained = 0.0
+            tokens = role.micro_tokens
+            prepared = 0.0
             if role.scored:
-                prepared = training.pass_seconds(
-                    role.micro_tokens, count * role.scored, length, backward=False
-                )
+                scored = count * role.scored
+                prepared = training.pass_seconds(tokens, scored, length, backward=False)
+            trained = 0.0
             if role.updates:
                 each = count * role.passes / role.updates
-                trained = role.updates * training.update_seconds(role.micro_tokens, each, length)
-            seconds = (
-                (0.0, prepared, trained, 0.0)
-                if role.name == "actor"
-                else (0.0, prepared, 0.0, trained)
-            )
-            yield Option(size, held, working, seconds, cut)
+                trained = role.updates * training.update_seconds(tokens, each, length)
+            updates = (trained, 0.0) if role.name == "actor" else (0.0, trained)
+            yield Option(size, held, working, (0.0, prepared, *updates), cut)
 
     @cached_property
     def _tokens(self) -> float:
@@ -181,16 +178,15 @@ class Search:
     def _memory(self, role: RolePlan, training: Training, count: float) -> tuple[float, float]:
         """Return (bytes always allocated, additional bytes while computing) on the stage with the
         largest sum."""
+        planned = replace(role, training=training)
+        in_flight = max(int(count), 1)
         held = working = 0.0
         for stage in range(training.cut.pipeline):
-            parts = {"weights": training.weights(stage)}
-            compute = training.forward_activations(stage, role.micro_tokens)
+            parts = state_of(planned, stage)
             if role.updates:
-                parts |= {
-                    "gradients": training.gradients(stage),
-                    "optimizer": training.optimizer(stage),
-                }
-                compute = training.activations(stage, role.micro_tokens, max(int(count), 1))
+                compute = training.activations(stage, role.micro_tokens, in_flight)
+            else:
+                compute = training.forward_activations(stage, role.micro_tokens)
             stays = sum(size for part, size in parts.items() if not getattr(role.offload, part))
             more = sum(parts.values()) - stays + compute
             if stays + more > held + working:
@@ -215,14 +211,13 @@ def cuts(training: Training, size: int) -> Iterator[Cut]:
             for expert in _EXPERT if experts else (1,):
                 if size % (tensor * pipeline) or size % (expert * pipeline):
                     continue
-                sequence = tensor > 1
                 first, last = end_stages(training.decoder.num_layers, pipeline)
                 cut = Cut(
                     size,
                     tensor,
                     pipeline,
                     expert=expert,
-                    sequence=sequence,
+                    sequence=tensor > 1,
                     first_stage_layers=first,
                     last_stage_layers=last,
                 )
@@ -244,7 +239,9 @@ def end_stages(layers: int, pipeline: int) -> tuple[int, int]:
     if pipeline == 2:
         return most, 0
     fewer = most * pipeline - layers
-    return max(most - fewer // 2, 0), max(most - (fewer - fewer // 2), 0)
+    of_first = fewer // 2
+    of_last = fewer - of_first
+    return max(most - of_first, 0), max(most - of_last, 0)
 
 
 def auto(

@@ -152,7 +152,8 @@ class Engine:
         left -= self.running / self.shape.data_attention * self.state_request
         if not self.kv_token:  # no layer has a cache
             return self.kv_tokens if left > 0 else 0
-        return max(min(left / self.kv_token * self.shape.data_attention, self.kv_tokens), 0)
+        room = left / self.kv_token * self.shape.data_attention
+        return max(min(room, self.kv_tokens), 0)
 
     @property
     def kv_bytes(self) -> float:
@@ -178,14 +179,12 @@ class Engine:
         each = self.kv_read(context) + 2 * self.state_request
         cached = running / shape.data_attention * each
         flops = self._flops * running / self.ranks / (device.peak(False) * c.gemm)
-        wide = shape.tensor > device.domain
-        layer = c.decode_layer_s + (c.decode_hop_s if wide else 0.0)
+        layer = c.decode_layer_s
+        if shape.tensor > device.domain:
+            layer += c.decode_hop_s
         # pipeline stages work on different requests; a token passes through all of them
-        return (
-            max(read / bandwidth + cached / bandwidth, flops)
-            + len(self._layers) * layer
-            + c.decode_step_s
-        )
+        computed = max(read / bandwidth + cached / bandwidth, flops)
+        return computed + len(self._layers) * layer + c.decode_step_s
 
     @cached_property
     def _flops(self) -> float:
@@ -207,11 +206,10 @@ class Engine:
         total = full * self.step_seconds(slots, middle)
         edges: Sequence[float] = (0.0, *lengths.quantiles)
         for number, (low, high) in enumerate(pairwise(edges)):
-            left = tail * (1 - number / _QUANTILES)
             if high > low:
-                total += (high - low) * self.step_seconds(
-                    max(left, 1.0), prompt_tokens + (low + high) / 2
-                )
+                left = max(tail * (1 - number / _QUANTILES), 1.0)
+                context = prompt_tokens + (low + high) / 2
+                total += (high - low) * self.step_seconds(left, context)
         return prefill + total
 
 

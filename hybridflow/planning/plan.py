@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from hybridflow.config.role_table import ROLES
@@ -89,31 +90,31 @@ class Plan:
     @cached_property
     def problems(self) -> tuple[str, ...]:
         """The reasons why the job does not fit, one line each."""
+        job = self.job
         found = []
         for phase in self.phases:
             if phase.peak > self.limit:
-                sizes = ", ".join(
-                    f"{name} {size / 1e9:.1f}" for name, size in _largest(phase.memory)
-                )
+                largest = _largest(phase.memory)
+                sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in largest)
                 found.append(
                     f"{phase.name} needs {phase.peak / 1e9:.1f} GB per device, but a device has "
                     f"{self.limit / 1e9:.0f} GB ({phase.pool}): {sizes}"
                 )
-        machines = self.job.machines
-        job = self.job
         if job.placed is not None:
             found.append(job.placed)
+        engine = job.engine
         longest = job.prompt_tokens + job.lengths.longest
-        if job.engine.kv_room < longest:
+        if engine.kv_room < longest:
             found.append(
-                f"an engine's KV cache fits {job.engine.kv_room:.0f} tokens in addition to "
-                f"{job.engine.weights / 1e9:.1f} GB of weights per device, but the longest sample "
+                f"an engine's KV cache fits {engine.kv_room:.0f} tokens in addition to "
+                f"{engine.weights / 1e9:.1f} GB of weights per device, but the longest sample "
                 f"has {longest:.0f}"
             )
-        if self.host_bytes > machines.host_memory_gb * 1e9:
+        host_gb = job.machines.host_memory_gb
+        if self.host_bytes > host_gb * 1e9:
             found.append(
                 f"offloaded state needs {self.host_bytes / 1e9:.0f} GB per node, but a node has "
-                f"{machines.host_memory_gb:.0f} GB"
+                f"{host_gb:.0f} GB"
             )
         return tuple(found)
 
@@ -140,6 +141,19 @@ class Plan:
     def figures(self) -> dict[str, Any]:
         """Return all results as plain data, in bytes and seconds."""
         job = self.job
+        phases = []
+        for phase, begin in zip(self.phases, self.begins, strict=True):
+            phases.append(
+                {
+                    "name": phase.name,
+                    "pool": phase.pool,
+                    "devices": phase.devices,
+                    "begin": begin,
+                    "seconds": phase.seconds,
+                    "bytes": phase.peak,
+                    "memory": phase.memory,
+                }
+            )
         return {
             "fits": self.fits,
             "problems": list(self.problems),
@@ -158,18 +172,7 @@ class Plan:
             "host_bytes_per_node": self.host_bytes,
             "engine_kv_tokens": job.engine.kv_room,
             "assumed": {"prompt_tokens": job.prompt_tokens, "response_tokens": job.lengths.mean},
-            "phases": [
-                {
-                    "name": one.name,
-                    "pool": one.pool,
-                    "devices": one.devices,
-                    "begin": begin,
-                    "seconds": one.seconds,
-                    "bytes": one.peak,
-                    "memory": one.memory,
-                }
-                for one, begin in zip(self.phases, self.begins, strict=True)
-            ],
+            "phases": phases,
             "resident": resident(job),
         }
 
@@ -187,18 +190,23 @@ def resident(job: Job) -> dict[str, dict[str, float]]:
     for role in job.roles:
         training = role.training
         stage = _heaviest(role)
-        parts = {"weights": training.weights(stage)}
-        if role.updates:
-            parts |= {
-                "gradients": training.gradients(stage),
-                "optimizer": training.optimizer(stage),
-            }
         if role.name == "reference" and role.is_guest:
             # a second set of the trained weights in the policy's processes
             found["actor"]["reference"] = training.trained_weights(stage)
         else:
-            found[role.name] = parts
+            found[role.name] = state_of(role, stage)
     return found
+
+
+def state_of(role: RolePlan, stage: int) -> dict[str, float]:
+    """Return {part: bytes} of a rank in a pipeline stage: weights and, if the role is trained,
+    gradients and optimizer state."""
+    training = role.training
+    parts = {"weights": training.weights(stage)}
+    if role.updates:
+        parts["gradients"] = training.gradients(stage)
+        parts["optimizer"] = training.optimizer(stage)
+    return parts
 
 
 def _phases(job: Job) -> Iterator[Phase]:
@@ -213,11 +221,10 @@ def _phases(job: Job) -> Iterator[Phase]:
 
 def _generation(job: Job) -> Phase:
     engine = job.engine
-    engines = job.engines
-    seconds = engine.seconds(
-        job.samples / engines, job.prompts / engines, job.prompt_tokens, job.lengths
-    )
-    memory = _engine_memory(job, with_cache=True) | _held(job, job.engine_pool)
+    samples = job.samples / job.engines
+    prompts = job.prompts / job.engines
+    seconds = engine.seconds(samples, prompts, job.prompt_tokens, job.lengths)
+    memory = _engine_memory(job) | _held(job, job.engine_pool)
     return Phase(GENERATION, seconds, memory, _side(job), job.engine_pool, "generation")
 
 
@@ -225,39 +232,31 @@ def _scoring(job: Job) -> Iterator[Phase]:
     for role in sorted(job.roles, key=lambda role: ROLES[role.name].turn):
         if not role.scored:
             continue
-        if role.name == "reference" and role.is_guest:
-            held = _held(job, role.pool, role, "weights") | {
-                "reference": role.training.trained_weights(_heaviest(role))
-            }
-        else:
-            held = _held(job, role.pool, role, "weights")
+        name = role.name
         training = role.training
         stage = _heaviest(role)
-        held |= {f"{role.name} activations": training.forward_activations(stage, role.micro_tokens)}
-        yield Phase(
-            ROLES[role.name].planned_as,
-            training.pass_seconds(
-                role.micro_tokens,
-                _micro_batches(job, role) * role.scored,
-                _length(job),
-                backward=False,
-            ),
-            held | _engine_while_training(job, role.pool),
-            devices=role.pool,
-            stage="preparation",
-        )
+        tokens = role.micro_tokens
+        memory = _held(job, role.pool, role, "weights")
+        if name == "reference" and role.is_guest:
+            memory["reference"] = training.trained_weights(stage)
+        memory[f"{name} activations"] = training.forward_activations(stage, tokens)
+        memory |= _engine_while_training(job, role.pool)
+        count = _micro_batches(job, role) * role.scored
+        seconds = training.pass_seconds(tokens, count, _length(job), backward=False)
+        title = ROLES[name].planned_as
+        yield Phase(title, seconds, memory, devices=role.pool, stage="preparation")
 
 
 def _update(job: Job, role: RolePlan) -> Phase:
     training = role.training
+    tokens = role.micro_tokens
     count = _micro_batches(job, role) * role.passes / role.updates
-    seconds = role.updates * training.update_seconds(role.micro_tokens, count, _length(job))
+    in_flight = max(int(count), 1)
+    seconds = role.updates * training.update_seconds(tokens, count, _length(job))
     most: dict[str, float] = {}
     for stage in range(training.cut.pipeline):
         memory = _held(job, role.pool, role, "weights", "gradients", "optimizer", stage=stage)
-        memory[f"{role.name} activations"] = training.activations(
-            stage, role.micro_tokens, max(int(count), 1)
-        )
+        memory[f"{role.name} activations"] = training.activations(stage, tokens, in_flight)
         if sum(memory.values()) > sum(most.values()):
             most = memory
     memory = most | _engine_while_training(job, role.pool)
@@ -278,7 +277,7 @@ def _sync(job: Job) -> Phase:
     if job.shares and training.lora is not None:
         held["merged weights"] = training.merged_weights(_heaviest(job.actor))
     if job.shares and not job.sleeps:
-        memory |= _engine_memory(job, with_cache=True)
+        memory |= _engine_memory(job)
     return Phase(SYNC, seconds, memory | held | _process(job, job.engine_pool), _side(job))
 
 
@@ -293,28 +292,28 @@ def sync_seconds(
     """Return the duration in seconds of a weight sync of `nbytes`. The rates were published for a
     network of 50 GB/s per device."""
     rate = constants.sync_p2p_gbs if sends_slices else constants.sync_gbs
-    return constants.sync_s + nbytes / (rate * min(device.network_gbs / 50, 1.0) * 1e9)
+    share = min(device.network_gbs / 50, 1.0)
+    return constants.sync_s + nbytes / (rate * share * 1e9)
 
 
 def _other(job: Job) -> Iterator[Phase]:
     """Yield the phases for transfers between device and host, and for checkpoints, amortised over
     the steps between them."""
-    device = job.machines.device
+    speed = job.machines.device.host_gbs * 1e9
     moved = defaultdict[str, float](float)
     state = defaultdict[str, float](float)
     for name, parts in resident(job).items():
-        if (role := job.role(name)) is not None:
-            # both directions
-            moved[role.pool] += 2 * sum(
-                getattr(role.offload, part) * size
-                for part, size in parts.items()
-                if part != "reference"
-            )
-    yield Phase(MOVES, max(moved.values()) / (device.host_gbs * 1e9), {})
+        role = job.role(name)
+        if role is None:
+            continue
+        parts.pop("reference", None)
+        offloaded = sum(getattr(role.offload, part) * size for part, size in parts.items())
+        moved[role.pool] += 2 * offloaded  # both directions
+    yield Phase(MOVES, max(moved.values()) / speed, {})
     if job.save_every:
         for role in job.roles:
             state[role.pool] += role.training.static(_heaviest(role)) if role.updates else 0.0
-        yield Phase(SAVE, max(state.values()) / (device.host_gbs * 1e9) / job.save_every, {})
+        yield Phase(SAVE, max(state.values()) / speed / job.save_every, {})
 
 
 def _held(
@@ -327,12 +326,10 @@ def _held(
     for role in job.roles:
         if role.pool != pool:
             continue
-        training = role.training
-        at = stage if stage is not None and stage < training.cut.pipeline else _heaviest(role)
-        sizes = {"weights": training.weights(at)}
-        if role.updates:
-            sizes |= {"gradients": training.gradients(at), "optimizer": training.optimizer(at)}
-        for part, size in sizes.items():
+        at = stage
+        if at is None or at >= role.training.cut.pipeline:
+            at = _heaviest(role)
+        for part, size in state_of(role, at).items():
             is_needed = role is computing and part in parts
             # the policy's weights stay loaded during a training phase
             stays = role is job.actor and part == "weights" and computing is not None
@@ -341,17 +338,19 @@ def _held(
     return found | _process(job, pool)
 
 
-def _engine_memory(job: Job, with_cache: bool) -> dict[str, float]:
+def _engine_memory(job: Job) -> dict[str, float]:
     engine = job.engine
-    found = {"engine weights": engine.weights, "engine graphs": engine.graphs()} | _process(
-        job, job.engine_pool
-    )
-    return found | ({"KV cache": engine.kv_bytes} if with_cache else {})
+    return {
+        "engine weights": engine.weights,
+        "engine graphs": engine.graphs(),
+        **_process(job, job.engine_pool),
+        "KV cache": engine.kv_bytes,
+    }
 
 
 def _engine_while_training(job: Job, pool: str) -> dict[str, float]:
     """Return {part: bytes} for engines on a pool's devices while a role computes there."""
-    return {} if pool != job.engine_pool or job.sleeps else _engine_memory(job, with_cache=True)
+    return {} if pool != job.engine_pool or job.sleeps else _engine_memory(job)
 
 
 def _process(job: Job, pool: str) -> dict[str, float]:
@@ -359,14 +358,11 @@ def _process(job: Job, pool: str) -> dict[str, float]:
     devices."""
     roles = [role for role in job.roles if role.pool == pool and not role.is_guest]
     communicating = roles or [job.actor]  # a pool of engines alone also has communication buffers
-    return {
-        "contexts": (len(roles) + (pool == job.engine_pool))
-        * job.constants.process_gb
-        * 1e9
-        * job.machines.is_gpu,
-        "communication": sum(role.training.groups() for role in communicating)
-        * job.machines.is_gpu,
-    }
+    processes = len(roles) + (pool == job.engine_pool)
+    contexts = processes * job.constants.process_gb * 1e9
+    buffers = sum(role.training.groups() for role in communicating)
+    is_gpu = job.machines.is_gpu
+    return {"contexts": contexts * is_gpu, "communication": buffers * is_gpu}
 
 
 def _host_bytes(job: Job) -> float:
@@ -406,8 +402,6 @@ def _largest(memory: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def _whole(role: RolePlan) -> int:
-    from math import prod
-
     return sum(map(prod, role.training.decoder.tensors().values()))
 
 
@@ -415,4 +409,5 @@ def _trainable(role: RolePlan) -> int:
     training = role.training
     if training.lora is None:
         return _whole(role)
-    return adapter_numbers(training.decoder, Coordinates(), training.lora).factors.total
+    adapters = adapter_numbers(training.decoder, Coordinates(), training.lora)
+    return adapters.factors.total

@@ -15,6 +15,8 @@ from hybridflow.planning.devices import Machines
 from hybridflow.planning.job import Assumed, Job, job_of
 from hybridflow.planning.plan import Plan, make_plan, resident
 
+_FIRST = "policy"  # the name of the first policy
+
 
 def make_plans(
     config: RunConfig,
@@ -36,15 +38,15 @@ def make_plans(
         view = derived.policy_view(config, name)
         is_on_base = own.base is not None
         further[name] = job_of(view, machines, assumed, sizes_of(view), own.frozen, is_on_base)
-    sharing = {name: _adapters(further[name]) for name in further if config.roles[name].base}
-    if not sharing:
-        return make_plan(first), {name: make_plan(job) for name, job in further.items()}
-    sizes = {"policy": _adapters(first), **sharing}
-    plans = {}
-    for name, job in {"policy": first, **further}.items():
-        others = {f"{one} adapters": size for one, size in sizes.items() if one != name}
-        plans[name] = make_plan(replace(job, others=others) if name in sizes else job)
-    return plans.pop("policy"), plans
+    sharing = [name for name in further if config.roles[name].base]
+    jobs = {_FIRST: first, **further}
+    if sharing:
+        sizes = {name: _adapters(jobs[name]) for name in (_FIRST, *sharing)}
+        for name in sizes:
+            others = {f"{one} adapters": size for one, size in sizes.items() if one != name}
+            jobs[name] = replace(jobs[name], others=others)
+    plans = {name: make_plan(job) for name, job in jobs.items()}
+    return plans.pop(_FIRST), plans
 
 
 def _adapters(job: Job) -> float:
@@ -55,5 +57,5 @@ def _adapters(job: Job) -> float:
     offload = job.actor.offload
     leaves = {"weights": True, "gradients": offload.gradients, "optimizer": offload.optimizer}
     parts = resident(job)["actor"]
-    state = sum(size for part, size in parts.items() if not leaves.get(part, False))
-    return (factors + state) * job.constants.fragmentation
+    stays = [size for part, size in parts.items() if not leaves.get(part, False)]
+    return (factors + sum(stays)) * job.constants.fragmentation

@@ -72,18 +72,15 @@ def _layouts(job: Job) -> list[str]:
 def _phases(plan: Plan) -> list[str]:
     rows = []
     for phase in plan.phases:
+        name = phase.name
+        if phase.pool != "trainer" and not plan.job.shares:
+            name += " (engines)"
+        seconds = f"{phase.seconds:,.1f}"
+        share = f"{100 * phase.seconds / plan.seconds:.0f}%"
+        peak = f"{phase.peak / GB:.1f}" if phase.memory else ""
         largest = sorted(phase.memory.items(), key=lambda item: -item[1])[:3]
-        parts = [f"{part} {size / GB:.1f}" for part, size in largest]
-        where = "" if phase.pool == "trainer" or plan.job.shares else " (engines)"
-        rows.append(
-            (
-                phase.name + where,
-                f"{phase.seconds:,.1f}",
-                f"{100 * phase.seconds / plan.seconds:.0f}%",
-                f"{phase.peak / GB:.1f}" if phase.memory else "",
-                ", ".join(parts),
-            )
-        )
+        parts = ", ".join(f"{part} {size / GB:.1f}" for part, size in largest)
+        rows.append((name, seconds, share, peak, parts))
     return _grid(("phase", "seconds", "share", "peak GB", "largest parts"), rows)
 
 
@@ -97,8 +94,10 @@ def _pools(job: Job) -> list[str]:
     members.setdefault(job.engine_pool, []).append("engines")
     found = []
     for pool, names in members.items():
-        found.append(f"{', '.join(names)} on {job.pools[pool]}")
-    return [f"pools       {' | '.join(found)} devices, running concurrently"]
+        listed = ", ".join(names)
+        found.append(f"{listed} on {job.pools[pool]}")
+    pools = " | ".join(found)
+    return [f"pools       {pools} devices, running concurrently"]
 
 
 def _verdict(plan: Plan, change: Mapping[str, Any] | None) -> list[str]:
@@ -106,14 +105,11 @@ def _verdict(plan: Plan, change: Mapping[str, Any] | None) -> list[str]:
         return ["fits"]
     found = [f"does not fit: {line}" for line in plan.problems]
     if change is None:
-        return [
-            *found,
-            "none of the changes that the planner tries, alone or in pairs, makes it fit",
-        ]
-    return [
-        *found,
-        "fits with: " + " ".join(f"{key}={_text(value)}" for key, value in change.items()),
-    ]
+        found.append("none of the changes that the planner tries, alone or in pairs, makes it fit")
+    else:
+        settings = " ".join(f"{key}={_text(value)}" for key, value in change.items())
+        found.append(f"fits with: {settings}")
+    return found
 
 
 def _text(value: Any) -> str:
@@ -124,7 +120,7 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
     lines: list[str] = []
     for row in (head, *rows):
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells = list(map(str.rjust, row, widths))
         cells[0] = row[0].ljust(widths[0])
         cells[-1] = row[-1].ljust(widths[-1])
         lines.append("  ".join(cells))

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from hybridflow.config.schema import LoraConfig, OptimConfig
 from hybridflow.models.decoder import Decoder
-from hybridflow.models.layout import ParallelShape
+from hybridflow.models.layout import Coordinates, ParallelShape
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
 from hybridflow.planning.sizes import (
@@ -136,22 +136,16 @@ class Training:
     @cached_property
     def numbers(self) -> tuple[Numbers, ...]:
         """Parameter counts of a rank in each pipeline stage."""
-        stages = range(self.cut.pipeline)
         found = []
-        for stage in stages:
-            found.append(
-                stage_numbers(self.decoder, self.cut.place(pp_rank=stage), self.scalar_head)
-            )
+        for place in self._places:
+            found.append(stage_numbers(self.decoder, place, self.scalar_head))
         return tuple(found)
 
     @cached_property
     def layers(self) -> tuple[tuple[tuple[LayerShape, int], ...], ...]:
         """For each pipeline stage, (shape, number of layers) per kind of layer, over all its
         virtual stages."""
-        found = []
-        for stage in range(self.cut.pipeline):
-            found.append(stage_layers(self.decoder, self.cut.place(pp_rank=stage)))
-        return tuple(found)
+        return tuple(stage_layers(self.decoder, place) for place in self._places)
 
     @cached_property
     def trained(self) -> tuple[Numbers, ...]:
@@ -161,8 +155,8 @@ class Training:
         if not self.practice.trains_heads:
             return self.numbers
         found = []
-        for stage, numbers in enumerate(self.numbers):
-            copy = embedding_copy(self.decoder, self.cut.place(pp_rank=stage))
+        for place, numbers in zip(self._places, self.numbers, strict=True):
+            copy = embedding_copy(self.decoder, place)
             found.append(Numbers(numbers.dense - copy.dense, numbers.expert))
         return tuple(found)
 
@@ -171,9 +165,14 @@ class Training:
         if self.lora is None:
             return (AdapterNumbers(),) * self.cut.pipeline
         found = []
-        for stage in range(self.cut.pipeline):
-            found.append(adapter_numbers(self.decoder, self.cut.place(pp_rank=stage), self.lora))
+        for place in self._places:
+            found.append(adapter_numbers(self.decoder, place, self.lora))
         return tuple(found)
+
+    @cached_property
+    def _places(self) -> list[Coordinates]:
+        """The place of a rank in each pipeline stage."""
+        return [self.cut.place(pp_rank=stage) for stage in range(self.cut.pipeline)]
 
     @cached_property
     def heads(self) -> tuple[LayerShape, ...]:
@@ -211,14 +210,16 @@ class Training:
     def optimizer(self, stage: int) -> float:
         """Return the size in bytes of main weights and moments, which are sharded across ranks."""
         numbers = self.trained[stage]
-        each = self.precision.main + self.precision.moments
-        return each * (numbers.dense / self.cut.shards + numbers.expert / self.cut.expert_shards)
+        dense = numbers.dense / self.cut.shards
+        expert = numbers.expert / self.cut.expert_shards
+        return (self.precision.main + self.precision.moments) * (dense + expert)
 
     def tokens(self, micro_tokens: float) -> float:
         """Return how many of a micro-batch's tokens one rank processes outside tensor-parallel
         regions.
         """
-        return micro_tokens / self.cut.context / (self.cut.tensor if self.cut.sequence else 1)
+        tokens = micro_tokens / self.cut.context
+        return tokens / self.cut.tensor if self.cut.sequence else tokens
 
     def layer_activations(
         self, layer: LayerShape, micro_tokens: float, everything: bool = False
@@ -235,20 +236,25 @@ class Training:
             return whole * layer.hidden * size
         # Separate norms exist only in latent attention and before experts. Others are fused into a
         # linear layer, which saves its input.
-        again = (layer.low_rank > 0) + (layer.experts > 0) if "layernorm" in recompute else 0
-        norms = (2 - again) * layer.hidden * small
-        found = whole * (2 * layer.hidden * size + norms + layer.low_rank * size)
-        heads = (
-            layer.heads - layer.core_output - (layer.expanded if "mla_up_proj" in recompute else 0)
-        )
+        norms = 2
+        if "layernorm" in recompute:
+            norms -= (layer.low_rank > 0) + (layer.experts > 0)
+        of_norms = norms * layer.hidden * small
+        found = whole * (2 * layer.hidden * size + of_norms + layer.low_rank * size)
+        heads = layer.heads - layer.core_output
+        if "mla_up_proj" in recompute:
+            heads -= layer.expanded
         found += divided * (max(heads, 0) * size + layer.core_output * small)
         if layer.experts and "moe" in recompute:
             return found
-        if ("shared_experts" if layer.experts else "mlp") not in recompute:
+        dense = "shared_experts" if layer.experts else "mlp"
+        if dense not in recompute:
             found += divided * layer.ffn * (2 * size + small)
-        gated = 0.0 if "moe_act" in recompute else layer.routed_ffn * small
-        outputs = layer.topk * layer.hidden * size if self.practice.keeps_expert_outputs else 0.0
-        routed = layer.topk * layer.hidden * small + 2 * layer.routed_ffn * size + gated + outputs
+        routed = layer.topk * layer.hidden * small + 2 * layer.routed_ffn * size
+        if "moe_act" not in recompute:
+            routed += layer.routed_ffn * small
+        if self.practice.keeps_expert_outputs:
+            routed += layer.topk * layer.hidden * size
         return found + whole * (routed * self._busiest + 8 * layer.experts)
 
     @property
@@ -280,32 +286,29 @@ class Training:
     def activations(self, stage: int, micro_tokens: float, micro_batches: int) -> float:
         """Return the peak size in bytes of activations: micro-batches in flight, logits, and the
         layer being recomputed."""
-        layers = self.layers[stage]
-        each = [(self.layer_activations(layer, micro_tokens), count) for layer, count in layers]
-        whole = [
-            self.layer_activations(layer, micro_tokens, everything=True) for layer, _ in layers
-        ]
-        kept = sum(count * size for size, count in each)
-        again = max(whole, default=0.0)
+        kept = 0.0
         # all recomputed activations of one layer are in memory at the same time
-        freed = max(
-            (every - size for every, (size, _) in zip(whole, each, strict=True)), default=0.0
-        )
+        again = 0.0
+        freed = 0.0
+        for layer, count in self.layers[stage]:
+            size = self.layer_activations(layer, micro_tokens)
+            whole = self.layer_activations(layer, micro_tokens, everything=True)
+            kept += count * size
+            again = max(again, whole)
+            freed = max(freed, whole - size)
         working = again if "full" in self.practice.recompute else max(0.5 * again, freed)
         if stage == self.cut.pipeline - 1:  # heads run between the passes of the model
             heads = sum(self.layer_activations(one, micro_tokens, True) for one in self.heads)
             working = max(working, heads)
-        return (
-            kept * self.in_flight(stage, micro_batches) + working + self.logits(stage, micro_tokens)
-        )
+        kept *= self.in_flight(stage, micro_batches)
+        return kept + working + self.logits(stage, micro_tokens)
 
     def forward_activations(self, stage: int, micro_tokens: float) -> float:
         """Return the peak size in bytes of activations in a pass without gradients: one layer and a
         chunk of logits."""
-        layers = self.layers[stage]
-        again = max(
-            (self.layer_activations(layer, micro_tokens, True) for layer, _ in layers), default=0.0
-        )
+        again = 0.0
+        for layer, _ in self.layers[stage]:
+            again = max(again, self.layer_activations(layer, micro_tokens, everything=True))
         return again + self.logits(stage, micro_tokens)
 
     def groups(self) -> float:
@@ -325,11 +328,8 @@ class Training:
             forward = forward + count * f
             backward = backward + count * b
         if stage == self.cut.pipeline - 1 and not self.scalar_head:
-            head = self._product_seconds(
-                [Product(self.decoder.vocab_size, self.decoder.hidden)],
-                micro_tokens / self.cut.context,
-                1,
-            )
+            product = Product(self.decoder.vocab_size, self.decoder.hidden)
+            head = self._product_seconds([product], micro_tokens / self.cut.context, 1)
             forward = forward + head
             backward = backward + self._backward * head
             for one in self.heads:  # only in updates; the accuracy takes another pass over logits
@@ -350,44 +350,51 @@ class Training:
         device = self.device
         cut = self.cut
         mine = micro_tokens / cut.context
+        dense = [product for product in layer.mlp if not product.is_expert]
+        experts = [product for product in layer.mlp if product.is_expert]
         attention = self._product_seconds(layer.attention, mine, layer.topk)
-        mlp = self._product_seconds([p for p in layer.mlp if not p.is_expert], mine, layer.topk)
-        routed = self._product_seconds(
-            [p for p in layer.mlp if p.is_expert], mine, layer.topk, layer.experts
-        )
+        mlp = self._product_seconds(dense, mine, layer.topk)
+        routed = self._product_seconds(experts, mine, layer.topk, layer.experts)
+        products = attention + mlp + routed
         pairs = mine * layer.pairs(length)
         core = layer.core / cut.tensor * pairs / (device.peak(False) * c.attention)
-        moved = self.layer_activations(layer, micro_tokens, everything=True) / (
-            device.memory_gbs * 1e9 * c.memory
-        )
+        saved = self.layer_activations(layer, micro_tokens, everything=True)
+        moved = saved / self._memory_speed
         tensor = self._tensor_seconds(layer, mine)
         dispatch = self._expert_seconds(layer, micro_tokens)
         waits = c.expert_layer_s if layer.experts else 0.0
-        forward = (
-            attention
-            + mlp
-            + routed
-            + core
-            + moved * c.traffic_forward
-            + 2 * tensor
-            + 2 * dispatch
-            + waits / 3
-        )
-        backward = self._backward * (attention + mlp + routed)
+        forward = products + core + moved * c.traffic_forward
+        forward += 2 * tensor
+        forward += 2 * dispatch
+        forward += waits / 3
+        backward = self._backward * products
         backward += core * 2.5 * c.attention / c.attention_backward
         backward += moved * c.traffic_backward + 3 * tensor + 2 * dispatch + waits * 2 / 3
-        recompute = self.practice.recompute
-        again = {
-            "full": forward,
-            "core_attn": core,
-            "mlp": 0.0 if layer.experts else mlp,
-            "shared_experts": mlp if layer.experts else 0.0,
-            "moe": mlp + routed + 2 * dispatch + tensor if layer.experts else 0.0,
-            "mla_up_proj": 0.6 * attention if layer.expanded else 0.0,
-        }
-        return forward, backward + sum(
-            seconds for name, seconds in again.items() if name in recompute
-        )
+        again = {"full": forward, "core_attn": core}
+        if layer.experts:
+            again["shared_experts"] = mlp
+            again["moe"] = mlp + routed + 2 * dispatch + tensor
+        else:
+            again["mlp"] = mlp
+        if layer.expanded:
+            again["mla_up_proj"] = 0.6 * attention
+        recomputed = sum(again[name] for name in again if name in self.practice.recompute)
+        return forward, backward + recomputed
+
+    @cached_property
+    def _memory_speed(self) -> float:
+        """Bytes per second of a device's memory."""
+        return self.device.memory_gbs * 1e9 * self.constants.memory
+
+    @cached_property
+    def _domain_speed(self) -> float:
+        """Bytes per second between the devices of a fast domain."""
+        return self.device.domain_gbs * 1e9 * self.constants.domain
+
+    @cached_property
+    def _network_speed(self) -> float:
+        """Bytes per second of a network device."""
+        return self.device.network_gbs * 1e9 * self.constants.network
 
     def _product_seconds(
         self, found: Iterable[Product], tokens: float, topk: int, experts: int = 0
@@ -401,7 +408,6 @@ class Training:
         cut = self.cut
         fp8 = self.precision.fp8 and bool(device.fp8_tflops)
         speed = device.peak(fp8) * (c.gemm_fp8 if fp8 else c.gemm)
-        bandwidth = device.memory_gbs * 1e9 * c.memory
         total = 0.0
         for one in found:
             if one.is_expert:
@@ -418,16 +424,13 @@ class Training:
                 busiest = 1.0
             wide = max(one.rows, one.columns) / cuts
             narrow = min(one.rows, one.columns)
-            share = (
-                _reached(rows, c.gemm_half)
-                * _reached(wide, c.gemm_half)
-                * _reached(narrow, c.gemm_half)
-            )
+            share = _reached(rows, c.gemm_half)
+            share *= _reached(wide, c.gemm_half)
+            share *= _reached(narrow, c.gemm_half)
             size = self.precision.linear_input
             nbytes = copies * (wide * narrow * size + rows * (wide + narrow) * 2)
-            total += busiest * max(
-                2 * rows * wide * narrow * copies / (speed * share), nbytes / bandwidth
-            )
+            computed = 2 * rows * wide * narrow * copies / (speed * share)
+            total += busiest * max(computed, nbytes / self._memory_speed)
         return total
 
     def _tensor_seconds(self, layer: LayerShape, tokens: float) -> float:
@@ -450,28 +453,19 @@ class Training:
         device = self.device
         if cut.expert == 1 or not layer.experts:
             return 0.0
-        nbytes = micro_tokens / cut.context / cut.tensor * layer.hidden * self.precision.activation
+        tokens = micro_tokens / cut.context / cut.tensor
+        nbytes = tokens * layer.hidden * self.precision.activation
         inside = min(cut.expert, max(device.domain // cut.expert_tensor, 1))
         groups = cut.expert // inside
-        fast = (
-            nbytes
-            * layer.topk
-            * (inside - 1)
-            / cut.expert
-            / (device.domain_gbs * 1e9 * self.constants.domain)
-        )
+        is_deepep = self.practice.dispatch == "deepep"
+        sharing = cut.expert
         copies = layer.topk * (cut.expert - inside) / cut.expert
-        if self.practice.dispatch == "deepep" and groups > 1:
+        if is_deepep and groups > 1:
+            sharing = inside
             copies = (groups - 1) * (1 - (1 - 1 / groups) ** layer.topk)
-            fast = (
-                nbytes
-                * layer.topk
-                * (inside - 1)
-                / inside
-                / (device.domain_gbs * 1e9 * self.constants.domain)
-            )
-        slow = nbytes * copies / (device.network_gbs * 1e9 * self.constants.network)
-        together = max(fast, slow) if self.practice.dispatch == "deepep" else fast + slow
+        fast = nbytes * layer.topk * (inside - 1) / sharing / self._domain_speed
+        slow = nbytes * copies / self._network_speed
+        together = max(fast, slow) if is_deepep else fast + slow
         exposed = self.constants.exposed_expert_overlap if self.practice.overlaps_expert else 1.0
         return together * self._busiest * exposed
 
@@ -482,15 +476,12 @@ class Training:
         A ring leaves each fast domain once, using the network devices of all its members in that
         domain.
         """
-        c = self.constants
         device = self.device
-        fast = device.domain_gbs * 1e9 * c.domain
         together = max(min(ranks, device.domain // stride), 1)
-        return (
-            fast
-            if together == ranks
-            else min(fast, together * device.network_gbs * 1e9 * c.network)
-        )
+        if together == ranks:
+            return self._domain_speed
+        slow = together * device.network_gbs * 1e9 * self.constants.network
+        return min(self._domain_speed, slow)
 
     def pass_seconds(
         self, micro_tokens: float, micro_batches: float, length: float, backward: bool = True
@@ -507,22 +498,20 @@ class Training:
         handover = 0.0
         if p > 1:
             nbytes = self.tokens(micro_tokens) * self.decoder.hidden * self.precision.activation
-            handover = (
-                (2 if backward else 1)
-                * v
-                * nbytes
-                / (self.device.network_gbs * 1e9 * self.constants.network)
-            )
-            handover *= 1.0 if v == 1 else 0.5
+            passes = 2 if backward else 1
+            handover = passes * v * nbytes / self._network_speed
+            if v > 1:
+                handover *= 0.5
         return (micro_batches + (p - 1) / v) * (each + handover)
 
     def update_seconds(self, micro_tokens: float, micro_batches: float, length: float) -> float:
         """Return the duration in seconds of one optimizer update: forward and backward passes,
         gradient reduction, weight gathering and the optimizer step."""
         most = max(range(self.cut.pipeline), key=lambda stage: self.numbers[stage].total)
-        stepped = 2 * self.optimizer(most) / (self.device.memory_gbs * 1e9 * self.constants.memory)
+        stepped = 2 * self.optimizer(most) / self._memory_speed
         passed = self.pass_seconds(micro_tokens, micro_batches, length)
-        return passed + self._data_seconds(most, micro_tokens, length) + stepped
+        exposed = self._data_seconds(most, micro_tokens, length)
+        return passed + exposed + stepped
 
     def _data_seconds(self, stage: int, micro_tokens: float, length: float) -> float:
         """Return the exposed seconds of gradient reduction and weight gathering per update.

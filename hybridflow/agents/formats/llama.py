@@ -25,17 +25,21 @@ def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     place = len(_TAG) if tagged else 0
     calls = list[Call]()
     while len(calls) < MOST_CALLS and (begin := _OBJECT.match(rest, place)):
+        start = begin.end() - 1
         try:
-            found, place = json_at(rest, begin.end() - 1)
+            found, place = json_at(rest, start)
         except ValueError:
             break
-        key = next((key for key in ("parameters", "arguments") if key in found), None)
-        if not tagged and (
-            not isinstance(found.get("name"), str) or (key is None and found["name"] not in tools)
-        ):
-            return []
-        call = json_call(found, key or "parameters")
-        calls.append(dataclasses.replace(call, span=(offset + begin.end() - 1, offset + place)))
-    if rest[place:].strip(" ;\n") and (calls or tagged) and len(calls) < MOST_CALLS:
+        has_arguments = "parameters" not in found and "arguments" in found
+        key = "arguments" if has_arguments else "parameters"
+        if not tagged:
+            name = found.get("name")
+            if not isinstance(name, str) or (key not in found and name not in tools):
+                return []
+        call = json_call(found, key)
+        span = (offset + start, offset + place)
+        calls.append(dataclasses.replace(call, span=span))
+    more = rest[place:].strip(" ;\n")
+    if more and (calls or tagged) and len(calls) < MOST_CALLS:
         calls.append(Call("", problem="the call must be a JSON object"))
     return calls

@@ -43,11 +43,15 @@ def minimax_m3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     tag is plain text."""
     del tools
     place = text.find(_SECTION)
+    if place < 0:
+        return []
+    place += len(_SECTION)
     calls = list[Call]()
     opened = list[_Open]()
     begin = 0
     called = ""
-    for tag in _TAG.finditer(text, place + len(_SECTION)) if place >= 0 else ():
+    for tag in _TAG.finditer(text, place):
+        name = tag["name"].strip()
         if not opened:
             invoked = _INVOKE.fullmatch(tag["name"])
             if invoked and not tag["close"]:
@@ -55,19 +59,20 @@ def minimax_m3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
                 called = invoked["name"].strip()
                 opened.append(_Open("invoke", tag.end()))
         elif not tag["close"]:
-            opened.append(_Open(tag["name"].strip(), tag.end()))
-        elif tag["name"].strip() == opened[-1].name:
+            opened.append(_Open(name, tag.end()))
+        elif name == opened[-1].name:
             closed = opened.pop()
             if opened:
-                opened[-1].parts.append((closed.name, closed.value(text, tag.start())))
+                value = closed.value(text, tag.start())
+                opened[-1].parts.append((name, value))
                 continue
-            calls.append(Call(called, dict(closed.parts), is_text=True, span=(begin, tag.end())))
+            span = (begin, tag.end())
+            calls.append(Call(called, dict(closed.parts), is_text=True, span=span))
             if len(calls) == MOST_CALLS:
                 return calls
     if opened:
-        calls.append(
-            Call(called, problem=f"the call to {called} is not closed", span=(begin, len(text)))
-        )
-    if place >= 0 and not calls and text[place + len(_SECTION) :].strip():
+        problem = f"the call to {called} is not closed"
+        calls.append(Call(called, problem=problem, span=(begin, len(text))))
+    if not calls and text[place:].strip():
         return [Call("", problem=f"{_SECTION} contains no call")]
     return calls

@@ -41,20 +41,24 @@ def mistral(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
 def _calls(text: str, place: int) -> tuple[list[Call], int]:
     space = _SPACE.match(text, place)
     start = space.end() if space else place
+    name = ""
     header = None if text.startswith("[", start) else _HEADER.match(text, start)
-    name = header["name"].strip() if header else ""
+    if header:
+        name = header["name"].strip()
+        start = header.end()
     try:
-        value, end = json_at(text, header.end() if header else start)
+        value, end = json_at(text, start)
     except ValueError as error:
         return [Call(name, problem=f"the call is not valid JSON ({error})")], place
     if header:
-        return [with_arguments(name, value, (header["id"] or "").strip())], end
+        number = (header["id"] or "").strip()
+        return [with_arguments(name, value, number)], end
     listed = value if isinstance(value, list) else [value]
     return [_named(json_call(one, "arguments"), one) for one in listed], end
 
 
 def _named(call: Call, value: object) -> Call:
     number = value.get("id") if isinstance(value, dict) else None
-    return (
-        Call(call.name, call.arguments, call.problem, number) if isinstance(number, str) else call
-    )
+    if not isinstance(number, str):
+        return call
+    return Call(call.name, call.arguments, call.problem, number)

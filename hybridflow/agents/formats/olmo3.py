@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format
 from hybridflow.agents.formats.pythonic import MOST, call_of
 
-_BEGIN, _END = "<function_calls>", "</function_calls>"
+_BEGIN = "<function_calls>"
+_END = "</function_calls>"
 _OF_JSON = {"true": True, "false": False, "null": None}
 
 
@@ -21,10 +22,14 @@ def olmo3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     if begin < 0:
         return []
     end = text.rfind(_END, begin)
-    span = begin + len(_BEGIN), len(text) if end < 0 else end
-    lines = text[slice(*span)][:MOST].strip()
+    if end < 0:
+        end = len(text)
+    begin += len(_BEGIN)
+    span = (begin, end)
+    lines = text[begin:end][:MOST].strip().split("\n")
+    program = "\n".join(map(str.strip, lines))
     try:
-        listed = ast.parse("\n".join(map(str.strip, lines.split("\n")))).body
+        listed = ast.parse(program).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         problem = f"expected one Python call per line ({error})"
         return [Call("", problem=problem, span=span)]

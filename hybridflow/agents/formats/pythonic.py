@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format
 
-_START, _END = (re.compile(rf"<\|(?:python|tool_call)_{word}\|>") for word in ("start", "end"))
+_START = re.compile(r"<\|(?:python|tool_call)_start\|>")
+_END = re.compile(r"<\|(?:python|tool_call)_end\|>")
 _LIST = re.compile(r"\s*+\[\s*+(?P<name>[A-Za-z_]\w*+)\(")
 MOST = 100_000  # characters of a list that are parsed
 
@@ -24,17 +25,15 @@ def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     first = _LIST.match(text, begin)
     if first is None or (started is None and first["name"] not in tools):
         return []
-    span = begin, max((one.start() for one in _END.finditer(text, begin)), default=len(text))
+    ends = [marker.start() for marker in _END.finditer(text, begin)]
+    end = ends[-1] if ends else len(text)
+    span = (begin, end)
+    program = text[begin:end][:MOST].strip()
     try:
-        listed = ast.parse(text[slice(*span)][:MOST].strip(), mode="eval").body
+        listed = ast.parse(program, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [
-            Call(
-                first["name"],
-                problem=f"expected a list of Python calls ({error})",
-                span=span,
-            )
-        ]
+        problem = f"expected a list of Python calls ({error})"
+        return [Call(first["name"], problem=problem, span=span)]
     calls = listed.elts if isinstance(listed, ast.List) else [listed]
     return [call_of(one, span) for one in calls[:MOST_CALLS]]
 

@@ -16,17 +16,22 @@ def tags(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     calls: list[Call] = []
     opened: re.Match[str] | None = None
     closed: re.Match[str] | None = None
-    for found in re.finditer(rf"<(?P<close>/?)(?P<name>{names})>", text) if names else ():
+    if not names:
+        return calls
+    for found in re.finditer(rf"<(?P<close>/?)(?P<name>{names})>", text):
         if found["close"]:
             if opened and found["name"] == opened["name"]:
                 closed = found
         elif not opened or closed:
-            calls += [_call(opened, closed, tools)] if opened else []
+            if opened:
+                calls.append(_call(opened, closed, tools))
             opened = found
             closed = None
             if len(calls) == MOST_CALLS:
                 return calls
-    return [*calls, _call(opened, closed, tools)] if opened else calls
+    if opened:
+        calls.append(_call(opened, closed, tools))
+    return calls
 
 
 def _call(
@@ -34,14 +39,13 @@ def _call(
 ) -> Call:
     name = opened["name"]
     text = opened.string
-    span = opened.start(), closed.end() if closed else len(text)
+    begin = opened.start()
     if closed is None:
-        return Call(name, problem=f"<{name}> is not closed", span=span)
+        return Call(name, problem=f"<{name}> is not closed", span=(begin, len(text)))
+    span = (begin, closed.end())
     parameters = tools[name]
     if len(parameters) != 1:
-        return Call(
-            name,
-            problem=f"{name} takes {len(parameters)} arguments, but tags allow only one",
-            span=span,
-        )
-    return Call(name, {parameters[0]: text[opened.end() : closed.start()]}, is_text=True, span=span)
+        problem = f"{name} takes {len(parameters)} arguments, but tags allow only one"
+        return Call(name, problem=problem, span=span)
+    inside = text[opened.end() : closed.start()]
+    return Call(name, {parameters[0]: inside}, is_text=True, span=span)

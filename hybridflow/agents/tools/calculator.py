@@ -8,6 +8,18 @@ from collections.abc import Callable
 
 from hybridflow.agents.tools.base import tool
 
+_MOST_CHARACTERS = 200
+_MOST = 10.0**100
+_LARGEST_EXPONENT = 300
+
+
+def _power(base: float, exponent: float) -> float:
+    is_complex = base < 0 and not float(exponent).is_integer()
+    if abs(exponent) > _LARGEST_EXPONENT or is_complex:
+        raise ValueError("this power is too large to compute")
+    return base**exponent
+
+
 _OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -15,10 +27,8 @@ _OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Pow: _power,
 }
-_MOST_CHARACTERS = 200
-_MOST = 10.0**100
-_LARGEST_EXPONENT = 300
 
 
 @tool("calculator", is_instant=True)
@@ -35,30 +45,27 @@ def calculator(expression: str) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError("this is not a valid arithmetic expression") from error
     value = _value(tree)
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
 
 
 def _value(node: ast.expr) -> float:
-    if (
-        isinstance(node, ast.Constant)
-        and isinstance(node.value, int | float)
-        and not isinstance(node.value, bool)
-    ):
-        found: float = node.value
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        found = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        found = _power(_value(node.left), _value(node.right))
-    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        found = _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
-    else:
-        raise ValueError("this is not a valid arithmetic expression")
+    """Compute an expression. Raises ValueError if it contains anything other than numbers and
+    operations, or if the value is too large."""
+    found: float
+    match node:
+        case ast.Constant(int() | float() as found) if not isinstance(found, bool):
+            pass
+        case ast.UnaryOp(ast.USub(), operand):
+            found = -_value(operand)
+        case ast.UnaryOp(ast.UAdd(), operand):
+            found = _value(operand)
+        case ast.BinOp(left, operation, right) if type(operation) in _OPERATIONS:
+            compute = _OPERATIONS[type(operation)]
+            found = compute(_value(left), _value(right))
+        case _:
+            raise ValueError("this is not a valid arithmetic expression")
     if not abs(found) <= _MOST:
         raise ValueError("the value exceeds 1e100")
     return found
-
-
-def _power(base: float, exponent: float) -> float:
-    if abs(exponent) > _LARGEST_EXPONENT or (base < 0 and not float(exponent).is_integer()):
-        raise ValueError("this power is too large to compute")
-    return base**exponent

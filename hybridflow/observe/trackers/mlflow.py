@@ -68,7 +68,9 @@ class MlflowTracker(AppendOnly):
         from mlflow.entities import Metric
 
         at = int(wall_time * 1000)
-        found = [Metric(metric_name(name), value, at, step) for name, value in metrics.items()]
+        found = []
+        for name, value in metrics.items():
+            found.append(Metric(metric_name(name), value, at, step))
         self._client.log_batch(self._id, metrics=found)
 
     def publish_dump(self, number: int, dump: Dump) -> None:

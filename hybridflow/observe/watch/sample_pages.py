@@ -121,7 +121,7 @@ class SamplePages:
         shown = members[:_MOST_SIDE_BY_SIDE]
         rows = self._rows(samples, shown)
         name = samples.kinds[kind]
-        before, after = _neighbours(uids, uid, {"kind": name, "step": step})
+        before, after = _neighbours(uids, uid, name, step)
         title = f"Group {uid} of step {step}"
         parts = {
             "heading": f"{title} of {name}, {len(members)} samples",
@@ -190,10 +190,10 @@ class SamplePages:
         shown = self._rows(samples, found)[0]
         before = ""
         if row:
-            before = address("sample", kind=name, step=step, row=row - 1)
+            before = _sample_address(name, step, row - 1)
         after = ""
         if row + 1 < len(of_step):
-            after = address("sample", kind=name, step=step, row=row + 1)
+            after = _sample_address(name, step, row + 1)
         title = f"Sample {row} of step {step}"
         parts = {
             "heading": f"{title} of {name}",
@@ -215,7 +215,7 @@ class SamplePages:
         rows = read_rows(dump.path, numbers, self._decode)
         for row, number in zip(rows, numbers, strict=True):
             row["row"] = number
-            row["address"] = address("sample", kind=dump.kind, step=dump.step, row=number)
+            row["address"] = _sample_address(dump.kind, dump.step, number)
         return rows
 
 
@@ -256,7 +256,9 @@ def read_messages(text: Any) -> list[dict[str, str]]:
         messages = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+    if not isinstance(messages, list):
+        return []
+    if not all(isinstance(one, dict) for one in messages):
         return []
     found = []
     for one in messages[:_MOST_MESSAGES]:
@@ -279,7 +281,7 @@ def _result(samples: Samples, sample: int, row: Mapping[str, Any], wanted: str) 
         "place": f"{dump.kind} {dump.step}",
         "score": "–" if np.isnan(score) else f"{score:.3g}",
         "length": "–" if np.isnan(length) else f"{length:.0f}",
-        "sample": address("sample", kind=dump.kind, step=dump.step, row=number),
+        "sample": _sample_address(dump.kind, dump.step, number),
         "group": _group_address(samples, sample),
         "over_steps": _prompt_address(samples, sample),
         "prompt_text": excerpt(text_of(row, "prompt_text"), wanted),
@@ -288,16 +290,16 @@ def _result(samples: Samples, sample: int, row: Mapping[str, Any], wanted: str) 
     }
 
 
-def _neighbours(uids: np.ndarray, uid: int, place: Mapping[str, Any]) -> tuple[str, str]:
+def _neighbours(uids: np.ndarray, uid: int, kind: str, step: int) -> tuple[str, str]:
     """Return the addresses of the groups before and after a group; empty if there is none."""
     before = ""
     lower = uids[uids < uid]
     if len(lower):
-        before = address("group", **place, uid=int(lower.max()))
+        before = address("group", kind=kind, step=step, uid=int(lower.max()))
     after = ""
     higher = uids[uids > uid]
     if len(higher):
-        after = address("group", **place, uid=int(higher.min()))
+        after = address("group", kind=kind, step=step, uid=int(higher.min()))
     return before, after
 
 
@@ -305,8 +307,9 @@ def _steps_of(samples: Samples, members: np.ndarray) -> tuple[Curves, list[dict[
     """Return the curves of a prompt's scores, and the row of each step in its table."""
     curves: Curves = {"max": [], "mean": [], "min": []}
     rows: list[dict[str, Any]] = []
-    for step in np.unique(samples.step[members]).tolist():
-        of_step = members[samples.step[members] == step]
+    steps = samples.step[members]
+    for step in np.unique(steps).tolist():
+        of_step = members[steps == step]
         scores = np.nan_to_num(samples.columns["score"][of_step])
         mean = float(scores.mean())
         curves["max"].append((step, float(scores.max())))
@@ -334,6 +337,10 @@ def _score_charts(curves: Curves) -> list[Group]:
     about = f"steps: {len(curves['mean'])}"
     chart = draw(Chart("Score of this prompt's samples", series, "score", about))
     return [("Scores", [chart])] if chart else []
+
+
+def _sample_address(kind: str, step: int, row: int) -> str:
+    return address("sample", kind=kind, step=step, row=row)
 
 
 def _group_address(samples: Samples, sample: int) -> str:

@@ -21,12 +21,12 @@ class Texts:
 
     def add(self, prompt: str, others: Iterable[str]) -> None:
         """Add a row."""
-        text = prompt.lower().encode("utf-8", "replace")
+        text = _searched(prompt)
         if text not in self._prompts:
             self._prompts[text] = len(self._prompts)
             self.nbytes += len(text)
         self._prompt_of.append(self._prompts[text])
-        rest = "\n".join(filter(None, others)).lower().encode("utf-8", "replace")
+        rest = _searched("\n".join(filter(None, others)))
         self.nbytes += len(rest)
         self._parts.append(rest)
 
@@ -39,10 +39,15 @@ class Texts:
 
     def containing(self, wanted: str) -> np.ndarray:
         """Return a mask of the rows that contain this text, ignoring case."""
-        needle = wanted.lower().replace("\0", "").encode("utf-8", "replace")
-        prompts = self._of_prompts.containing(needle)
-        found = prompts[self._numbers] if len(prompts) else np.zeros(len(self._numbers), bool)
-        return found | self._rows.containing(needle)
+        needle = _searched(wanted.replace("\0", ""))
+        found = self._rows.containing(needle)
+        if len(found):
+            found |= self._of_prompts.containing(needle)[self._numbers]
+        return found
+
+
+def _searched(text: str) -> bytes:
+    return text.lower().encode("utf-8", "replace")
 
 
 class _Scanned:
@@ -58,7 +63,7 @@ class _Scanned:
         found = np.zeros(len(self._starts) - 1, bool)
         at = self._whole.find(needle)
         while 0 <= at < len(self._whole):
-            number = int(np.searchsorted(self._starts, at, "right")) - 1
-            found[number] = True
-            at = self._whole.find(needle, int(self._starts[number + 1]))
+            next_text = int(np.searchsorted(self._starts, at, "right"))
+            found[next_text - 1] = True
+            at = self._whole.find(needle, int(self._starts[next_text]))
         return found

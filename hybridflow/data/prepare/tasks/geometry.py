@@ -85,11 +85,14 @@ def write(options: GeometryOptions, out: Path, source: Path | None) -> dict[str,
         demonstrations = []
         for index in range(options.num_sft):
             row = _row(options, "sft", index, rng)
-            answer = row["reward_model"]["ground_truth"]
-            demonstrations.append(
-                {"prompt": row["prompt"], "response": answer, "images": row["images"]}
-            )
-        rows["sft.parquet"] = write_demonstrations(out / "sft.parquet", demonstrations, images=True)
+            demonstration = {
+                "prompt": row["prompt"],
+                "response": row["reward_model"]["ground_truth"],
+                "images": row["images"],
+            }
+            demonstrations.append(demonstration)
+        file = out / "sft.parquet"
+        rows[file.name] = write_demonstrations(file, demonstrations, images=True)
     write_character_tokenizer(out / "tokenizer", CHARACTERS, IMAGE_WORDS, IMAGE_TEMPLATE)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -108,19 +111,15 @@ def write(options: GeometryOptions, out: Path, source: Path | None) -> dict[str,
 def _row(
     options: GeometryOptions, split: str, index: int, rng: np.random.Generator
 ) -> dict[str, Any]:
-    answers = {
-        "colour": str(rng.choice(list(COLOURS))),
-        "shape": str(rng.choice(SHAPES)),
-        "count": str(rng.integers(1, options.most_shapes + 1)),
-    }
+    colour = str(rng.choice(list(COLOURS)))
+    shape = str(rng.choice(SHAPES))
+    count = int(rng.integers(1, options.most_shapes + 1))
+    answers = {"colour": colour, "shape": shape, "count": str(count)}
     question = str(rng.choice(options.questions))
-    row = prompt_row(
-        DATA_SOURCE,
-        f"<image>{QUESTIONS[question]}",
-        answers[question],
-        {"split": split, "index": index, "question": question},
-    )
-    drawn = draw(answers["colour"], answers["shape"], int(answers["count"]), options.size, rng)
+    prompt = f"<image>{QUESTIONS[question]}"
+    about = {"split": split, "index": index, "question": question}
+    row = prompt_row(DATA_SOURCE, prompt, answers[question], about)
+    drawn = draw(colour, shape, count, options.size, rng)
     return {**row, "images": [{"bytes": drawn, "path": None}]}
 
 
@@ -134,19 +133,21 @@ def draw(colour: str, shape: str, count: int, size: int, rng: np.random.Generato
     image = Image.new("RGB", (size, size), (grey, grey, grey))
     canvas = ImageDraw.Draw(image)
     half = size // 2
+    fill = COLOURS[colour]
     for quarter in rng.permutation(4)[:count].tolist():
         side = int(rng.integers(half // 2, half - 1))
-        left, top = (
-            half * place + int(rng.integers(0, half - side)) for place in divmod(quarter, 2)
-        )
-        box = (left, top, left + side, top + side)
+        column, row = divmod(quarter, 2)
+        left = half * column + int(rng.integers(0, half - side))
+        top = half * row + int(rng.integers(0, half - side))
+        right = left + side
+        bottom = top + side
         if shape == "o":
-            canvas.ellipse(box, fill=COLOURS[colour])
+            canvas.ellipse((left, top, right, bottom), fill=fill)
         elif shape == "s":
-            canvas.rectangle(box, fill=COLOURS[colour])
+            canvas.rectangle((left, top, right, bottom), fill=fill)
         else:
-            corners = [(left, top + side), (left + side, top + side), (left + side // 2, top)]
-            canvas.polygon(corners, fill=COLOURS[colour])
+            middle = left + side // 2
+            canvas.polygon([(left, bottom), (right, bottom), (middle, top)], fill=fill)
     stream = io.BytesIO()
     image.save(stream, "PNG")
     return stream.getvalue()
