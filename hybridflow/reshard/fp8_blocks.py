@@ -68,11 +68,13 @@ class Quantised:
     def weight_rows(self, tensor: Array) -> Array:
         """Return, in ascending order, the indices of the piece-table rows that hold weights with
         scales. `tensor` is the table's `tensor` column."""
-        return np.flatnonzero((tensor != PADDING) & (self.scale_of[tensor] >= 0))
+        has_scales = self.scale_of[tensor] >= 0
+        return np.flatnonzero((tensor != PADDING) & has_scales)
 
     def scale_rows(self, tensor: Array) -> Array:
         """Return, in ascending order, the indices of the piece-table rows that hold scales."""
-        return np.flatnonzero((tensor != PADDING) & (self.weight_of[tensor] >= 0))
+        is_scale = self.weight_of[tensor] >= 0
+        return np.flatnonzero((tensor != PADDING) & is_scale)
 
 
 def enclosing(start: Array, size: Array, block: Array, full: Array) -> tuple[Array, Array]:
@@ -113,10 +115,12 @@ def with_scales(source: Layout, catalog: Catalog) -> Layout:
         is_cut = (whole_start != start) | (whole_size != size)
         cut = np.flatnonzero(is_cut.any(axis=1))
         if len(cut):
+            worst = cut[0]
             first_rank = int(np.flatnonzero(source.rank_class == number)[0])
-            _refuse_cut(catalog, rank, int(mine[cut[0]]), first_rank, block[cut[0]])
+            _refuse_cut(catalog, rank, int(mine[worst]), first_rank, block[worst])
         scale = table.scale_of[tensor]
-        classes.append(_extended(rank, mine, scale, start // block, -(-size // block)))
+        scale_size = -(-size // block)
+        classes.append(_extended(rank, mine, scale, start // block, scale_size))
     return replace(source, classes=tuple(classes))
 
 
