@@ -122,11 +122,8 @@ class WeightReceiver:
             error = f"rank {rank}: {problem_of(problem)}"
             _log.exception("weight sync: rank %d failed", rank)
         seconds = time.perf_counter() - started
-        session.write_report(
-            store,
-            control.report,
-            RankReport(rank, error, nbytes, seconds, self._digest, os.getpid(), called_off),
-        )
+        report = RankReport(rank, error, nbytes, seconds, self._digest, os.getpid(), called_off)
+        session.write_report(store, control.report, report)
 
     def _act(self, control: Control, rank: int, store: Any) -> int:
         layout = self._traced(store, control.timeout_s)
@@ -160,24 +157,26 @@ class WeightReceiver:
         """Return the model's weights. Weights that the layout describes by their transpose are
         returned as transposed views.
         """
-        return {
-            name: tensor.data.mT if name in self._transposed else tensor.data
-            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
-        }
+        buffers: dict[str, torch.Tensor] = {}
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            buffers[name] = tensor.data.mT if name in self._transposed else tensor.data
+        return buffers
+
+    def _addresses(self) -> dict[str, int]:
+        """Return the address of each buffer."""
+        return {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
 
     def _traced(self, store: Any, timeout_s: float) -> RankLayout:
         """Return the layout. Retraces the loader first if a buffer has moved (because weights were
         repacked or memory was reallocated).
         """
-        pointers = {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
-        if self._layout is None or pointers != self._pointers:
+        if self._layout is None or self._addresses() != self._pointers:
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
             tensors = {name: tuple(shape) for name, shape in catalog["tensors"].items()}
             loader: Callable[..., Any] = self.model.load_weights  # type: ignore[assignment]
-            others = {name: getattr(torch, dtype) for name, dtype in catalog["dtypes"].items()}
-            traced = trace_layout(
-                self.model, loader, tensors, getattr(torch, catalog["dtype"]), others
-            )
+            dtype = getattr(torch, catalog["dtype"])
+            others = {name: getattr(torch, other) for name, other in catalog["dtypes"].items()}
+            traced = trace_layout(self.model, loader, tensors, dtype, others)
             self._transposed = frozenset(traced.transposed)
             if catalog.get("adapters"):
                 self._adopt_with_adapters(traced, tensors, catalog["adapters"])
@@ -188,7 +187,7 @@ class WeightReceiver:
 
     def _adopt(self, traced: TracedLayout, catalog: Catalog) -> None:
         self._layout = traced.rank_layout(catalog)
-        self._pointers = {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
+        self._pointers = self._addresses()
         self._digest = layout_digest(self._layout)
         self._parts = frozenset((self._digest,))
 
@@ -228,11 +227,9 @@ class WeightReceiver:
     def _scheduled(self, board: Board, rank: int) -> Schedule:
         order = board.order
         if self._schedule is None or self._schedule.plan != order.plan:
-            self._schedule = Schedule.from_dict(
-                session.read(
-                    board.store, schedule_key(order.plan, RECEIVER, rank), order.endpoint.timeout_s
-                )
-            )
+            key = schedule_key(order.plan, RECEIVER, rank)
+            found = session.read(board.store, key, order.endpoint.timeout_s)
+            self._schedule = Schedule.from_dict(found)
             self._planned = layout_digest(self._schedule.layout)
         if self._planned not in self._parts:
             raise WeightSyncError(
@@ -263,10 +260,10 @@ class WeightReceiver:
         layout = self._layout
         if layout is None:
             return
-        for row in np.flatnonzero(layout.tensor == PADDING).tolist():
-            rectangle(
-                buffers[layout.names[int(layout.buffer[row])]], layout.local[row], layout.size[row]
-            ).zero_()
+        for row in np.flatnonzero(layout.tensor == PADDING):
+            buffer = buffers[layout.names[layout.buffer[row]]]
+            padding = rectangle(buffer, layout.local[row], layout.size[row])
+            padding.zero_()
 
 
 def _device(model: torch.nn.Module) -> torch.device:

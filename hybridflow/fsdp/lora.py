@@ -60,7 +60,8 @@ class Adapters:
         scale = self.map.scale
 
         def add(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
-            return output + F.linear(F.linear(inputs[0], first.lora_A) * scale, module.lora_B)
+            low = F.linear(inputs[0], first.lora_A) * scale
+            return output + F.linear(low, module.lora_B)
 
         linear.register_forward_hook(add)
 
@@ -97,14 +98,17 @@ class Adapters:
         stacked = f"{found['experts']}.{found['part']}_proj"
         if found["factor"] == "B":
             for weight, view in checkpoint_views(self._model_type, stacked, tensor, first):
-                yield names_of(weight)[1], view
+                _, b = names_of(weight)
+                yield b, view
             return
         # gate and up share the A of gate: name the first of `parts` weights of each expert
         parts = 2 if found["part"] == "gate_up" else 1
         named = torch.empty(len(tensor), parts, 1, device="meta")
-        weights = [name for name, _ in checkpoint_views(self._model_type, stacked, named, first)]
-        for number, one in enumerate(tensor):
-            yield names_of(weights[number * parts])[0], one
+        views = checkpoint_views(self._model_type, stacked, named, first)
+        weights = [weight for weight, _ in views]
+        for weight, factor in zip(weights[::parts], tensor, strict=True):
+            a, _ = names_of(weight)
+            yield a, factor
 
     # ---- values
 
@@ -114,9 +118,10 @@ class Adapters:
         row, number of rows).
         """
         for name, tensor in held.items():
+            first, _ = starts[name]
             tail = (0,) * (tensor.dim() - 1)
-            start = (starts[name][0], *tail)
-            tensor.copy_(self.map.read(name, start, tuple(tensor.shape)))
+            values = self.map.read(name, (first, *tail), tuple(tensor.shape))
+            tensor.copy_(values)
 
     @torch.no_grad()
     def merged(
@@ -170,7 +175,8 @@ def _with_adapter(
     name = f"{part}_proj"
 
     def before(experts: Any, inputs: Any) -> None:
-        a, b = (experts._parameters[f"lora_{part}_{factor}"] for factor in "AB")
+        a = experts._parameters[f"lora_{part}_A"]
+        b = experts._parameters[f"lora_{part}_B"]
         weight = experts._parameters[name]
         # an attribute of the instance hides the parameter of the same name
         vars(experts)[name] = torch.baddbmm(weight, b, a, alpha=scale)

@@ -113,13 +113,15 @@ class GatedDeltaNet(MegatronModule):
             inner = self.block.rows - self.block.values
             inputs, gates = rows.split([inner, self.block.values], dim=-1)
             order, back = self._order(params)
-            mixed = self._to_tokens(self._mixed(self._to_heads(inputs, order), params), back)
+            mixed = self._mixed(self._to_heads(inputs, order), params)
+            mixed = self._to_tokens(mixed, back)
         heads = (len(rows), -1, self.block.value_dim)
         # each rank's heads contribute to the gradient of the norm, which all ranks have
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.groups.tp)
         normed = rms_norm(mixed.reshape(heads), weight, self.config.layernorm_epsilon)
         gated = normed * F.silu(gates.reshape(heads).float())
-        output, bias = self.out_proj(gated.to(hidden_states.dtype).reshape(len(rows), 1, -1))
+        gated = gated.to(hidden_states.dtype)
+        output, bias = self.out_proj(gated.reshape(len(rows), 1, -1))
         return output, bias
 
     def _mixed(self, rows: Tensor, params: Any) -> Tensor:
@@ -127,23 +129,22 @@ class GatedDeltaNet(MegatronModule):
         (`self.mine`). Returns [t, heads, values]."""
         block = self.block
         count = len(rows)
+        ratio = block.ratio
         weight = self.conv1d.weight.view(self.heads, block.mixed, 1, -1)[self.mine]
         x = rows[..., : block.mixed].reshape(count, -1)
         x = F.silu(convolved(x, weight.flatten(0, 1), params))
-        query, key, value = x.view(count, -1, block.mixed).split(
-            [block.key_dim, block.key_dim, block.values], dim=-1
-        )
-        betas, decays = (
-            part.reshape(count, -1)
-            for part in rows[..., block.mixed : block.mixed + 2 * block.ratio].chunk(2, dim=-1)
-        )
-        heads = slice(self.mine.start * block.ratio, self.mine.stop * block.ratio)
+        widths = [block.key_dim, block.key_dim, block.values]
+        query, key, value = x.view(count, -1, block.mixed).split(widths, dim=-1)
+        both = rows[..., block.mixed : block.mixed + 2 * ratio]
+        betas, decays = (part.reshape(count, -1) for part in both.chunk(2, dim=-1))
+        heads = slice(self.mine.start * ratio, self.mine.stop * ratio)
         rate = self.A_log[heads].float().exp()
+        bias = self.dt_bias[heads].float()
         out = delta_rule(
-            query.repeat_interleave(block.ratio, dim=1),
-            key.repeat_interleave(block.ratio, dim=1),
+            query.repeat_interleave(ratio, dim=1),
+            key.repeat_interleave(ratio, dim=1),
             value.reshape(count, -1, block.value_dim),
-            -rate * F.softplus(decays.float() + self.dt_bias[heads].float()),
+            -rate * F.softplus(decays.float() + bias),
             betas.sigmoid().float(),
             params,
         )
@@ -177,8 +178,9 @@ class GatedDeltaNet(MegatronModule):
         """Inverse of `_to_heads`: [t, mine, n] to [t', heads, n]."""
         mine = self.mine.stop - self.mine.start
         size = len(self.shares)
-        sent = rows.index_select(0, back).unflatten(0, (size, -1)).transpose(1, 2).flatten(0, 1)
-        found = all_to_all(self.groups.cp, sent.contiguous(), self.shares, [mine] * size)
+        by_owner = rows.index_select(0, back).unflatten(0, (size, -1))
+        sent = by_owner.transpose(1, 2).flatten(0, 1).contiguous()
+        found = all_to_all(self.groups.cp, sent, self.shares, [mine] * size)
         moved: Tensor = found.transpose(0, 1)
         return moved
 
@@ -190,8 +192,9 @@ class GatedDeltaNet(MegatronModule):
         """Return the checkpoint layout: heads are sharded across tensor-parallel ranks."""
         found: dict[str, Any] = {}
         for name in ("in_proj", "out_proj"):
+            linear = getattr(self, name)
             found |= sharded_state_dict_default(
-                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata
+                linear, f"{prefix}{name}.", sharded_offsets, metadata
             )
         own = {name: self.get_parameter(name) for name in (*_SPLIT, "out_norm.weight")}
         return found | make_sharded_tensors_for_checkpoint(

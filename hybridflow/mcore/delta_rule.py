@@ -30,11 +30,13 @@ def convolved(x: Tensor, weight: Tensor, params: Any) -> Tensor:
     """
     before = weight.shape[-1] - 1
     places = _places(params, before)
+    count, channels = x.shape
+    segments = len(params.bounds) - 1
     # a gap of zeros before each segment, so that no token reads the segment before its own
-    longer = x.new_zeros(len(x) + before * (len(params.bounds) - 1), x.shape[1])
+    longer = x.new_zeros(count + before * segments, channels)
     longer = longer.index_copy(0, places, x)
-    out = F.conv1d(longer.t()[None], weight, groups=x.shape[1])[0].t()
-    return out.index_select(0, places - before)
+    out = F.conv1d(longer.t()[None], weight, groups=channels)[0]
+    return out.t().index_select(0, places - before)
 
 
 def _places(params: Any, before: int) -> Tensor:
@@ -43,9 +45,10 @@ def _places(params: Any, before: int) -> Tensor:
     found = getattr(params, "spread_places", None)
     if found is None or found[0] != before:
         lengths = params.bounds.diff()
-        number = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), lengths)
-        places = Platform.detect().upload(torch.arange(len(number)) + before * number)
-        found = params.spread_places = (before, places)
+        segments = torch.arange(1, len(lengths) + 1)
+        number = torch.repeat_interleave(segments, lengths)
+        places = torch.arange(len(number)) + before * number
+        found = params.spread_places = (before, Platform.detect().upload(places))
     return found[1]
 
 
@@ -71,14 +74,15 @@ def delta_rule(
     Returns:
         [t, h, v] in the dtype of `value`.
     """
-    if (kernel := _kernel()) is not None:
+    kernel = _kernel()
+    if kernel is not None:
         named = {"q": query, "k": key, "v": value, "g": decay, "beta": beta.to(value.dtype)}
-        out: Tensor = kernel(
-            **{name: part[None].contiguous() for name, part in named.items()},
-            cu_seqlens=params.cu_seqlens_q.long(),
-            use_qk_l2norm_in_kernel=True,
-        )[0]
-        return out[0].to(value.dtype)
+        batch = {name: part[None].contiguous() for name, part in named.items()}
+        results = kernel(
+            **batch, cu_seqlens=params.cu_seqlens_q.long(), use_qk_l2norm_in_kernel=True
+        )
+        out: Tensor = results[0][0]
+        return out.to(value.dtype)
     query = _normalised(query.float()) * query.shape[-1] ** -0.5
     parts = (query, _normalised(key.float()), value.float(), decay[..., None], beta[..., None])
     sizes = [part.shape[-1] for part in parts]
@@ -87,12 +91,14 @@ def delta_rule(
     outs = []
     for group in classes.split(rows):
         q, k, v, g, b = group.transpose(1, 2).split(sizes, dim=-1)
-        outs.append(chunked_delta_rule(q, k, v, g[..., 0], b[..., 0]).transpose(1, 2).flatten(0, 1))
+        sequences = chunked_delta_rule(q, k, v, g[..., 0], b[..., 0])
+        outs.append(sequences.transpose(1, 2).flatten(0, 1))
     return classes.pack(torch.cat(outs)).to(value.dtype)
 
 
 def _normalised(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
+    squares = x.square().sum(-1, keepdim=True)
+    return x * (squares + _EPS).rsqrt()
 
 
 def chunked_delta_rule(
@@ -120,10 +126,12 @@ def chunked_delta_rule(
     length = query.shape[2]
     size = min(chunk, length)
     extra = -length % size
-    query, key, value = (
-        F.pad(part, (0, 0, 0, extra)).unflatten(2, (-1, size)) for part in (query, key, value)
-    )
-    decay, beta = (F.pad(part, (0, extra)).unflatten(2, (-1, size)) for part in (decay, beta))
+
+    def in_chunks(part: Tensor, *vector: int) -> Tensor:
+        return F.pad(part, (*vector, 0, extra)).unflatten(2, (-1, size))
+
+    query, key, value = (in_chunks(part, 0, 0) for part in (query, key, value))
+    decay, beta = map(in_chunks, (decay, beta))
     total = decay.cumsum(-1)  # log of the decay from the start of the chunk to each token
     new, old, inside = _within_chunks(query, key, value, total, beta)
     query = query * total.exp()[..., None]
@@ -131,10 +139,11 @@ def chunked_delta_rule(
     kept = total[..., -1].exp()[..., None, None]
     state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     outs = []
-    for number in range(query.shape[2]):
-        added = new[:, :, number] - old[:, :, number] @ state
-        outs.append(query[:, :, number] @ state + inside[:, :, number] @ added)
-        state = state * kept[:, :, number] + key[:, :, number].mT @ added
+    chunks = (part.unbind(2) for part in (query, key, new, old, inside, kept))
+    for q, k, n, o, i, keep in zip(*chunks, strict=True):
+        added = n - o @ state
+        outs.append(q @ state + i @ added)
+        state = state * keep + k.mT @ added
     return torch.cat(outs, dim=2)[:, :, :length]
 
 
@@ -152,16 +161,14 @@ def _within_chunks(
         state before the chunk, and the weights [..., s, s] with which queries read the values added
         in their chunk.
     """
-    later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=key.device)
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(later.triu(1), -torch.inf)
-    between = between.exp()
+    size = total.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
+    between = total[..., :, None] - total[..., None, :]
+    between = between.masked_fill(later, -torch.inf).exp()
     weighted = key * beta[..., None]
-    solved = torch.linalg.solve_triangular(
-        weighted @ key.mT * between,
-        torch.cat([value * beta[..., None], weighted * total.exp()[..., None]], dim=-1),
-        upper=False,
-        unitriangular=True,
-    )
+    system = weighted @ key.mT * between
+    right = torch.cat([value * beta[..., None], weighted * total.exp()[..., None]], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     new, old = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
     return new, old, query @ key.mT * between
 

@@ -70,11 +70,12 @@ class FusedExpertsMlp(MegatronModule):
         # each of the ranks that share an expert adds only a part of the bias, but gets the full
         # gradient
         bias = self.down_proj_bias
-        bias = bias if self.cuts == 1 else bias - bias.detach() * (1 - 1 / self.cuts)
+        if self.cuts > 1:
+            bias = bias - bias.detach() * (1 - 1 / self.cuts)
+        runs = x.split(counts)
+        shares = probs.to(x.dtype).split(counts)
         outs = []
-        for expert, (run, share) in enumerate(
-            zip(x.split(counts), probs.to(x.dtype).split(counts), strict=True)
-        ):
+        for expert, (run, share) in enumerate(zip(runs, shares, strict=True)):
             wide = torch.addmm(self.gate_up_proj_bias[expert], run, self.gate_up_proj[expert])
             out = torch.addmm(bias[expert], self._gated(wide), self.down_proj[expert])
             outs.append(out * share[:, None])

@@ -92,7 +92,8 @@ class HeadTraining:
     def set_optimizer(self, config: OptimConfig, dtype: torch.dtype) -> None:
         """Create a new optimizer for the heads. `config` is the policy's optimizer config."""
         lr = self.settings.lr or config.lr
-        own = replace(config, lr=lr, min_lr=min(config.min_lr, lr))
+        min_lr = min(config.min_lr, lr)
+        own = replace(config, lr=lr, min_lr=min_lr)
         self.optimizer = Optimizer([self.chunk], own, self._parallel, dtype)
         self.updates = 0
 
@@ -110,9 +111,8 @@ class HeadTraining:
             for depth, ahead in enumerate(micro.ahead):
                 self._sums[2, depth] += len(ahead.targets)
         counts = self._sums[2].clone()
-        dist.all_reduce(
-            counts, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(counts, group=group)
         self._shares = self.settings.coef / self.heads.count / counts.clamp(min=1.0)
 
     def _note(self, decoder: Any, inputs: Any, named: dict[str, Any], output: Tensor) -> None:
@@ -127,20 +127,23 @@ class HeadTraining:
         Collective over the ranks of the last stage that share its tokens or experts.
         """
         assert self._seen is not None, "learn called without a forward pass"
-        (states, angles), self._seen = self._seen, None
+        states, angles = self._seen
+        self._seen = None
         scoring = replace(scoring, with_entropy=False)
-        weight = self.heads.output_weight()
+        heads = self.heads
+        weight = heads.output_weight()
         group = parallel_state.get_tensor_model_parallel_group()
+        loss_sums, correct, _ = self._sums
         total = torch.zeros((), device=device())
-        for depth, (head, ahead) in enumerate(zip(self.heads.layers, micro.ahead, strict=True)):
-            embedded = self.heads.embedded(ahead.tokens, micro.positions)
+        for depth, (head, ahead) in enumerate(zip(heads.layers, micro.ahead, strict=True)):
+            embedded = heads.embedded(ahead.tokens, micro.positions)
             states = head(states, embedded, angles, micro.packed)
-            rows = self.heads.gathered(states)[:, 0].index_select(0, ahead.rows)
+            rows = heads.gathered(states)[:, 0].index_select(0, ahead.rows)
             log_probs, _ = log_probs_and_entropy(rows, weight, ahead.targets, scoring, group)
             total = total - self._shares[depth] * log_probs.sum()
             _, best = top_log_probs(rows.detach(), weight, 1, scoring, group)
-            self._sums[0, depth] -= log_probs.detach().sum()
-            self._sums[1, depth] += (best[:, 0] == ahead.targets).sum()
+            loss_sums[depth] -= log_probs.detach().sum()
+            correct[depth] += (best[:, 0] == ahead.targets).sum()
         total.backward()
 
     def end(self) -> dict[str, tuple[float, float]]:
@@ -152,13 +155,13 @@ class HeadTraining:
             return {}
         dist.all_reduce(self._sums, group=parallel_state.get_context_parallel_group())
         losses, correct, counts = self._sums.tolist()
-        found = {
-            LOSS: (sum(losses), sum(counts)),
-            ACCURACY: (sum(correct), sum(counts)),
-        }
-        for depth in range(self.heads.count if self.heads.count > 1 else 0):
-            found[f"actor/mtp/depth_{depth + 1}/loss"] = losses[depth], counts[depth]
-            found[f"actor/mtp/depth_{depth + 1}/accuracy"] = correct[depth], counts[depth]
+        count = sum(counts)
+        found = {LOSS: (sum(losses), count), ACCURACY: (sum(correct), count)}
+        if self.heads.count > 1:
+            for depth, count in enumerate(counts):
+                prefix = f"actor/mtp/depth_{depth + 1}"
+                found[f"{prefix}/loss"] = losses[depth], count
+                found[f"{prefix}/accuracy"] = correct[depth], count
         return found
 
     def step(self) -> dict[str, tuple[float, float]]:
@@ -166,9 +169,8 @@ class HeadTraining:
         heads' update is skipped, because the heads do not affect the policy. Returns metrics in the
         same format as `end`."""
         assert self.optimizer is not None
-        buffers = (*self.chunk.buffers, *self.chunk.expert_parallel_buffers)
         bad = torch.zeros((), dtype=torch.int32, device=device())
-        for buffer in buffers:
+        for buffer in (*self.chunk.buffers, *self.chunk.expert_parallel_buffers):
             bad += not_finite(buffer.grad_data)
         dist.all_reduce(bad)
         metrics = {SKIPPED: (1.0, 1.0)}

@@ -40,10 +40,10 @@ class SegmentClasses:
     def __init__(self, bounds: Tensor) -> None:
         """`bounds` is [s + 1] int64 on the CPU, since the sizes of the classes must be known on the
         host."""
-        starts = bounds[:-1]
-        lengths = bounds[1:] - bounds[:-1]
-        starts = starts[lengths > 0]
-        lengths = lengths[lengths > 0]
+        lengths = bounds.diff()
+        is_filled = lengths > 0
+        starts = bounds[:-1][is_filled]
+        lengths = lengths[is_filled]
         classes = torch.ceil(torch.log2(lengths.double())).long()
         self.groups: list[tuple[Tensor, Tensor]] = []
         for value in classes.unique().tolist():
@@ -51,10 +51,15 @@ class SegmentClasses:
             start = starts[chosen, None]
             length = lengths[chosen, None]
             step = torch.arange(int(length.max()))[None, :]
-            self.groups.append((start + torch.minimum(step, length - 1), step < length))
-        nothing = bounds.new_zeros(0)
-        self.rows = torch.cat([nothing, *(gather.reshape(-1) for gather, _ in self.groups)])
-        self.real = torch.cat([nothing.bool(), *(real.reshape(-1) for _, real in self.groups)])
+            gather = start + torch.minimum(step, length - 1)
+            self.groups.append((gather, step < length))
+        rows = [bounds.new_zeros(0)]
+        real = [rows[0].bool()]
+        for gather, is_real in self.groups:
+            rows.append(gather.reshape(-1))
+            real.append(is_real.reshape(-1))
+        self.rows = torch.cat(rows)
+        self.real = torch.cat(real)
         self.places = self.rows.new_empty(int(self.real.sum()))
         self.places[self.rows[self.real]] = self.real.nonzero()[:, 0]
 
@@ -76,9 +81,7 @@ class SegmentClasses:
         """Split padded rows into [n, longest, ...] for each class."""
         shapes = [gather.shape for gather, _ in self.groups]
         parts = padded.split([shape.numel() for shape in shapes])
-        return [
-            part.view(*shape, *part.shape[1:]) for part, shape in zip(parts, shapes, strict=True)
-        ]
+        return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def pack(self, padded: Tensor) -> Tensor:
         """Inverse of `pad`: the packed rows [t, ...]."""
@@ -87,12 +90,11 @@ class SegmentClasses:
 
     def upload(self, platform: Platform) -> SegmentClasses:
         """Move all indices to the device without blocking the host. Returns self."""
-        self.groups = [
-            (platform.upload(gather), platform.upload(real)) for gather, real in self.groups
-        ]
-        self.rows, self.real, self.places = map(
-            platform.upload, (self.rows, self.real, self.places)
-        )
+        upload = platform.upload
+        self.groups = [(upload(gather), upload(real)) for gather, real in self.groups]
+        self.rows = upload(self.rows)
+        self.real = upload(self.real)
+        self.places = upload(self.places)
         return self
 
 
@@ -126,9 +128,12 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Map the gradient to the padded rows, with zeros in the padding."""
-        found = grad.index_select(0, ctx.classes.rows)
-        if len(ctx.classes.places) < len(ctx.classes.rows):
-            found.masked_fill_(~ctx.classes.real.view(-1, *[1] * (found.dim() - 1)), 0.0)
+        classes = ctx.classes
+        found = grad.index_select(0, classes.rows)
+        if len(classes.places) < len(classes.rows):
+            ones = [1] * (found.dim() - 1)
+            is_padding = ~classes.real.view(-1, *ones)
+            found.masked_fill_(is_padding, 0.0)
         return found, None
 
 
@@ -157,13 +162,16 @@ class ContextClasses:
             mine = real & (owner[gather] == rank)
             # this rank's rows of a segment come first, ordered by position; the remaining ones
             # repeat the last
-            step = torch.argsort(~mine, dim=1, stable=True)[:, : int(mine.sum(1).max())]
+            most = int(mine.sum(1).max())
+            step = torch.argsort(~mine, dim=1, stable=True)[:, :most]
             queries = local[gather.gather(1, step)]
-            is_query = mine.gather(1, step).reshape(-1)
             keys = owner[gather] * share + local[gather]
-            mask = torch.arange(gather.shape[1])[None, None, :] <= step[:, :, None]
+            key_step = torch.arange(gather.shape[1])
+            mask = key_step <= step[:, :, None]
             self.groups.append((queries, keys, mask[:, None]))
-            self.places[queries.reshape(-1)[is_query]] = behind + is_query.nonzero()[:, 0]
+            is_query = mine.gather(1, step).reshape(-1)
+            rows = queries.reshape(-1)[is_query]
+            self.places[rows] = behind + is_query.nonzero()[:, 0]
             behind += queries.numel()
 
     def upload(self, platform: Platform) -> ContextClasses:
@@ -218,8 +226,8 @@ class PackedAttention(MegatronModule):
             if self.config.context_parallel_size > 1:
                 return self._context_parallel(query, key, value, packed_seq_params)
             return self._packed(query, key, value, packed_seq_params)
-        out = self._causal(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        out = self._causal(*(part.permute(1, 2, 0, 3) for part in (query, key, value)))
+        return out.permute(2, 0, 1, 3).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, params: Any) -> Tensor:
         classes = SegmentClasses.of(params)
@@ -229,7 +237,7 @@ class PackedAttention(MegatronModule):
             out = self._causal(*(part.transpose(1, 2) for part in parts))
             outs.append(out.transpose(1, 2).flatten(0, 1))
         packed = classes.pack(outs[0] if len(outs) == 1 else torch.cat(outs))
-        return packed.reshape(packed.shape[0], -1)
+        return packed.flatten(1)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, params: Any) -> Tensor:
         """Compute attention from this rank's queries to the keys and values of all context-parallel
@@ -240,27 +248,26 @@ class PackedAttention(MegatronModule):
         group = parallel_state.get_context_parallel_group()
         classes = getattr(params, "context_classes", None)
         if classes is None:
-            classes = ContextClasses(params.bounds, group.rank(), group.size()).upload(
-                Platform.detect()
-            )
-            params.context_classes = classes
-        key, value = (
-            gather_from_sequence_parallel_region(
+            classes = ContextClasses(params.bounds, group.rank(), group.size())
+            params.context_classes = classes.upload(Platform.detect())
+
+        def of_all_ranks(part: Tensor) -> Tensor:
+            gathered: Tensor = gather_from_sequence_parallel_region(
                 part.contiguous(), tensor_parallel_output_grad=True, group=group
             )
-            for part in (key, value)
-        )
+            return gathered
+
+        key = of_all_ranks(key)
+        value = of_all_ranks(value)
         outs = []
         for queries, keys, mask in classes.groups:
-            parts = (
-                query[queries].transpose(1, 2),
-                key[keys].transpose(1, 2),
-                value[keys].transpose(1, 2),
-            )
-            out = self._masked(*parts, self._in_window(mask))
+            q = query[queries].transpose(1, 2)
+            k = key[keys].transpose(1, 2)
+            v = value[keys].transpose(1, 2)
+            out = self._masked(q, k, v, self._in_window(mask))
             outs.append(out.transpose(1, 2).flatten(0, 1))
         packed = torch.cat(outs).index_select(0, classes.places)
-        return packed.reshape(packed.shape[0], -1)
+        return packed.flatten(1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute causal attention: query, key [b, (kv) heads, s, d], value [b, kv heads, s, v] ->
@@ -281,7 +288,8 @@ class PackedAttention(MegatronModule):
         if not self.window:
             return causal
         own = causal.sum(-1, keepdim=True) - 1
-        return causal & (torch.arange(causal.shape[-1], device=causal.device) > own - self.window)
+        position = torch.arange(causal.shape[-1], device=causal.device)
+        return causal & (position > own - self.window)
 
     def _masked(
         self,
@@ -316,13 +324,16 @@ class PackedAttention(MegatronModule):
         """Same as `_masked`, with each head's sink as an additional logit that has no value
         vector."""
         many = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(many, dim=1) for part in (key, value))
+        key = key.repeat_interleave(many, dim=1)
+        value = value.repeat_interleave(many, dim=1)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         logits = query @ key.transpose(-1, -2) * scale
         if mask is None:
             mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-        sinks = offsets.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)
-        logits = torch.cat([logits.masked_fill(~mask, -torch.inf), sinks], dim=-1)
+        logits = logits.masked_fill(~mask, -torch.inf)
+        sinks = offsets.to(logits.dtype)[:, None, None]
+        sinks = sinks.expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
         shares = logits.softmax(-1, dtype=torch.float32)[..., :-1]
         return shares.to(value.dtype) @ value
 

@@ -68,11 +68,11 @@ class Watch(losses.NonfiniteWatch):
     def report(self, chunks: Sequence[Any]) -> str:
         """Return `report_of` for the reduced gradients in the buffers of `chunks`. Collective over
         all ranks."""
-        return self.report_of(
-            buffer.grad_data
-            for chunk in chunks
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        )
+        gradients = []
+        for chunk in chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                gradients.append(buffer.grad_data)
+        return self.report_of(gradients)
 
 
 def forward(
@@ -83,9 +83,9 @@ def forward(
 
     def collect(micro: MicroBatch, hidden: Tensor) -> tuple[np.ndarray, np.ndarray]:
         log_probs, entropy, _ = response_log_probs(chunks, hidden, micro, scoring)
-        return log_probs.cpu().numpy(), entropy.cpu().numpy() if entropy is not None else np.zeros(
-            0, np.float32
-        )
+        if entropy is None:
+            return log_probs.cpu().numpy(), np.zeros(0, np.float32)
+        return log_probs.cpu().numpy(), entropy.cpu().numpy()
 
     results = forward_outputs(chunks, micro_batches, collect)
     return [item[0] for item in results], [item[1] for item in results]
@@ -99,11 +99,10 @@ def forward_top(
 
     def collect(micro: MicroBatch, hidden: Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows, weight, group = _predicting(chunks, hidden, micro)
-        found = top_log_probs(rows, weight, k, scoring, group)
-        values, tokens = (
-            gather_tokens(part.t(), micro.places, micro.num_targets).t() for part in found
-        )
-        return values.cpu().numpy(), tokens.cpu().numpy()
+        values, tokens = top_log_probs(rows, weight, k, scoring, group)
+        values = gather_tokens(values.t(), micro.places, micro.num_targets)
+        tokens = gather_tokens(tokens.t(), micro.places, micro.num_targets)
+        return values.t().cpu().numpy(), tokens.t().cpu().numpy()
 
     results = forward_outputs(chunks, micro_batches, collect)
     return [item[0] for item in results], [item[1] for item in results]
@@ -170,10 +169,12 @@ def backward_outputs(
 
     results = run(chunks, micro_batches, loss, watch)
     merged: Metrics = {}
+    zero = torch.zeros(())
     for metrics in results:
         for name, (total, count) in metrics.items():
-            seen_total, seen_count = merged.get(name, (torch.zeros(()), torch.zeros(())))
-            merged[name] = (seen_total + total.detach().float().cpu(), seen_count + count.cpu())
+            seen_total, seen_count = merged.get(name, (zero, zero))
+            added = total.detach().float().cpu()
+            merged[name] = (seen_total + added, seen_count + count.cpu())
     return merged
 
 
@@ -261,14 +262,13 @@ def counted(loss_function: LossFunction, micro: MicroBatch) -> Tensor:
     loss defines `count`.
     """
     count = getattr(loss_function, "count", None)
-    return torch.as_tensor(count(micro.lengths) if count else micro.lengths.sum()).cpu()
+    found = count(micro.lengths) if count else micro.lengths.sum()
+    return torch.as_tensor(found).cpu()
 
 
 def metrics_to_floats(metrics: Metrics) -> dict[str, tuple[float, float]]:
     """Convert each metric to a plain (sum, count). The driver merges these across data-parallel
     ranks."""
-    return (
-        {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
-        if is_last_stage()
-        else {}
-    )
+    if not is_last_stage():
+        return {}
+    return {name: (float(total), float(count)) for name, (total, count) in metrics.items()}

@@ -58,9 +58,12 @@ def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
         hf: the contents of a config.json.
     """
     small = {key: value for key, value in hf.items() if key not in _DROPPED}
-    small |= {key: width for key, width in _WIDTHS.items() if small.get(key) is not None}
+    for key, width in _WIDTHS.items():
+        if small.get(key) is not None:
+            small[key] = width
     small |= _layers(small) | _heads(small) | _experts(small)
-    small |= _vision(small, tower_of(family_of({"vocab_size": 1, **hf})))
+    tower = tower_of(family_of({"vocab_size": 1, **hf}))
+    small |= _vision(small, tower)
     small |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return small | {"vocab_size": _VOCABULARY, "dtype": "float32", "torch_dtype": "float32"}
 
@@ -81,10 +84,12 @@ def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
     if "moe_layer_end_index" in hf:
         found["moe_layer_end_index"] = -1
     for key in ("layer_types", "mlp_layer_types"):
-        if isinstance(hf.get(key), list):
-            found[key] = hf[key][:count]
-    if isinstance(hf.get("mlp_only_layers"), list):
-        found["mlp_only_layers"] = [layer for layer in hf["mlp_only_layers"] if layer < count]
+        kinds_of_layers = hf.get(key)
+        if isinstance(kinds_of_layers, list):
+            found[key] = kinds_of_layers[:count]
+    layers = hf.get("mlp_only_layers")
+    if isinstance(layers, list):
+        found["mlp_only_layers"] = [layer for layer in layers if layer < count]
     return found
 
 
@@ -95,17 +100,21 @@ def _heads(hf: Mapping[str, Any]) -> dict[str, Any]:
     groups = int(hf.get("num_key_value_heads") or heads)
     few = 4 if groups == heads else min(2, groups)
     many = few if groups == heads else few * min(8, heads // groups)
-    # without a head_dim in config.json, it is hidden_size / num_attention_heads
-    hidden = (
-        64 if hf.get("head_dim") is not None or hf.get("kv_lora_rank") is not None else many * _HEAD
-    )
+    hidden = 64
+    if hf.get("head_dim") is None and hf.get("kv_lora_rank") is None:
+        hidden = (
+            many * _HEAD
+        )  # without these, a head has hidden_size / num_attention_heads elements
     found = {"num_attention_heads": many, "hidden_size": hidden}
-    if hf.get("linear_num_key_heads") is not None and hf.get("linear_num_value_heads") is not None:
-        ratio = int(hf["linear_num_value_heads"]) // int(hf["linear_num_key_heads"])
-        found |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * min(4, ratio)}
-    return found | (
-        {"num_key_value_heads": few} if hf.get("num_key_value_heads") is not None else {}
-    )
+    linear_keys = hf.get("linear_num_key_heads")
+    linear_values = hf.get("linear_num_value_heads")
+    if linear_keys is not None and linear_values is not None:
+        ratio = int(linear_values) // int(linear_keys)
+        found["linear_num_key_heads"] = 2
+        found["linear_num_value_heads"] = 2 * min(4, ratio)
+    if hf.get("num_key_value_heads") is not None:
+        found["num_key_value_heads"] = few
+    return found
 
 
 def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,11 +124,16 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = _EXPERTS
     if not found:
         return {}
-    chosen = min(4, int(next((hf[key] for key in _CHOSEN if hf.get(key)), 2)))
+    given = next((hf[key] for key in _CHOSEN if hf.get(key)), 2)
+    chosen = min(4, int(given))
     if int(hf.get("n_group") or 1) > 1:  # published models select twice as many experts as groups
-        found |= {"n_group": 4, "topk_group": 2}
+        found["n_group"] = 4
+        found["topk_group"] = 2
         chosen = 4
-    return found | {key: chosen for key in _CHOSEN if key in hf}
+    for key in _CHOSEN:
+        if key in hf:
+            found[key] = chosen
+    return found
 
 
 def _vision(hf: Mapping[str, Any], tower: Tower | None) -> dict[str, Any]:

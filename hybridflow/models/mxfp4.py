@@ -42,14 +42,18 @@ def read_packed(
     """
     import torch
 
-    (expert, row, column), (experts, rows, columns) = start, shape
+    expert, row, column = start
+    experts, rows, columns = shape
     first = row // _GROUP
     groups = -(-(row + rows) // _GROUP) - first
-    at, size = (expert, column, first), (experts, columns, groups)
+    at = (expert, column, first)
+    size = (experts, columns, groups)
     packed = read(f"{name}{BLOCKS}", (*at, 0), (*size, _GROUP // 2))
     exponents = read(f"{name}{SCALES}", at, size).int() - _OFFSET
-    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
+    positive = torch.tensor(_VALUES)
+    values = torch.cat([positive, -positive])
     halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     found = torch.ldexp(values[halves.int()], exponents[..., None]).flatten(-2)
-    inside = found[..., row - first * _GROUP : row - first * _GROUP + rows]
+    offset = row - first * _GROUP
+    inside = found[..., offset : offset + rows]
     return inside.transpose(1, 2).to(torch.bfloat16)

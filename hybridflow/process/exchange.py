@@ -8,6 +8,7 @@ import datetime
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class Exchange:
@@ -24,32 +25,40 @@ class Exchange:
         """Return the texts of all ranks, in rank order. Raises RuntimeError if a rank has died or
         does not respond in time."""
         data, sizes = self._padded(text)
-        texts = [torch.empty_like(data) for _ in sizes]
+        texts = _like(data, sizes)
         dist.all_gather(texts, data, group=self.group)
         return _decoded(texts, sizes)
 
     def gather_on_first(self, text: str) -> list[str]:
         """Gather large texts (megabytes) on rank 0. Returns an empty list on the other ranks."""
         data, sizes = self._padded(text)
-        texts = [torch.empty_like(data) for _ in sizes] if dist.get_rank() == 0 else None
+        texts = _like(data, sizes) if dist.get_rank() == 0 else None
         dist.gather(data, texts, dst=0, group=self.group)
         return _decoded(texts, sizes) if texts is not None else []
 
-    def _padded(self, text: str) -> tuple[torch.Tensor, list[int]]:
+    def _padded(self, text: str) -> tuple[Tensor, list[int]]:
         """Return the text's bytes, padded to the length of the longest text, and the byte count of
         every rank's text."""
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
-        padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        return padded, list(map(int, sizes))
+        count = data.numel()
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(counts, torch.tensor([count]), group=self.group)
+        sizes = list(map(int, counts))
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[:count] = data
+        return padded, sizes
 
 
-def _decoded(texts: list[torch.Tensor], sizes: list[int]) -> list[str]:
+def _like(data: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Allocate memory like `data` for every rank's text."""
+    return [torch.empty_like(data) for _ in sizes]
+
+
+def _decoded(texts: list[Tensor], sizes: list[int]) -> list[str]:
     decoded: list[str] = []
     for found, size in zip(texts, sizes, strict=True):
-        decoded.append(bytes(found[:size].numpy()).decode())
+        data = bytes(found[:size].numpy())
+        decoded.append(data.decode())
     return decoded
 
 

@@ -6,6 +6,7 @@ credentials.
 from __future__ import annotations
 
 import ipaddress
+import struct
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def listeners_at(host: str, port: int) -> set[int]:
     found = set()
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # kernel without IPv6
-            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            lines = Path("/proc/net", table).read_text().splitlines()
+            for line in lines[1:]:
                 fields = line.split()
                 if fields[3] == _LISTENS and fields[1] in wanted:
                     found.add(int(fields[7]))
@@ -32,4 +34,6 @@ def listeners_at(host: str, port: int) -> set[int]:
 
 def _proc_form(packed: bytes) -> str:
     """Format an address as /proc/net does: words of four bytes, each in reverse byte order."""
-    return b"".join(packed[i : i + 4][::-1] for i in range(0, len(packed), 4)).hex().upper()
+    count = len(packed) // 4
+    words = struct.unpack(f">{count}I", packed)
+    return struct.pack(f"<{count}I", *words).hex().upper()

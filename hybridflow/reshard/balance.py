@@ -55,8 +55,9 @@ def assign_sources(table: Deliveries, regions: Regions, source: Layout, receiver
     for number in sorted(range(len(sets)), key=lambda n: len(sets[n])):
         rows = order[bounds[number] : bounds[number + 1]]
         if len(rows):
+            nbytes = table.nbytes[rows]
             counts = receivers[table.receiver[rows]]
-            parts.append(_share(rows, table.nbytes[rows], counts, sets[number], load))
+            parts.append(_share(rows, nbytes, counts, sets[number], load))
     columns = np.concatenate(parts, axis=1)
     row, _, first, _ = columns
     by_row = np.lexsort((first, row))
@@ -100,6 +101,7 @@ def _fill(load: Array, amount: float) -> Array:
     if amount <= 0:
         return np.zeros_like(load)
     ordered = np.sort(load)
-    levels = (amount + np.cumsum(ordered)) / np.arange(1, len(load) + 1)
+    counts = np.arange(1, len(load) + 1)
+    levels = (amount + np.cumsum(ordered)) / counts
     level = levels[levels > ordered][-1]
     return np.maximum(level - load, 0.0)

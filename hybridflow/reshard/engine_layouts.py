@@ -157,9 +157,8 @@ def engine_layout(
             rank_class += range(first, first + ranks)
             replica += [number] * ranks
             number += 1
-    return Layout(
-        tuple(classes), np.array(rank_class, dtype=np.int64), np.array(replica, dtype=np.int64)
-    )
+    class_of_rank = np.array(rank_class, dtype=np.int64)
+    return Layout(tuple(classes), class_of_rank, np.array(replica, dtype=np.int64))
 
 
 def in_fp8(
@@ -178,7 +177,8 @@ def in_fp8(
     """
     result: list[LocalTensor] = []
     for local in tensors:
-        if not local.pieces or not all(piece.source in covered for piece in local.pieces):
+        are_covered = [piece.source in covered for piece in local.pieces]
+        if not are_covered or not all(are_covered):
             result.append(local)
             continue
         pieces = []
@@ -485,11 +485,12 @@ class EngineRank:
         w2: list[Piece] = []
         for local in range(share):
             expert = f"{hf}experts.{first + local}."
+            shape = (cols, hidden)
             for name, row in ((names.gate, 0), (names.up, cols)):
-                source = f"{expert}{name}.weight"
-                w13.append(Piece(source, (offset, 0), (local, row, 0), (cols, hidden)))
-            source = f"{expert}{names.down}.weight"
-            w2.append(Piece(source, (0, offset), (local, 0, 0), (hidden, cols)))
+                place = (local, row, 0)
+                w13.append(Piece(f"{expert}{name}.weight", (offset, 0), place, shape))
+            down = f"{expert}{names.down}.weight"
+            w2.append(Piece(down, (0, offset), (local, 0, 0), (hidden, cols)))
         gate = _whole(f"{hf}gate.weight", (block.num_experts, hidden))
         if self.decoder.architecture == _SPLIT_NORMS:
             gate = replace(gate, dtype="float32")

@@ -55,35 +55,42 @@ class Quantised:
     @classmethod
     def of(cls, catalog: Catalog) -> Quantised:
         """Build the columns from the catalog's `scales`."""
-        scale_of, weight_of = (np.full(len(catalog.names), -1, dtype=np.int64) for _ in range(2))
+        scale_of = np.full(len(catalog.names), -1, dtype=np.int64)
+        weight_of = np.full_like(scale_of, -1)
         block = np.ones_like(catalog.shapes)
         weight = catalog.scales[:, 0]
         scale = catalog.scales[:, 1]
-        scale_of[weight], weight_of[scale] = scale, weight
+        scale_of[weight] = scale
+        weight_of[scale] = weight
         block[weight, 1:] = block[scale, 1:] = catalog.scales[:, 2:]
         return cls(scale_of, weight_of, block)
 
     def weight_rows(self, tensor: Array) -> Array:
         """Return, in ascending order, the indices of the piece-table rows that hold weights with
         scales. `tensor` is the table's `tensor` column."""
-        return np.flatnonzero((tensor != PADDING) & (self.scale_of[tensor] >= 0))
+        has_scales = self.scale_of[tensor] >= 0
+        return np.flatnonzero((tensor != PADDING) & has_scales)
 
     def scale_rows(self, tensor: Array) -> Array:
         """Return, in ascending order, the indices of the piece-table rows that hold scales."""
-        return np.flatnonzero((tensor != PADDING) & (self.weight_of[tensor] >= 0))
+        is_scale = self.weight_of[tensor] >= 0
+        return np.flatnonzero((tensor != PADDING) & is_scale)
 
 
 def enclosing(start: Array, size: Array, block: Array, full: Array) -> tuple[Array, Array]:
     """Extend rectangles of tensors of shape `full` to whole blocks. Returns (start, size). All
     arrays are `[N, 3]`."""
     first = start // block * block
-    return first, np.minimum(-(-(start + size) // block) * block, full) - first
+    end = -(-(start + size) // block) * block
+    return first, np.minimum(end, full) - first
 
 
 def blocks_of_scales(start: Array, size: Array, block: Array, full: Array) -> tuple[Array, Array]:
     """Return (start, size) of the weights that rectangles of scales cover. `full` is the weights'
     shape."""
-    return start * block, np.minimum((start + size) * block, full) - start * block
+    first = start * block
+    end = (start + size) * block
+    return first, np.minimum(end, full) - first
 
 
 def with_scales(source: Layout, catalog: Catalog) -> Layout:
@@ -105,18 +112,15 @@ def with_scales(source: Layout, catalog: Catalog) -> Layout:
         tensor = rank.tensor[mine]
         block = table.block[tensor]
         whole_start, whole_size = enclosing(start, size, block, catalog.shapes[tensor])
-        cut = np.flatnonzero(((whole_start != start) | (whole_size != size)).any(axis=1))
+        is_cut = (whole_start != start) | (whole_size != size)
+        cut = np.flatnonzero(is_cut.any(axis=1))
         if len(cut):
-            _refuse_cut(
-                catalog,
-                rank,
-                int(mine[cut[0]]),
-                int(np.flatnonzero(source.rank_class == number)[0]),
-                block[cut[0]],
-            )
-        classes.append(
-            _extended(rank, mine, table.scale_of[tensor], start // block, -(-size // block))
-        )
+            worst = cut[0]
+            first_rank = int(np.flatnonzero(source.rank_class == number)[0])
+            _refuse_cut(catalog, rank, int(mine[worst]), first_rank, block[worst])
+        scale = table.scale_of[tensor]
+        scale_size = -(-size // block)
+        classes.append(_extended(rank, mine, scale, start // block, scale_size))
     return replace(source, classes=tuple(classes))
 
 
@@ -124,18 +128,19 @@ def _extended(
     rank: RankLayout, weights: Array, scale: Array, start: Array, size: Array
 ) -> RankLayout:
     count = len(rank.names)
-    pieces = []
-    for b, row in zip(rank.buffer[weights].tolist(), weights.tolist(), strict=True):
-        pieces.append(f"{rank.names[b]}{SCALE_SUFFIX}:{row}")
-    names = tuple(pieces)
+    names = list(rank.names)
+    for row in weights.tolist():
+        names.append(f"{rank.names[rank.buffer[row]]}{SCALE_SUFFIX}:{row}")
+    dtypes = (*rank.dtypes, *([SCALE_DTYPE] * len(weights)))
+    buffers = np.arange(count, len(names), dtype=np.int64)
     return RankLayout(
-        (*rank.names, *names),
-        (*rank.dtypes, *([SCALE_DTYPE] * len(names))),
+        tuple(names),
+        dtypes,
         np.concatenate([rank.shapes, size]),
         np.concatenate([rank.tensor, scale]),
         np.concatenate([rank.start, start]),
         np.concatenate([rank.size, size]),
-        np.concatenate([rank.buffer, count + np.arange(len(names), dtype=np.int64)]),
+        np.concatenate([rank.buffer, buffers]),
         np.concatenate([rank.local, np.zeros_like(start)]),
     )
 
@@ -143,14 +148,18 @@ def _extended(
 def _refuse_cut(
     catalog: Catalog, rank: RankLayout, row: int, first_rank: int, block: Array
 ) -> None:
-    low = rank.start[row, 1:].tolist()
-    high = (rank.start[row] + rank.size[row])[1:].tolist()
-    name = catalog.names[int(rank.tensor[row])]
-    full = catalog.shapes[int(rank.tensor[row]), 1:].tolist()
+    start = rank.start[row]
+    _, top, left = start
+    _, bottom, right = start + rank.size[row]
+    tensor = rank.tensor[row]
+    name = catalog.names[tensor]
+    full = catalog.shapes[tensor, 1:].tolist()
+    buffer = rank.names[rank.buffer[row]]
+    _, rows, columns = block
     raise WeightSyncError(
-        f"trainer rank {first_rank} holds [{low[0]}:{high[0]}, {low[1]}:{high[1]}] of {name} "
-        f"{full} in one piece ({rank.names[int(rank.buffer[row])]}), which cuts through an fp8 "
-        f"block of {int(block[1])} x {int(block[2])}, so no rank could compute its scale alone. "
+        f"trainer rank {first_rank} holds [{top}:{bottom}, {left}:{right}] of {name} {full} in one "
+        f"piece ({buffer}), which cuts through an fp8 block of {rows} x {columns}, so no rank "
+        "could compute its scale alone. "
         "Set actor.parallel.tensor (or expert_tensor) so that the rows and columns per rank and "
         "per head are multiples of the block, add the module to "
         "quantization_config.modules_to_not_convert, or serve in bfloat16"
@@ -182,24 +191,18 @@ def made_by_sender(
     read[is_scale] = weight_rows[np.searchsorted(scale_rows, piece[is_scale])]
     block = table.block[tensor]
     full = catalog.shapes[layout.tensor[read]]
-    first, extent = (
-        np.where(is_scale[:, None], a, b)
-        for a, b in zip(
-            blocks_of_scales(start, size, block, full),
-            enclosing(start, size, block, full),
-            strict=True,
-        )
-    )
+    of_scales = blocks_of_scales(start, size, block, full)
+    of_weights = enclosing(start, size, block, full)
+    first, extent = np.where(is_scale[:, None], of_scales, of_weights)
     place = layout.local[read] + first - layout.start[read]
     inside = np.where(is_scale[:, None], 0, start - first)
     quantised: dict[int, tuple[int, tuple[int, ...], Blocks]] = {}
     for n, dtype in enumerate(dtypes):
         if dtype == FP8 or is_scale[n]:
+            makes = SCALES if is_scale[n] else WEIGHTS
+            _, rows, columns = block[n].tolist()
             blocks = Blocks(
-                SCALES if is_scale[n] else WEIGHTS,
-                tuple(place[n].tolist()),
-                tuple(extent[n].tolist()),
-                (int(block[n, 1]), int(block[n, 2])),
+                makes, tuple(place[n].tolist()), tuple(extent[n].tolist()), (rows, columns)
             )
             quantised[n] = (int(read[n]), tuple(inside[n].tolist()), blocks)
     return quantised

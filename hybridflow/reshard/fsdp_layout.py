@@ -34,14 +34,17 @@ def fsdp_rows(
 ) -> dict[str, tuple[int, int]]:
     """Return (first row, number of rows) of a rank's shard of each HF tensor. `tensors` contains
     all tensors of the model."""
-    experts = 1 + max((_expert(name) for name in tensors), default=-1)
-    start, count = shard_rows(experts, rank, ranks)
+    last = max(map(_expert, tensors), default=-1)
+    start, count = shard_rows(last + 1, rank, ranks)
     rows: dict[str, tuple[int, int]] = {}
     for name, shape in tensors.items():
-        if (expert := _expert(name)) < 0:
+        expert = _expert(name)
+        if expert < 0:
             rows[name] = shard_rows(shape[0], rank, ranks)
+        elif start <= expert < start + count:
+            rows[name] = (0, shape[0])
         else:
-            rows[name] = (0, shape[0] if start <= expert < start + count else 0)
+            rows[name] = (0, 0)
     return rows
 
 
@@ -56,13 +59,12 @@ def fsdp_tensors(family: Family, rank: int, ranks: int) -> list[LocalTensor]:
     found = []
     tensors = family.tensors()
     for name, (start, rows) in fsdp_rows(tensors, rank, ranks).items():
-        shape = tensors[name]
         if rows:
-            local = (rows, *shape[1:])
-            tail = (0,) * (len(shape) - 1)
-            found.append(
-                LocalTensor(name, local, (Piece(name, (start, *tail), (0, *tail), local),))
-            )
+            _, *widths = tensors[name]
+            local = (rows, *widths)
+            tail = (0,) * len(widths)
+            piece = Piece(name, (start, *tail), (0, *tail), local)
+            found.append(LocalTensor(name, local, (piece,)))
     return found
 
 

@@ -9,7 +9,7 @@ in a stack of experts `[expert, row, column]` differ only by an offset.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -60,6 +60,16 @@ def columns_of(table: Any) -> dict[str, Any]:
     return columns
 
 
+def _matrix(rows: Sequence[Sequence[int]], columns: int) -> np.ndarray:
+    """Return rows of integers as a table `[N, columns]`, which may be empty."""
+    return np.array(rows, dtype=np.int64).reshape(-1, columns)
+
+
+def _shape_matrix(shapes: Iterable[Sequence[int]]) -> np.ndarray:
+    """Return shapes as a table `[N, 3]`, padded with ones."""
+    return _matrix([padded(shape, 1) for shape in shapes], DIMS)
+
+
 @dataclass(frozen=True)
 class Catalog:
     """The HF tensors that both sides refer to: names and shapes `[T, 3]`.
@@ -88,10 +98,7 @@ class Catalog:
             for position, name in enumerate(shapes):
                 if dtypes.get(name) == FP8:
                     pairs.append((position, position + 1, *quantisation.block))
-        matrix = np.array([padded(shape, 1) for shape in shapes.values()], dtype=np.int64).reshape(
-            -1, DIMS
-        )
-        return cls(tuple(shapes), matrix, np.array(pairs, dtype=np.int64).reshape(-1, 4))
+        return cls(tuple(shapes), _shape_matrix(shapes.values()), _matrix(pairs, 4))
 
     def index(self) -> dict[str, int]:
         """Return {name: position}."""
@@ -152,18 +159,11 @@ class RankLayout:
                         *(*_ZEROS[len(place)], *place),
                     ))  # fmt: skip
                 if local.padding_rows:
-                    rest = padded(
-                        (local.shape[0] - local.padding_rows, *((0,) * (len(local.shape) - 1))), 0
-                    )
-                    rows.append(
-                        (
-                            PADDING,
-                            *rest,
-                            *padded((local.padding_rows, *local.shape[1:]), 1),
-                            number,
-                            *rest,
-                        )
-                    )
+                    height, *widths = local.shape
+                    first = height - local.padding_rows
+                    start = padded((first, *((0,) * len(widths))), 0)
+                    extent = padded((local.padding_rows, *widths), 1)
+                    rows.append((PADDING, *start, *extent, number, *start))
         except KeyError:
             raise WeightSyncError(
                 f"{local.name} is filled from {piece.source}, which is not in the checkpoint"
@@ -192,11 +192,11 @@ class RankLayout:
             rows: one tuple per piece: catalog index of its tensor or PADDING, start and size in the
                 tensor, index of the buffer, and start in the buffer.
         """
-        table = np.array(rows, dtype=np.int64).reshape(-1, 2 + 3 * DIMS)
+        table = _matrix(rows, 2 + 3 * DIMS)
         return cls(
             tuple(names),
             tuple(dtypes),
-            np.array([padded(shape, 1) for shape in shapes], dtype=np.int64).reshape(-1, DIMS),
+            _shape_matrix(shapes),
             table[:, 0],
             table[:, 1:4],
             table[:, 4:7],
@@ -233,11 +233,12 @@ class RankLayout:
         """Rebuild a layout from `to_dict`."""
         names = tuple(data["names"])
         dtypes = tuple(data["dtypes"])
-        matrix = {}
-        for k in ("shapes", "start", "size", "local"):
-            matrix[k] = np.array(data[k], dtype=np.int64).reshape(-1, DIMS)
-        column = {k: np.array(data[k], dtype=np.int64) for k in ("tensor", "buffer")}
-        return cls(names=names, dtypes=dtypes, **matrix, **column)
+        columns = {}
+        for name in ("shapes", "start", "size", "local"):
+            columns[name] = _matrix(data[name], DIMS)
+        for name in ("tensor", "buffer"):
+            columns[name] = np.array(data[name], dtype=np.int64)
+        return cls(names=names, dtypes=dtypes, **columns)
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,10 @@ class Layout:
     def num_ranks(self) -> int:
         """Number of ranks on this side."""
         return len(self.rank_class)
+
+    def ranks_per_class(self) -> np.ndarray:
+        """Return the number of ranks `[C]` of each class."""
+        return np.bincount(self.rank_class, minlength=len(self.classes))
 
     def dtypes(self) -> set[str]:
         """Return the dtypes of all buffers."""

@@ -30,7 +30,9 @@ class LinkLoads:
     @property
     def hottest(self) -> int:
         """Bytes on the busiest link."""
-        return int(max(self.egress.max(initial=0), self.ingress.max(initial=0)))
+        sent = self.egress.max(initial=0)
+        received = self.ingress.max(initial=0)
+        return int(max(sent, received))
 
     @property
     def total(self) -> int:
@@ -54,7 +56,8 @@ def link_loads(plan: SlicePlan) -> LinkLoads:
     slice_of_sender = sends.source * num_slices + table.slice_id[sends.delivery]
     _, first = np.unique(slice_of_sender, return_index=True)
     np.add.at(packed, sends.source[first], nbytes[first])
-    bound = max(float(ingress.max(initial=0)), egress_bound(plan))
+    ingress_bound = float(ingress.max(initial=0))
+    bound = max(ingress_bound, egress_bound(plan))
     return LinkLoads(egress, ingress, packed, bound)
 
 
@@ -66,9 +69,9 @@ def egress_bound(plan: SlicePlan) -> float:
     """
     sets, of_region = holder_sets(plan.regions, plan.source)
     table = plan.deliveries
-    receivers = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))
+    receivers = plan.target.ranks_per_class()[table.receiver]
     amount = np.zeros(len(sets), dtype=np.int64)
-    np.add.at(amount, of_region[table.region], table.nbytes * receivers[table.receiver])
+    np.add.at(amount, of_region[table.region], table.nbytes * receivers)
     masks = []
     for ranks in sets:
         bits = np.zeros(plan.source.num_ranks, dtype=np.uint8)
@@ -97,7 +100,8 @@ def staging_peak(plan: SlicePlan) -> tuple[int, int]:
     # upper bound on a sender's message to one receiver: everything in the bucket that it sends to
     # the receiver's class
     row = sends.delivery
-    distinct, message = np.unique(sends.source * len(buckets) + bucket[row], return_inverse=True)
+    bucket_of_sender = sends.source * len(buckets) + bucket[row]
+    distinct, message = np.unique(bucket_of_sender, return_inverse=True)
     messages = np.zeros_like(distinct)
     np.add.at(messages, message, table.nbytes[row])
     return 2 * int(messages.max(initial=0)), 2 * int(buckets.max(initial=0))

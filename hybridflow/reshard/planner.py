@@ -65,8 +65,7 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
     holders = Regions(
         have["tensor"][first], have["start"][first], have["size"][first], offsets, classes
     )
-    counts = np.bincount(target.rank_class, minlength=len(target.classes))
-    sends = assign_sources(table, holders, source, counts)
+    sends = assign_sources(table, holders, source, target.ranks_per_class())
     phases = _phases(table, target)
     return SlicePlan(
         catalog, source, target, holders, table, sends, phases, bucket_bytes, conversions
@@ -82,8 +81,9 @@ def _regions(have: Table) -> tuple[Table, Array]:
     """Return the distinct source rectangles, split into disjoint parts where they overlap."""
     rectangles = np.column_stack([have["tensor"], have["start"], have["size"]])
     first, group = group_rows(rectangles)
-    tensor = have["tensor"][first]
-    owner, start, size = boxes.make_disjoint(tensor, have["start"][first], have["size"][first])
+    distinct = _pick(have, first)
+    tensor = distinct["tensor"]
+    owner, start, size = boxes.make_disjoint(tensor, distinct["start"], distinct["size"])
     parts = {
         "first": first,
         "part": owner,
@@ -113,10 +113,12 @@ def _intersect(catalog: Catalog, regions: Table, need: Table) -> Table:
     np.add.at(found, rows["need"], boxes.volumes(rows["size"]))
     is_short = found != boxes.volumes(need["size"])
     if is_short.any():
-        names = sorted({catalog.names[t] for t in need["tensor"][is_short].tolist()})
+        tensors = np.unique(need["tensor"][is_short])
+        names = sorted(catalog.names[tensor] for tensor in tensors)
+        shown = ", ".join(names[:4])
         raise WeightSyncError(
-            f"no trainer rank holds all of {', '.join(names[:4])} ({len(names)} tensors); check "
-            "that no pipeline stage is missing"
+            f"no trainer rank holds all of {shown} ({len(names)} tensors); check that no pipeline "
+            "stage is missing"
         )
     return rows
 
@@ -190,7 +192,8 @@ def _order(rows: Table, need: Table) -> Table:
     ordered = _pick(rows, order)
     mine = mine[order]
     joined = np.zeros(len(mine), dtype=bool)
-    joined[1:] = (mine[1:] == mine[:-1]) & fused[mine[1:]]
+    joined[1:] = mine[1:] == mine[:-1]
+    joined &= fused[mine]
     ordered["unit"] = np.cumsum(~joined) - 1
     return ordered
 
@@ -216,7 +219,8 @@ def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -
     current = 0
     filled = 0
     owner = -1
-    for size, number in zip(units.tolist(), need["class"][piece].tolist(), strict=True):
+    receivers = need["class"][piece].tolist()
+    for size, number in zip(units.tolist(), receivers, strict=True):
         if number != owner:
             owner = number
             current = 0
@@ -273,9 +277,10 @@ def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tupl
     need = target.dtypes()
     bad = sorted((have - {*CASTS}) | (need - {*CASTS, FP8}))
     if bad:
+        supported = ", ".join(CASTS)
         raise WeightSyncError(
             f"no conversion between {', '.join(bad)} and the other side's dtypes; supported: "
-            f"casts among {', '.join(CASTS)} and from these to block-wise {FP8}"
+            f"casts among {supported} and from these to block-wise {FP8}"
         )
     problem = next(_fp8_faults(catalog, target), None)
     if problem is not None:
@@ -283,7 +288,8 @@ def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tupl
             f"{problem}; add the scales of the model's quantization_config to the catalog, or "
             "serve in bfloat16"
         )
-    return tuple((a, b) for a, b in product(sorted(have), sorted(need)) if a != b)
+    pairs = product(sorted(have), sorted(need))
+    return tuple((a, b) for a, b in pairs if a != b)
 
 
 def _fp8_faults(catalog: Catalog, target: Layout) -> Iterator[str]:

@@ -110,8 +110,10 @@ def compare_buffers(
     missing = sorted(layout.keys() - actual.keys())
     unlike = []
     for name in sorted(layout.keys() & actual.keys()):
-        if padded(layout[name], 1) != padded(actual[name], 1):
-            unlike.append((name, tuple(layout[name]), tuple(actual[name])))
+        planned = tuple(layout[name])
+        found = tuple(actual[name])
+        if padded(planned, 1) != padded(found, 1):
+            unlike.append((name, planned, found))
     if extra or missing or unlike:
         raise WeightSyncError(
             f"{where}: the engine's buffers do not match the layout: extra {extra[:_SHOWN]}, "
@@ -138,7 +140,8 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
         start = pieces["start"][mine]
         size = pieces["size"][mine]
         # several ranks may use the same rectangle
-        _, first = np.unique(_codes(tensor, *start.T, *size.T), return_index=True)
+        codes = _codes(tensor, *start.T, *size.T)
+        _, first = np.unique(codes, return_index=True)
         tensor = tensor[first]
         start = start[first]
         size = size[first]
@@ -297,7 +300,8 @@ def _column(layout: Layout, name: str) -> Array:
 def _first_rows(layout: Layout, name: str) -> Array:
     """Return each class's first row in the concatenated column, followed by the total number of
     rows."""
-    return np.cumsum([0, *(len(getattr(rank, name)) for rank in layout.classes)])
+    counts = [len(getattr(rank, name)) for rank in layout.classes]
+    return np.cumsum([0, *counts])
 
 
 def _first_rank(layout: Layout, number: int) -> int:
@@ -433,7 +437,8 @@ def _outside_their_regions(plan: SlicePlan) -> Iterator[str]:
     region = table.region
     offset = table.start - regions.start[region]
     beyond = (offset < 0) | (offset + table.size > regions.size[region])
-    for row in _rows(beyond.any(axis=1) | (regions.tensor[region] != tensor)):
+    is_other = regions.tensor[region] != tensor
+    for row in _rows(beyond.any(axis=1) | is_other):
         name = plan.catalog.names[tensor[row]]
         yield f"slice {row} of {name} is not inside its source region"
 
@@ -463,10 +468,10 @@ def _service_faults(plan: SlicePlan) -> Iterator[str]:
     """Yield a fault for each delivery that a rank of the class receives twice or not at all."""
     sends = plan.sends
     table = plan.deliveries
-    ranks = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))
-    counts = ranks[table.receiver]
-    served = (sends.last - sends.first)[:, None]
-    for fault in cover_faults(sends.delivery, sends.first[:, None], served, counts[:, None]):
+    counts = plan.target.ranks_per_class()[table.receiver]
+    first = sends.first[:, None]
+    served = sends.last[:, None] - first
+    for fault in cover_faults(sends.delivery, first, served, counts[:, None]):
         yield (
             f"delivery {fault.key} is not sent exactly once to each of its {counts[fault.key]} "
             f"engine ranks ({fault.kind})"
@@ -476,12 +481,13 @@ def _service_faults(plan: SlicePlan) -> Iterator[str]:
 def _overfull(plan: SlicePlan) -> Iterator[str]:
     table = plan.deliveries
     width = int(table.bucket.max(initial=0)) + 1
+    bucket = table.receiver * width + table.bucket
     filled = np.zeros(len(plan.target.classes) * width, dtype=np.int64)
-    np.add.at(filled, table.receiver * width + table.bucket, table.nbytes)
+    np.add.at(filled, bucket, table.nbytes)
     for key in _rows(filled > plan.bucket_bytes):
-        number, bucket = divmod(key, width)
+        number, index = divmod(key, width)
         yield (
-            f"bucket {bucket} of engine class {number} has {filled[key]} bytes, more than "
+            f"bucket {index} of engine class {number} has {filled[key]} bytes, more than "
             f"{plan.bucket_bytes}"
         )
 
@@ -515,8 +521,9 @@ def _several(group: Array, values: Array) -> Array:
 
 
 def _dtype_faults(plan: SlicePlan) -> Iterator[str]:
-    for layout, known in ((plan.source, {*_CASTS}), (plan.target, {*_CASTS, FP8})):
-        for kind in sorted(layout.dtypes() - known):
+    casts = {*_CASTS}
+    for unknown in (plan.source.dtypes() - casts, plan.target.dtypes() - casts - {FP8}):
+        for kind in sorted(unknown):
             yield f"no conversion for dtype {kind}"
     scale_of, weight_of, _ = _scales(plan.catalog)
     for rank in plan.target.classes:

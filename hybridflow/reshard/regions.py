@@ -141,7 +141,9 @@ def make_disjoint(key: Array, start: Array, size: Array) -> tuple[Array, Array, 
     sizes = [size[plain]]
 
     def box_of(index: int) -> Box:
-        return tuple(start[index].tolist()), tuple(size[index].tolist())
+        box_start = start[index].tolist()
+        box_size = size[index].tolist()
+        return tuple(box_start), tuple(box_size)
 
     for index, cuts in earlier.items():
         boxes = [box_of(index)]
@@ -149,8 +151,8 @@ def make_disjoint(key: Array, start: Array, size: Array) -> tuple[Array, Array, 
             other = box_of(cut)
             boxes = [part for box in boxes for part in subtract(box, other)]
         if boxes:
-            box_starts, box_sizes = np.array(boxes, dtype=np.int64).swapaxes(0, 1)
+            table = np.array(boxes, dtype=np.int64)
             owners.append(np.full(len(boxes), index))
-            starts.append(box_starts)
-            sizes.append(box_sizes)
+            starts.append(table[:, 0])
+            sizes.append(table[:, 1])
     return np.concatenate(owners), np.concatenate(starts), np.concatenate(sizes)

@@ -156,7 +156,8 @@ def words(text: str) -> str | None:
     was_wrapped = _WRAPPED.search(bare) is not None
     while bare != (inner := _WRAPPED.sub(r" \1 ", bare)):
         bare = inner
-    bare = " ".join(re.sub(r"[\"'“”.,，。!?()\s]+", " ", bare.replace("\\ ", " ")).split())
+    spaced = re.sub(r"[\"'“”.,，。!?()\s]+", " ", bare.replace("\\ ", " "))
+    bare = " ".join(spaced.split())
     letters = bare.replace(" ", "").replace("-", "")
     if not letters.isalpha():
         return None
@@ -181,11 +182,10 @@ def same_words(one: str, other: str) -> bool:
 def without_unit(text: str) -> tuple[str, str]:
     """Split an answer into a number and its unit ("" if there is none)."""
     found = _UNIT.search(text)
-    return (
-        (text[: found.start()].rstrip(), re.sub(r"[^A-Za-z]|text|mathrm|mbox", "", found.group()))
-        if found
-        else (text, "")
-    )
+    if found is None:
+        return text, ""
+    unit = re.sub(r"[^A-Za-z]|text|mathrm|mbox", "", found.group())
+    return text[: found.start()].rstrip(), unit
 
 
 def without_name(text: str) -> tuple[str, str]:
@@ -195,7 +195,16 @@ def without_name(text: str) -> tuple[str, str]:
     found = _NAME.match(text)
     if found is None or any(sign in text for sign in ("<", ">", "\\le", "\\ge", ",", ";")):
         return text, ""
-    return text.rpartition("=")[2].strip() or text, re.split(r"=|\\approx|≈", text)[0].strip()
+    _, _, value = text.rpartition("=")
+    name, *_ = re.split(r"=|\\approx|≈", text)
+    return value.strip() or text, name.strip()
+
+
+def _bare(text: str) -> str:
+    """Return an answer's value without its name and unit."""
+    value, _ = without_name(text)
+    bare, _ = without_unit(value)
+    return bare
 
 
 # ---- literals
@@ -232,30 +241,30 @@ _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>|\\in(?![A-Za-z])"
 def rational(text: str) -> Fraction | None:
     """Return the exact value of a literal without roots or pi; a percent sign divides it by 100.
     None for any other text."""
-    found = _RATIONAL_PATTERN.fullmatch(
-        text if " " in text and "/" in text else text.replace(" ", "")
-    )
+    is_mixed = " " in text and "/" in text
+    found = _RATIONAL_PATTERN.fullmatch(text if is_mixed else text.replace(" ", ""))
     if found is None:
         return None
-    above = found["a"] or found["c"] or found["n"]
-    below = found["b"] or found["d"] or "1"
-    if not Fraction(below):
+    above = Fraction(found["a"] or found["c"] or found["n"])
+    below = Fraction(found["b"] or found["d"] or 1)
+    if not below:
         return None
-    value = Fraction(int(found["whole"] or found["w"] or 0)) + Fraction(above) / Fraction(below)
-    value *= Fraction(10) ** int(found["e"] or found["f"] or found["g"] or 0)
-    return value * (-1 if found["sign"] == "-" else 1) / (100 if found["percent"] else 1)
+    whole = int(found["whole"] or found["w"] or 0)
+    exponent = int(found["e"] or found["f"] or found["g"] or 0)
+    value = (whole + above / below) * Fraction(10) ** exponent
+    if found["sign"] == "-":
+        value = -value
+    return value / 100 if found["percent"] else value
 
 
 def canonical(text: str) -> str:
     """Return a canonical form that is the same for answers that differ only in decoration and for
     equal rational numbers."""
-    bare = without_unit(without_name(plain(text))[0])[0] if readable(text) else text
+    bare = _bare(plain(text)) if readable(text) else text
     value = rational(bare)
-    return (
-        str(value)
-        if value is not None and max(abs(value.numerator), value.denominator) < 10**300
-        else bare
-    )
+    if value is None or max(abs(value.numerator), value.denominator) >= 10**300:
+        return bare
+    return str(value)
 
 
 def in_base(text: str) -> tuple[str, str] | None:
@@ -273,20 +282,22 @@ def literals(text: str) -> list[str] | None:
     """Return the literals in an answer that consists only of literals: a single number, or the
     elements of a pair, set, interval, union, matrix or inequality. None if any part is not a
     literal."""
-    text = without_name(text)[0]
-    bare = without_unit(text)[0]
+    text, _ = without_name(text)
+    bare, _ = without_unit(text)
     whole = bare if _MIXED.fullmatch(bare) else bare.replace(" ", "")
-    if is_literal(whole) or rational(whole) is not None:
+    if is_literal(whole):
         return [whole]
     parts = []
     for part in _PARTS.split(text):
-        for side in _RELATION.split(part):
-            bare = without_unit(without_name(side.strip())[0])[0].replace(" ", "")
+        sides = _RELATION.split(part)
+        for side in sides:
+            bare = _bare(side.strip()).replace(" ", "")
             both = bare.removeprefix("\\pm")
+            is_variable = len(bare) == 1 and bare.isalpha() and len(sides) > 1
             if is_literal(both):
-                parts += [both, f"-{both}"] if both != bare else [bare]
-            elif bare and not (
-                len(bare) == 1 and bare.isalpha() and (_RELATION.search(part) is not None)
-            ):
+                parts.append(both)
+                if both != bare:
+                    parts.append(f"-{both}")
+            elif bare and not is_variable:
                 return None
     return parts or None

@@ -16,6 +16,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 _TOLERANCE = 1e-6  # relative and absolute, for numbers with a decimal point
+_DECIMAL_MARKS = {".", "e", "E"}
 # names used here, by sandbox services and by MBPP
 _ASSERTS = ("asserts", "assert_case", "test_list")
 _SETUPS = ("setup", "test_setup_code", "test_imports")
@@ -43,13 +44,13 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
         ValueError: the ground truth has none of the documented formats, or contains no tests.
     """
     tests = _from_text(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    if isinstance(tests, Sequence) and tests and all(isinstance(one, str) for one in tests):
-        tests = {"asserts": tests}
-    elif isinstance(tests, Sequence) and tests and all(isinstance(one, Mapping) for one in tests):
-        tests = {
-            "inputs": [one.get("input", "") for one in tests],
-            "outputs": [one.get("output", "") for one in tests],
-        }
+    if isinstance(tests, Sequence) and tests:
+        if all(isinstance(one, str) for one in tests):
+            tests = {"asserts": tests}
+        elif all(isinstance(one, Mapping) for one in tests):
+            inputs = [one.get("input", "") for one in tests]
+            outputs = [one.get("output", "") for one in tests]
+            tests = {"inputs": inputs, "outputs": outputs}
     if not isinstance(tests, Mapping):
         raise ValueError(f"the ground truth {str(ground_truth)[:80]!r} contains no tests")
     setup = "\n".join(_lines_of(tests.get(name)) for name in _SETUPS)
@@ -57,20 +58,19 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
     if asserts is not None:
         texts = [asserts] if isinstance(asserts, str) else asserts
         return [_of_assert(text, setup) for text in texts]
-    if isinstance(tests.get("test"), str):
-        return _of_check(tests["test"], str(tests.get("entry_point", "")), setup)
-    missing = [name for name in ("inputs", "outputs") if not isinstance(tests.get(name), Sequence)]
-    if missing:
-        raise ValueError(
-            f"the ground truth has no {missing[0]!r} (it has: "
-            f"{', '.join(map(str, tests)) or 'nothing'})"
-        )
+    check = tests.get("test")
+    if isinstance(check, str):
+        return _of_check(check, str(tests.get("entry_point", "")), setup)
+    for name in ("inputs", "outputs"):
+        if not isinstance(tests.get(name), Sequence):
+            names = ", ".join(map(str, tests)) or "nothing"
+            raise ValueError(f"the ground truth has no {name!r} (it has: {names})")
     inputs = tests["inputs"]
     outputs = tests["outputs"]
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"the ground truth has {len(inputs)} inputs but {len(outputs)} outputs")
     make = _of_function(str(tests["fn_name"])) if tests.get("fn_name") else _of_program
-    return [make(given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
+    return list(map(make, inputs, outputs))
 
 
 def _from_text(text: str) -> Any:
@@ -82,7 +82,8 @@ def _from_text(text: str) -> Any:
                 f"the ground truth {text[:80]!r} is neither JSON nor Python with asserts"
             ) from None
     lines = [line for line in text.splitlines() if line.strip()]
-    return {"asserts": lines if all(line.startswith("assert") for line in lines) else [text]}
+    are_asserts = all(line.startswith("assert") for line in lines)
+    return {"asserts": lines if are_asserts else [text]}
 
 
 def _lines_of(value: Any) -> str:
@@ -93,9 +94,16 @@ def _lines_of(value: Any) -> str:
 
 
 def _of_program(given: Any, wanted: Any) -> ProgramTest:
-    expected = _lines_of(wanted) if isinstance(wanted, (str, list, tuple)) else str(wanted)
-    text = _lines_of(given) if isinstance(given, (str, list, tuple)) else str(given)
-    return ProgramTest(text, lambda said: None if same_output(said, expected) else "wrong output")
+    expected = _as_text(wanted)
+
+    def judge(said: str) -> str | None:
+        return None if same_output(said, expected) else "wrong output"
+
+    return ProgramTest(_as_text(given), judge)
+
+
+def _as_text(value: Any) -> str:
+    return _lines_of(value) if isinstance(value, str | list | tuple) else str(value)
 
 
 def same_output(said: str, expected: str) -> bool:
@@ -110,13 +118,18 @@ def _same_token(token: str, wanted: str) -> bool:
     if token == wanted:
         return True
     try:
-        one, other = Decimal(token), Decimal(wanted)
+        one = Decimal(token)
+        other = Decimal(wanted)
     except InvalidOperation:
         return False
-    if not (one.is_finite() and other.is_finite()) or not {".", "e", "E"} & {*token, *wanted}:
+    if not (one.is_finite() and other.is_finite()):
         return False
-    if not {".", "e", "E"} & set(wanted):
-        return one == other
+    if not _DECIMAL_MARKS.isdisjoint(wanted):
+        return _is_close(one, other)
+    return not _DECIMAL_MARKS.isdisjoint(token) and one == other
+
+
+def _is_close(one: float | Decimal, other: float | Decimal) -> bool:
     return math.isclose(float(one), float(other), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
@@ -126,6 +139,8 @@ def _same_token(token: str, wanted: str) -> bool:
 def _of_function(name: str) -> Callable[[Any, Any], ProgramTest]:
     """Return a constructor for tests that call a function. Their input is a list of arguments, or
     text with one JSON argument per line."""
+
+    _, _, function = name.rpartition(".")
 
     def make(given: Any, wanted: Any) -> ProgramTest:
         if isinstance(given, str):
@@ -145,9 +160,10 @@ def _of_function(name: str) -> Callable[[Any, Any], ProgramTest]:
                 found = json.loads(said.strip().splitlines()[-1])
             except (ValueError, IndexError, RecursionError):
                 return "no result"
-            return None if any(_same_value(found, one) for one in candidates) else "wrong result"
+            is_right = any(_same_value(found, one) for one in candidates)
+            return None if is_right else "wrong result"
 
-        return ProgramTest(json.dumps([name.rpartition(".")[2], arguments]), judge, calls=True)
+        return ProgramTest(json.dumps([function, arguments]), judge, calls=True)
 
     return make
 
@@ -160,15 +176,12 @@ def _json_or_text(value: Any) -> Any:
 
 
 def _same_value(found: Any, expected: Any) -> bool:
-    if isinstance(found, (list, tuple)) and isinstance(expected, (list, tuple)):
+    if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(_same_value, found, expected))
-    if (
-        isinstance(found, float)
-        and isinstance(expected, (int, float))
-        and not isinstance(expected, bool)
-    ):
-        return math.isclose(found, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-    return bool(found == expected) and isinstance(found, bool) == isinstance(expected, bool)
+    is_truth = isinstance(expected, bool)
+    if isinstance(found, float) and isinstance(expected, int | float) and not is_truth:
+        return _is_close(found, expected)
+    return bool(found == expected) and isinstance(found, bool) == is_truth
 
 
 # ---- asserts
@@ -180,35 +193,24 @@ def _of_assert(text: str, setup: str) -> ProgramTest:
         tree = ast.parse(text.strip())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the test {text[:80]!r} is not valid Python: {error}") from error
-    if len(tree.body) == 1 and isinstance(tree.body[0], ast.Assert):
-        return _of_condition(tree.body[0].test, setup)
+    match tree.body:
+        case [ast.Assert(test=condition)]:
+            return _of_condition(condition, setup)
     return _statements(f"{setup}\n{text}")
 
 
 def _of_condition(condition: ast.expr, setup: str) -> ProgramTest:
-    expected: Any = True
-    expression = ast.unparse(condition)
-    if isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
-        expression = f"bool({ast.unparse(condition.operand)})"
-        expected = False
-    elif isinstance(condition, ast.Call):
-        expression = f"bool({expression})"
-    elif (
-        isinstance(condition, ast.Compare)
-        and len(condition.ops) == 1
-        and isinstance(condition.ops[0], ast.Eq | ast.Is)
-    ):
-        for side, other in (
-            (condition.left, condition.comparators[0]),
-            (condition.comparators[0], condition.left),
-        ):
-            value = _literal(other)
-            if value is not None:
-                return _result(f"{setup}\n_result = ({ast.unparse(side)})", value[0])
-        return _statements(f"{setup}\nassert {expression}")
-    else:
-        return _statements(f"{setup}\nassert {expression}")
-    return _result(f"{setup}\n_result = ({expression})", expected)
+    match condition:
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return _result(f"{setup}\n_result = (bool({ast.unparse(operand)}))", False)
+        case ast.Call():
+            return _result(f"{setup}\n_result = (bool({ast.unparse(condition)}))", True)
+        case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
+            for side, other in ((left, right), (right, left)):
+                value = _literal(other)
+                if value is not None:
+                    return _result(f"{setup}\n_result = ({ast.unparse(side)})", value[0])
+    return _statements(f"{setup}\nassert {ast.unparse(condition)}")
 
 
 def _literal(node: ast.expr) -> tuple[Any] | None:
@@ -256,17 +258,18 @@ def _of_check(test: str, entry_point: str, setup: str) -> list[ProgramTest]:
             "called with that function"
         )
     names = [argument.arg for argument in check.args.args]
-    asserts = [node for node in check.body if isinstance(node, ast.Assert)]
-    others = [node for node in check.body if not isinstance(node, ast.Assert | ast.Pass)]
-    if (
-        not asserts
-        or len(names) != 1
-        or not all(
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in others
-        )
-    ):
+    conditions = []
+    has_others = False
+    for node in check.body:
+        match node:
+            case ast.Assert():
+                conditions.append(node.test)
+            case ast.Pass() | ast.Expr(value=ast.Constant()):
+                pass
+            case _:
+                has_others = True
+    if not conditions or len(names) != 1 or has_others:
         return [_statements(f"{setup}\n{test}\ncheck({entry_point if names else ''})")]
     rest = "\n".join(ast.unparse(node) for node in tree.body if node is not check)
-    return [
-        _of_condition(node.test, f"{setup}\n{rest}\n{names[0]} = {entry_point}") for node in asserts
-    ]
+    setup = f"{setup}\n{rest}\n{names[0]} = {entry_point}"
+    return [_of_condition(condition, setup) for condition in conditions]

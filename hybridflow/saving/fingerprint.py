@@ -72,7 +72,10 @@ class Fingerprint:
         """Rebuild a fingerprint from the result of `asdict`. For a checkpoint written before
         fingerprints existed, it is empty. Raises ValueError if the value is malformed.
         """
-        found = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
+        found = {}
+        for name in cls.__dataclass_fields__:
+            if name in value:
+                found[name] = value[name]
         if not all(isinstance(one, dict) for one in found.values()):
             raise ValueError("the fingerprint's values must be objects")
         for files in found.get("files", {}).values():
@@ -86,9 +89,11 @@ class Fingerprint:
             return []
         found = []
         for key in sorted(self.files.keys() & before.files.keys()):
-            if _contents(self.files[key]) != _contents(before.files[key]):
-                files = _names(self.files[key], before.files[key])
-                found.append(f"{key} has changed since the checkpoint was saved: {files}")
+            files = self.files[key]
+            files_before = before.files[key]
+            if _contents(files) != _contents(files_before):
+                names = _names(files, files_before)
+                found.append(f"{key} has changed since the checkpoint was saved: {names}")
         for what, now, then in (
             ("", self.settings, before.settings),
             ("the tokenizer's ", self.tokens, before.tokens),
@@ -98,9 +103,10 @@ class Fingerprint:
                 if key in self.files and key.endswith("_files"):
                     continue
                 if now.get(key) != then.get(key):
+                    old = _shown(then, key)
+                    new = _shown(now, key)
                     found.append(
-                        f"{what}{key} was {_shown(then, key)} when the checkpoint was saved, but "
-                        f"is {_shown(now, key)} now"
+                        f"{what}{key} was {old} when the checkpoint was saved, but is {new} now"
                     )
         return found
 
@@ -109,9 +115,9 @@ class Fingerprint:
         would use.
         """
         key = TRAINED_ON[phase]
-        return key in before.files and _contents(self.files.get(key, ())) != _contents(
-            before.files[key]
-        )
+        if key not in before.files:
+            return False
+        return _contents(self.files.get(key, ())) != _contents(before.files[key])
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -128,12 +134,14 @@ def _named(settings: Mapping[str, Any]) -> Iterator[tuple[str, list[Path]]]:
     for key, value in settings.items():
         words = []
         for word in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(word, str):
+            if not isinstance(word, str):
+                continue
+            if key.endswith("_files"):
                 words.append(word)
-        if not key.endswith("_files"):
-            code = [word for word in words if ".py" in word]
-            words = [word.rpartition(":")[0] if is_user_entry(word) else word for word in code]
-        if paths := list(filter(Path.is_file, map(Path, words))):
+            elif ".py" in word:
+                words.append(word.rpartition(":")[0] if is_user_entry(word) else word)
+        paths = list(filter(Path.is_file, map(Path, words)))
+        if paths:
             yield key, paths
 
 
@@ -150,10 +158,10 @@ def _contents(files: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _names(now: Sequence[Sequence[str]], before: Sequence[Sequence[str]]) -> str:
-    known = set(_contents(before))
-    other = [name for name, digest in now if digest not in known]
     if len(now) != len(before):
         return f"{len(before)} files then, {len(now)} now"
+    known = set(_contents(before))
+    other = [name for name, digest in now if digest not in known]
     return ", ".join(other[:3]) or "the same files in a different order"
 
 

@@ -4,8 +4,9 @@ the same state."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
-from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator, rows_of_tokens
 from hybridflow.algorithms.estimators.grpo import GrpoOptions, grpo_advantages
 from hybridflow.errors import ConfigError
 
@@ -39,22 +40,25 @@ def gigpo(samples: Samples, options: GigpoOptions) -> Estimate:
             "algorithm.adv_estimator=gigpo requires a reward for each turn; return turn_rewards (a "
             "list of numbers) with the score, or set rollout.agent.loop=environment"
         )
+    mask = samples.mask
     number = int(ends.sum())
     norm = options.norm_adv_by_std
-    row = samples.lengths.new_tensor(range(len(samples.lengths))).repeat_interleave(samples.lengths)
+    row = rows_of_tokens(samples.lengths)
     # turn of each sampled token; tokens after a sample's last turn are not sampled
     part = ends.cumsum(0) - ends.long()
     parts = given.new_zeros(number + 1).index_add_(0, part, given)[:number]
-    totals = parts.new_zeros(len(samples.lengths)).index_add_(0, row[ends], parts)
+    part_row = row[ends]
+    totals = parts.new_zeros(len(samples.lengths)).index_add_(0, part_row, parts)
     whole = grpo_advantages(totals, samples.groups, norm_by_std=norm)[row]
-    to_go = parts.new_tensor(_discounted(parts.tolist(), row[ends].tolist(), options.gamma))
+    to_go = _discounted(parts.tolist(), part_row.tolist(), options.gamma)
     states = row.new_tensor(_states(samples))
-    steps = grpo_advantages(to_go, states, norm_by_std=norm).where(
-        states.bincount()[states] > 1, 0.0
-    )
+    has_others = states.bincount()[states] > 1
+    steps = grpo_advantages(parts.new_tensor(to_go), states, norm_by_std=norm)
+    steps = steps.where(has_others, 0.0)
     of_tokens = parts.new_zeros(len(row))
-    of_tokens[samples.mask] = steps[part[samples.mask]]
-    return (whole + options.step_weight * of_tokens).where(samples.mask, 0.0), None
+    of_tokens[mask] = steps[part[mask]]
+    advantages = whole + options.step_weight * of_tokens
+    return advantages.where(mask, 0.0), None
 
 
 def _discounted(rewards: list[float], rows: list[int], gamma: float) -> list[float]:
@@ -73,13 +77,13 @@ def _states(samples: Samples) -> list[int]:
     assert samples.part_ends is not None
     numbers: dict[tuple[object, ...], int] = {}
     found: list[int] = []
-    columns = samples.columns["response_ids"], samples.mask, samples.part_ends
-    rows = zip(*(column.split(samples.lengths.tolist()) for column in columns), strict=True)
-    for group, (ids, mask, ends) in zip(samples.groups.tolist(), rows, strict=True):
+    columns = (samples.columns["response_ids"], samples.mask, samples.part_ends)
+    tokens = zip(*(column.tolist() for column in columns), strict=True)
+    for group, length in zip(samples.groups.tolist(), samples.lengths.tolist(), strict=True):
         # tokens since the last turn; None: a part continues directly after another
         shown: list[int] | None = []
         begun = False
-        for token, sampled, last in zip(ids.tolist(), mask.tolist(), ends.tolist(), strict=True):
+        for token, sampled, last in islice(tokens, length):
             if not sampled:
                 shown = [*(shown or []), token]
                 continue

@@ -16,11 +16,14 @@ def grpo_passk(samples: Samples, options: GrpoOptions) -> Estimate:
     groups = Groups.by(samples.groups)
     scores = samples.scores.double()
     order = groups.ranked(scores)
-    first = groups.count.long().cumsum(0) - groups.count.long()
+    count = groups.count.long()
+    first = count.cumsum(0) - count
     second = (first + 1).clamp(max=max(len(order) - 1, 0))
-    gap = (scores[order[first]] - scores[order[second]]).where(groups.count > 1, 0.0)
+    best = order[first]
+    gap = scores[best] - scores[order[second]]
+    gap = gap.where(count > 1, 0.0)
     if options.norm_adv_by_std:
         gap = gap / (groups.std(scores) + 1e-6)
     advantages = scores.new_zeros(len(scores))
-    advantages[order[first]] = gap
+    advantages[best] = gap
     return samples.over_tokens(advantages.to(samples.scores.dtype)), None

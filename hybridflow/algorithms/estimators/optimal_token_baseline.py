@@ -33,21 +33,26 @@ def optimal_token_baseline(samples: Samples, options: object) -> Estimate:
     # sample index of each sampled token, and its position among that sample's sampled tokens
     row = rows_of_tokens(samples.lengths)[mask]
     number = row.bincount(minlength=len(samples.lengths))
-    place = (row.new_ones(len(row)).cumsum(0) - 1) - (number.cumsum(0) - number)[row]
+    first = number.cumsum(0) - number
+    place = row.new_ones(len(row)).cumsum(0) - 1 - first[row]
     longest = int(place.max()) + 1
-    gathered = samples.rewards.double().new_zeros(len(samples.scores), longest)
-    columns = (samples.columns[name].double() for name in ("old_log_probs", "sum_pi_squared"))
-    log_probs, sum_squared = (values[mask] for values in columns)
-    gathered[row, place] = (1 - 2 * log_probs.exp() + sum_squared).clamp(min=0.0)
+    log_probs = samples.columns["old_log_probs"].double()[mask]
+    sum_squared = samples.columns["sum_pi_squared"].double()[mask]
+    gradient = 1 - 2 * log_probs.exp() + sum_squared
+    gathered = gradient.new_zeros(len(samples.scores), longest)
+    gathered[row, place] = gradient.clamp(min=0.0)
     weight = gathered.cumsum(1)[row, place]
 
     at = groups.of[row] * longest + place  # index of each token's (prompt, position)
-    reached = at.bincount()
-    others = weight.new_zeros(int(at.max()) + 1)
+    has_others = at.bincount() > 1
+    zeros = weight.new_zeros(len(has_others))
     own = returns[mask].double()
     # relative to one of the position's returns, so that equal returns leave exactly 0
-    relative = own - others.scatter(0, at, own)[at]
-    mean = others.index_add(0, at, weight * relative) / (others.index_add(0, at, weight) + 1e-8)
+    relative = own - zeros.scatter(0, at, own)[at]
+    weighted = zeros.index_add(0, at, weight * relative)
+    total = zeros.index_add(0, at, weight) + 1e-8
+    mean = weighted / total
+    compared = (relative - mean[at]).where(has_others[at], own)
     advantages = returns.clone()
-    advantages[mask] = (relative - mean[at]).where((reached > 1)[at], own).to(returns.dtype)
+    advantages[mask] = compared.to(returns.dtype)
     return advantages.where(mask, 0.0), None

@@ -14,7 +14,9 @@ def dppo_kl(tokens: Tokens, options: DppoOptions) -> Loss:
     old = tokens.columns["old_log_probs"]
     p = new.exp()
     p_old = old.exp()
-    divergence = p_old * (old - new) + (1 - p_old) * ((1 - p_old + 1e-8) / (1 - p + 1e-8)).log()
+    ratio_of_others = (1 - p_old + 1e-8) / (1 - p + 1e-8)
+    divergence = p_old * (old - new) + (1 - p_old) * ratio_of_others.log()
     rising = (divergence <= options.clip_ratio_high) | (p <= p_old)
     falling = (divergence <= options.clip_ratio_low) | (p >= p_old)
-    return weighted(tokens, rising.where(tokens.columns["advantages"] > 0, falling), options)
+    is_better = tokens.columns["advantages"] > 0
+    return weighted(tokens, rising.where(is_better, falling), options)

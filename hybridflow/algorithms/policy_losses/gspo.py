@@ -14,9 +14,10 @@ def gspo(tokens: Tokens, options: Clipping) -> Loss:
     A sequence's log-ratio is clamped to at most 10.
     """
     advantages = tokens.columns["advantages"]
-    log_ratio = tokens.log_probs - tokens.columns["old_log_probs"]
-    whole = tokens.mean_of_sequences(log_ratio.detach())
-    ratio = (tokens.log_probs - tokens.log_probs.detach() + whole).clamp(max=10.0).exp()
+    constant = tokens.log_probs.detach()
+    log_ratio = constant - tokens.columns["old_log_probs"]
+    whole = tokens.mean_of_sequences(log_ratio)
+    ratio = (tokens.log_probs - constant + whole).clamp(max=10.0).exp()
     unclipped, clipped = options.surrogates(advantages, ratio)
-    metrics = {"actor/ppo_kl": -log_ratio.detach(), "actor/pg_clipfrac": clipped > unclipped}
+    metrics = {"actor/ppo_kl": -log_ratio, "actor/pg_clipfrac": clipped > unclipped}
     return unclipped.maximum(clipped), metrics

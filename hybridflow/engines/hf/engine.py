@@ -169,22 +169,27 @@ class HfEngine:
 
         width = max(map(len, prompts))
         device = self._model.device
-        ids = torch.tensor(
-            [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
-        )
-        mask = torch.tensor(
-            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
-        )
+        rows = []
+        flags = []
+        for prompt in prompts:
+            padding = [0] * (width - len(prompt))
+            rows.append([*padding, *prompt])
+            flags.append(padding + [1] * len(prompt))
+        ids = torch.tensor(rows, device=device)
+        mask = torch.tensor(flags, device=device)
         greedy = sampling.temperature == 0
+        drawing: dict[str, Any] = {}
+        if not greedy:
+            drawing["temperature"] = sampling.temperature
+            drawing["top_p"] = sampling.top_p
+            drawing["top_k"] = max(0, sampling.top_k)
+            drawing["min_p"] = sampling.min_p or None
         config = GenerationConfig(
             max_new_tokens=most,
             do_sample=not greedy,
             eos_token_id=list(stops) or None,
             pad_token_id=stops[0] if stops else 0,
-            **({} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}),
-            **(
-                {} if greedy else {"top_k": max(0, sampling.top_k), "min_p": sampling.min_p or None}
-            ),
+            **drawing,
             repetition_penalty=sampling.repetition_penalty,
             return_dict_in_generate=True,
             output_scores=with_support,
@@ -238,13 +243,15 @@ class HfEngine:
         mask = mask[first, :-1]
         cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         if images:
-            deltas = read_images(self._model, [images[row] for row in rows], ids, mask, cache)
+            shown = [images[row] for row in rows]
+            deltas = read_images(self._model, shown, ids, mask, cache)
             self._set_rope_deltas(deltas[which])
         else:
+            positions = mask.cumsum(-1) - 1
             self._model(
                 ids,
                 attention_mask=mask,
-                position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+                position_ids=positions.clamp(min=0),
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
@@ -266,20 +273,23 @@ class HfEngine:
         support: Supports | None,
         stops: Sequence[int],
     ) -> Completion:
-        ends = [number for number, token in enumerate(tokens) if token in stops]
-        length = ends[0] + 1 if ends else len(tokens)
+        length = len(tokens)
+        reason = "length"
+        for number, token in enumerate(tokens):
+            if token in stops:
+                length = number + 1
+                reason = "stop"
+                break
         span = (WeightSpan(str(self._version), 0, length),)
-        support = None if support is None else support.take(slice(length))
-        return Completion(
-            tokens[:length], log_probs[:length], "stop" if ends else "length", span, support=support
-        )
+        if support is not None:
+            support = support.take(slice(length))
+        return Completion(tokens[:length], log_probs[:length], reason, span, support=support)
 
     def _seed(self, keys: Sequence[tuple[tuple[int, ...], str]]) -> int:
-        given: list[Any] = [
-            list(tokens) if not digest else (tokens, digest) for tokens, digest in keys
-        ]
+        given = [(tokens, digest) if digest else tokens for tokens, digest in keys]
         text = json.dumps([self.spec.seed, self._version, given])
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        digest = hashlib.sha256(text.encode()).digest()
+        return int.from_bytes(digest[:7], "little")
 
     # ---- weights and memory
 
@@ -320,7 +330,8 @@ class _LogProbs:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._take(input_ids)
-        self._last = torch.log_softmax(scores.float() / self._temperature, dim=-1)
+        logits = scores.float() / self._temperature
+        self._last = torch.log_softmax(logits, dim=-1)
         return scores
 
     def of(self, sequences: torch.Tensor) -> torch.Tensor:
@@ -331,7 +342,8 @@ class _LogProbs:
 
     def _take(self, input_ids: torch.Tensor) -> None:
         if self._last is not None:
-            self._taken.append(self._last.gather(1, input_ids[:, -1:])[:, 0])
+            taken = self._last.gather(1, input_ids[:, -1:])
+            self._taken.append(taken[:, 0])
 
 
 def _keys(
@@ -349,25 +361,25 @@ def _among(
 ) -> tuple[torch.Tensor, list[Supports | None]]:
     """Return the tokens' log-probs [b, t], normalised over the sampling support, and the supports
     of each row's tokens. `scores` [b, t, v] are -inf outside the support."""
-    left = scores.isfinite()
-    log_probs = scores.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    rows: list[Supports | None] = [
-        Supports(row.sum(-1).int().cpu().numpy(), row.nonzero()[:, 1].int().cpu().numpy())
-        for row in left.unbind(0)
-    ]
-    return log_probs, rows
+    log_probs = scores.float().log_softmax(-1).gather(-1, tokens[..., None])
+    rows: list[Supports | None] = []
+    for row in scores.isfinite().unbind(0):
+        counts = row.sum(-1).int()
+        members = row.nonzero()[:, 1].int()
+        rows.append(Supports(counts.cpu().numpy(), members.cpu().numpy()))
+    return log_probs[..., 0], rows
 
 
 def checkpoint_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (checkpoint name, tensor) for each tensor of a transformers model. The tensors are
     views of the model's memory."""
     saved = model.state_dict().keys()
-    named = [
-        *model.named_parameters(),
-        *((name, one) for name, one in model.named_buffers() if name in saved),
-    ]
-    for name, tensor in named:
-        yield from checkpoint_views(model.config.model_type, name, tensor.detach())
+    kind = model.config.model_type
+    for name, tensor in model.named_parameters():
+        yield from checkpoint_views(kind, name, tensor.detach())
+    for name, tensor in model.named_buffers():
+        if name in saved:
+            yield from checkpoint_views(kind, name, tensor.detach())
 
 
 ENGINES.register("hf", HfEngine)

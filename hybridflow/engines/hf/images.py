@@ -43,12 +43,11 @@ def read_images(
     seen = _features(model, images, ids.device)
     embedded = model.get_input_embeddings()(ids)
     embedded[places] = torch.cat(list(seen.pooler_output)).to(embedded.dtype)
-    deepstack = {}
+    deepstack: dict[str, Any] = {}
     if hasattr(seen, "deepstack_features"):
-        deepstack = {
-            "visual_pos_masks": places,
-            "deepstack_visual_embeds": [torch.cat(list(one)) for one in seen.deepstack_features],
-        }
+        features = [torch.cat(list(one)) for one in seen.deepstack_features]
+        deepstack["visual_pos_masks"] = places
+        deepstack["deepstack_visual_embeds"] = features
     model.language_model(
         inputs_embeds=embedded,
         attention_mask=mask,
@@ -66,7 +65,8 @@ def _positions(
     """Return the tokens' positions on three axes [3, b, s], a mask that is True at image
     placeholders [b, s], and the offset that `read_images` returns.
     """
-    positions = (mask.cumsum(-1) - 1).clamp(min=0).repeat(3, 1, 1)
+    token_positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    positions = token_positions.repeat(3, 1, 1)
     places = torch.zeros_like(mask, dtype=torch.bool)
     deltas = torch.zeros_like(mask[:, :1])
     for row, one in enumerate(images):
@@ -83,6 +83,8 @@ def _positions(
 
 def _features(model: Any, images: Sequence[PromptImages], device: torch.device) -> Any:
     """Return the vision tower's output for the images of all prompts."""
-    pixels = torch.from_numpy(np.concatenate([one.pixels for one in images]))
-    grids = torch.from_numpy(np.concatenate([one.grids for one in images]).astype(np.int64))
-    return model.get_image_features(pixels.to(device), grids.to(device), return_dict=True)
+    pixels = np.concatenate([one.pixels for one in images])
+    grids = np.concatenate([one.grids for one in images]).astype(np.int64)
+    return model.get_image_features(
+        torch.from_numpy(pixels).to(device), torch.from_numpy(grids).to(device), return_dict=True
+    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 from hybridflow.rewards.reading import last_box, last_section, read_response
@@ -55,19 +56,16 @@ _RULED_OUT = re.compile(
 def _letter(ground_truth: Any) -> str:
     """Convert a ground truth to its letter. It may be a letter ("B", "(b)") or, as in MMLU, the
     0-based index of an option."""
-    if (
-        isinstance(ground_truth, int)
-        and not isinstance(ground_truth, bool)
-        and 0 <= ground_truth < 26
-    ):
+    if isinstance(ground_truth, str):
+        expected = ground_truth.strip().strip("()").upper()
+        if re.fullmatch("[A-Z]", expected):
+            return expected
+    is_index = isinstance(ground_truth, int) and not isinstance(ground_truth, bool)
+    if is_index and 0 <= ground_truth < 26:
         return chr(ord("A") + ground_truth)
-    expected = ground_truth.strip().strip("()").upper() if isinstance(ground_truth, str) else ""
-    if not re.fullmatch("[A-Z]", expected):
-        raise ValueError(
-            f"the ground truth {ground_truth!r} is neither a letter nor the 0-based index of an "
-            "option"
-        )
-    return str(expected)
+    raise ValueError(
+        f"the ground truth {ground_truth!r} is neither a letter nor the 0-based index of an option"
+    )
 
 
 @verifier(
@@ -103,58 +101,72 @@ def choice(
         ValueError: the ground truth is neither a letter nor an index.
     """
     expected = _letter(ground_truth)
-    answer = _read(read_response(response, bool(thinking_open)).answer)
+    reading = read_response(response, bool(thinking_open))
+    answer = _read(reading.answer)
     return ScoreResult(float(answer == expected), {"answer": answer})
 
 
 def _read(text: str) -> str | None:
     box = last_box(text)
     section = last_section(text, "answer")
-    cut_section = text.rfind("<answer>") > text.rfind("</answer>")
-    if cut_section or (box is not None and box.content is None):
-        return None
+    section_start = text.rfind("<answer>")
+    if section_start > text.rfind("</answer>"):
+        return None  # the section is cut off
     statements: list[tuple[int, str | None]] = []
-    if box is not None and box.content is not None:
+    if box is not None:
+        if box.content is None:
+            return None
         statements.append((box.start, _of_statement(box.content)))
     if section is not None:
-        statements.append((text.rfind("<answer>"), _of_statement(section)))
+        statements.append((section_start, _of_statement(section)))
     statements += _announced(text, box.start if box is not None else None)
     if statements:
-        return max(statements, key=lambda statement: statement[0])[1]
+        _, letter = max(statements, key=itemgetter(0))
+        return letter
     return next(_options(text), None) or _at_the_end(text)
+
+
+def _last_statements(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """Return the matches near the end of the text, from last to first."""
+    near = max(len(text) - _NEAR_END, 0)
+    found = list(pattern.finditer(text, near))
+    return reversed(found[-_MOST_STATEMENTS:])
+
+
+def _before(text: str, found: re.Match[str]) -> str:
+    """Return the few characters before a match."""
+    return text[max(0, found.start() - 12) : found.start()]
 
 
 def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | None]]:
     """Yield the position and letter of the last "the answer is B" and the last "B is correct". The
     letter is None if the statement names several letters or is negated. Text that merely introduces
     a boxed answer does not count as a separate statement."""
-    near = max(len(text) - _NEAR_END, 0)
-    for found in reversed(list(_ANNOUNCED.finditer(text, near))[-_MOST_STATEMENTS:]):
+    for found in _last_statements(_ANNOUNCED, text):
         after = text[found.end() : found.end() + _REACH]
         verb = _VERB.match(after)
         if verb is None and not re.match(r"[\s*_(]{0,4}[A-Z](?![A-Za-z])", after):
             continue
         begin = verb.end() if verb else 0
         announces_box = box_start is not None and 0 <= box_start - found.end() <= begin + 8
-        denied = re.match(r"\s{0,4}not\b", after[begin:])
-        letters = [] if announces_box or denied else _letters(after[begin:])
+        statement = after[begin:]
+        denied = re.match(r"\s{0,4}not\b", statement)
+        letters = [] if announces_box or denied else _letters(statement)
         if letters or denied:
             yield found.start(), letters[0] if len(letters) == 1 else None
             break
-    for found in reversed(list(_SUBJECT.finditer(text, near))[-_MOST_STATEMENTS:]):
-        if not _NO_SUBJECT.search(text[max(0, found.start() - 12) : found.start()]):
+    for found in _last_statements(_SUBJECT, text):
+        if not _NO_SUBJECT.search(_before(text, found)):
             yield found.start(), found[1]
             break
 
 
 def _options(text: str) -> Iterator[str]:
     """Yield the letter of each "option B" that is not ruled out, from last to first."""
-    for found in reversed(
-        list(_NAMED.finditer(text, max(len(text) - _NEAR_END, 0)))[-_MOST_STATEMENTS:]
-    ):
+    for found in _last_statements(_NAMED, text):
         after = _DECORATION.sub("", text[found.end() : found.end() + _REACH])
         letter = re.match(r"\s{0,2}[(\[]?([A-Z])\b[)\]]?", after)
-        before = text[max(0, found.start() - 12) : found.start()]
+        before = _before(text, found)
         denied = re.search(r"(?i:\b(?:not|isn't|reject|exclude|eliminate)\s{1,2})$", before)
         if letter and not denied and not _RULED_OUT.match(after, letter.end()):
             yield letter[1]
@@ -166,11 +178,15 @@ def _letters(text: str) -> list[str]:
     bare = _DECORATION.sub("", text.lstrip(" \t\n*_:：="))
     first = _FIRST.match(bare)
     if first and (first[1].isupper() or "(" in first.group()):
-        further = re.findall(r"(?<![A-Za-z])([A-Z])(?=\))", bare[first.end() :].partition("\n")[0])
-        bracketless = _LETTER.match(bare[first.end() :].lstrip()) is not None
-        return [first[1].upper(), *(further or "??" * bracketless)][:2]
+        rest = bare[first.end() :]
+        line, _, _ = rest.partition("\n")
+        further = re.findall(r"(?<![A-Za-z])([A-Z])(?=\))", line)
+        if not further and _LETTER.match(rest.lstrip()):
+            further = ["?"]
+        return [first[1].upper(), *further[:1]]
     ended = _OVER.search(bare)
-    statement = (bare[: ended.start()] if ended else bare).strip(" \"'“”()[]")
+    statement = bare[: ended.start()] if ended else bare
+    statement = statement.strip(" \"'“”()[]")
     if re.fullmatch("[A-Za-z]", statement):
         return [statement.upper()]
     if re.match(r"(?i:not|none|neither|no|except|any)\b", statement):
@@ -189,17 +205,17 @@ def _of_statement(text: str) -> str | None:
 
 
 def _at_the_end(text: str) -> str | None:
-    line = _DECORATION.sub("", text.strip().rpartition("\n")[2][-_REACH:]).strip()
-    if re.match(r"\(?[A-Z][).:]\s", line) and "\n" not in text.strip():
+    _, newline, last = text.strip().rpartition("\n")
+    line = _DECORATION.sub("", last[-_REACH:]).strip()
+    if re.match(r"\(?[A-Z][).:]\s", line) and not newline:
         return line.lstrip("(")[0]
     sentence = re.split(r"(?<=[.!?])\s", line)[-1]
-    letters = [letter for letter in _LETTER.findall(sentence) if letter.isupper()]
-    if not re.search(r"[A-Z]['\")\]]{0,2}[.。]?$", sentence) and not re.fullmatch(
-        r"\(?[A-Za-z]\)?\.?", sentence
-    ):
+    ends_in_letter = re.search(r"[A-Z]['\")\]]{0,2}[.。]?$", sentence)
+    if not ends_in_letter and not re.fullmatch(r"\(?[A-Za-z]\)?\.?", sentence):
         return None
     if len(sentence) < 5:
         return sentence.strip("()[].\"'").upper()[:1] or None
-    named = [letter for letter in dict.fromkeys(letters) if letter != "I" or len(letters) == 1]
+    letters = [letter for letter in _LETTER.findall(sentence) if letter.isupper()]
+    named = set(letters) if len(letters) == 1 else set(letters) - {"I"}
     ends = re.search(r"(?<![A-Za-z])([A-Z])['\")\]]{0,2}[.。]?$", sentence)
-    return ends[1] if ends and named == [ends[1]] else None
+    return ends[1] if ends and named == {ends[1]} else None

@@ -214,7 +214,8 @@ class Block:
     def __init__(
         self, rows: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, valid: torch.Tensor
     ) -> None:
-        self.shape, self.length = rows.shape, keys.shape[1]
+        self.shape = rows.shape
+        self.length = keys.shape[1]
         self._rows = rows.reshape(-1)
         self._keys = keys.reshape(-1)
         self._visible = visible
@@ -257,10 +258,10 @@ class Block:
         if sinks is None:
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         else:
-            out = _attention_with_sinks(
-                q, k, v, mask, sinks.view(kv_heads, shared).repeat_interleave(t, 1), scaling
-            )
-        out = out.view(n, kv_heads, shared, t, -1).permute(0, 3, 1, 2, 4).reshape(n * t, heads, -1)
+            of_queries = sinks.view(kv_heads, shared).repeat_interleave(t, 1)
+            out = _attention_with_sinks(q, k, v, mask, of_queries, scaling)
+        out = out.view(n, kv_heads, shared, t, -1).permute(0, 3, 1, 2, 4)
+        out = out.reshape(n * t, heads, -1)
         if len(out) > self.queries:
             out = out.index_select(0, self._valid)
         output.index_copy_(0, self._targets, out)
@@ -275,12 +276,12 @@ class Block:
 
     def _mask(self, shared: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive mask `[n, 1, shared * t, l]`: 0 for visible keys, else -inf."""
-        if (shared, dtype) not in self._masks:
-            added = torch.zeros(self._visible.shape, dtype=dtype).masked_fill_(
-                ~self._visible, float("-inf")
-            )
-            self._masks[shared, dtype] = added.repeat(1, shared, 1)[:, None]
-        return self._masks[shared, dtype]
+        key = (shared, dtype)
+        if key not in self._masks:
+            added = torch.zeros(self._visible.shape, dtype=dtype)
+            added.masked_fill_(~self._visible, float("-inf"))
+            self._masks[key] = added.repeat(1, shared, 1)[:, None]
+        return self._masks[key]
 
 
 def _attention_with_sinks(
@@ -316,14 +317,14 @@ def _attention_with_sinks(
 def group_by_length(queries: list[int], lengths: list[int]) -> Iterator[list[int]]:
     """Yield groups of sequence indices, longest sequences first. The padded size of a group is
     bounded, but a single sequence may exceed the bound."""
-    order = sorted(
-        (i for i in range(len(lengths)) if queries[i] > 0), key=lambda i: (-lengths[i], -queries[i])
-    )
+    order = [i for i in range(len(lengths)) if queries[i] > 0]
+    order.sort(key=lambda i: (-lengths[i], -queries[i]))
     group: list[int] = []
     most_queries = 0
     for i in order:
         widest = max(most_queries, queries[i])
-        keys = (len(group) + 1) * lengths[group[0] if group else i]
+        longest = group[0] if group else i
+        keys = (len(group) + 1) * lengths[longest]
         if group and (keys > BLOCK_KEYS or keys * widest > BLOCK_SCORES):
             yield group
             group = []
@@ -355,17 +356,14 @@ def make_blocks(
         length = torch.tensor([lengths[i] for i in group])[:, None]
         step = torch.arange(int(count.max()))[None]
         key = torch.arange(int(length.max()))[None]
-        slots = req_to_token[requests[chosen].long()][:, : key.shape[1]].long()
-        last = (length - count + step.minimum(count - 1))[:, :, None]
+        slots = req_to_token[requests[chosen].long()]
+        slots = slots[:, : key.shape[1]].long()
+        query = step.minimum(count - 1)
+        last = (length - count + query)[:, :, None]
         visible = key[:, None, :] <= last
         if window is not None:
             visible &= key[:, None, :] >= last - window
-        blocks.append(
-            Block(
-                rows=starts[chosen][:, None] + step.minimum(count - 1),
-                keys=torch.where(key < length, slots, slots[:, :1]),
-                visible=visible,
-                valid=step < count,
-            )
-        )
+        rows = starts[chosen][:, None] + query
+        keys = torch.where(key < length, slots, slots[:, :1])
+        blocks.append(Block(rows=rows, keys=keys, visible=visible, valid=step < count))
     return blocks
