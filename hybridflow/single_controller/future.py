@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,15 @@ class Rank:
     pid: int = 0
     # offset of this process's part of the log; earlier processes of the rank wrote before it
     log_from: int = 0
+    _methods: dict[tuple[str, int], Any] = field(default_factory=dict)
+
+    def send(self, name: str, *args: Any, num_returns: int = 1) -> Any:
+        """Call a method of the actor. Returns a reference to its result, or a list of `num_returns`
+        references."""
+        key = (name, num_returns)
+        if key not in self._methods:  # Ray builds a method in about the time of a call
+            self._methods[key] = getattr(self.actor, name).options(num_returns=num_returns)
+        return self._methods[key].remote(*args)
 
     def is_in(self, *states: str) -> bool:
         """Return True if the process is known to be in one of these states (see

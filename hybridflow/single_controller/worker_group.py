@@ -371,20 +371,20 @@ class WorkerGroup:
             if id(call) not in made:
                 made[id(call)] = _message(name, call, sent)
             request, objects = made[id(call)]
-            actor = self._ranks[r].actor
+            rank = self._ranks[r]
             if not writes:
-                refs[r] = actor.call.remote(request.packed(), *objects)
+                refs[r] = rank.send("call", request.packed(), *objects)
             elif r in collectors:
                 inline = INLINE_BYTES // len(collectors)
                 storing = replace(request, together=together, inline_bytes=inline)
-                refs[r], *held = actor.call_stored.options(num_returns=1 + len(together)).remote(
-                    storing.packed(), *objects
+                refs[r], *held = rank.send(
+                    "call_stored", storing.packed(), *objects, num_returns=1 + len(together)
                 )
                 stored[r] = {}
                 for names, ref in zip(together, held, strict=True):
                     stored[r] |= dict.fromkeys(names, ref)
             else:
-                refs[r] = actor.call_stored.remote(request.packed(), *objects)
+                refs[r] = rank.send("call_stored", request.packed(), *objects)
         wait = self._config.call_timeout_s if timeout is None else timeout
         on_lost = partial(self._note_loss, self._ranks)
         return self._future(
