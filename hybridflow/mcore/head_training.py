@@ -158,10 +158,9 @@ class HeadTraining:
         count = sum(counts)
         found = {LOSS: (sum(losses), count), ACCURACY: (sum(correct), count)}
         if self.heads.count > 1:
-            for depth, count in enumerate(counts):
-                prefix = f"actor/mtp/depth_{depth + 1}"
-                found[f"{prefix}/loss"] = losses[depth], count
-                found[f"{prefix}/accuracy"] = correct[depth], count
+            for depth, count in enumerate(counts, start=1):
+                found[f"actor/mtp/depth_{depth}/loss"] = losses[depth - 1], count
+                found[f"actor/mtp/depth_{depth}/accuracy"] = correct[depth - 1], count
         return found
 
     def step(self) -> dict[str, tuple[float, float]]:
