@@ -140,14 +140,11 @@ class CompletionServer(Door):
                 "prompt",
                 param="tools",
             )
-        differs = next(
-            (n for n in range(before) if n >= len(messages) or messages[n] != served.messages[n]),
-            None,
-        )
-        if differs is not None:
-            raise RequestError(
-                f"message {differs} differs from the last request; messages can only be appended"
-            )
+        for number in range(before):
+            if number >= len(messages) or messages[number] != served.messages[number]:
+                raise RequestError(
+                    f"message {number} differs from the last request; messages can only be appended"
+                )
         if len(messages) < before + 2 or not _is_last_answer(messages[before], served):
             raise RequestError(
                 f"message {before} must repeat the last answer unchanged, and another message must "
@@ -162,7 +159,9 @@ def _compare(
     """Raise an error if the messages do not render to the row's prompt. A `developer` message may
     replace the system message."""
     shown = conversation.tokenizer.decode(conversation.prompt)
-    asked = sum(len(one["content"]) + 1 for one in messages) + len(json.dumps(tools))
+    asked = len(json.dumps(tools))
+    for one in messages:
+        asked += len(one["content"]) + 1
     # encoding megabytes would block the other conversations
     if asked > _LONGER * len(shown) + _SLACK:
         raise RequestError(
@@ -203,10 +202,13 @@ def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
                 "an assistant message follows the answer; only the policy may write assistant "
                 "messages"
             )
-        known = {"tool_call_id": one["tool_call_id"]} if "tool_call_id" in one else {}
+        message = {"role": one["role"], "content": one["content"]}
+        if "tool_call_id" in one:
+            message["tool_call_id"] = one["tool_call_id"]
         name = one.get("name") or names.get(one.get("tool_call_id", ""))
-        named = {"name": name} if name and one["role"] == "tool" else {}
-        shown.append({"role": one["role"], "content": one["content"], **known, **named})
+        if name and one["role"] == "tool":
+            message["name"] = name
+        shown.append(message)
     for role in {one["role"] for one in shown}:
         served.conversation.tokenizer.template.check(
             role, with_calls=role == "tool" and bool(calls)

@@ -125,9 +125,8 @@ class Conversation:
             raise ConversationOver(f"it reached rollout.agent.max_answers={self.answered}")
         self.need(1)
         asked = [*self.prompt, *self.tokens]
-        sampled, text = self._until(
-            stop, await self.sample(asked, min(self.room, most or self.room)), len(asked)
-        )
+        answer = await self.sample(asked, min(self.room, most or self.room))
+        sampled, text = self._until(stop, answer, len(asked))
         self._append(sampled.token_ids, True, sampled.log_probs, sampled.versions, sampled.support)
         # each token keeps the experts recorded by the request in which it was sampled or shown
         if sampled.routes is not None:
@@ -154,17 +153,14 @@ class Conversation:
             DataError: the chat template cannot render the texts after the answer.
         """
         role = self.config.observation_role
-        made = [
-            ShownCall(one.name, one.id or self.call_id(number)) for number, one in enumerate(calls)
-        ]
-        named: list[dict[str, Any]] = []
+        made = []
+        for number, one in enumerate(calls):
+            made.append(ShownCall(one.name, one.id or self.call_id(number)))
+        messages = [{"role": role, "content": text} for text in texts]
         if role == "tool":
-            named += [{"tool_call_id": one.id, "name": one.name} for one in made]
-        named += [{} for _ in texts]
-        self.show(
-            [{"role": role, "content": text, **named[place]} for place, text in enumerate(texts)],
-            made,
-        )
+            for message, call in zip(messages, made, strict=False):
+                message |= {"tool_call_id": call.id, "name": call.name}
+        self.show(messages, made)
 
     def show(self, messages: Sequence[Mapping[str, str]], calls: Sequence[ShownCall] = ()) -> None:
         """Show messages of any role to the policy, like `observe`.
@@ -247,9 +243,10 @@ class Conversation:
         before the stop string."""
         ids = sampled.token_ids.tolist()
         text = self.tokenizer.decode(ids)
-        begin = min((place for one in stop if (place := text.find(one)) >= 0), default=None)
-        if begin is None:
+        places = [text.find(one) for one in stop if one in text]
+        if not places:
             return sampled, text
+        begin = min(places)
         length = bisect_left(
             range(len(ids)),
             True,

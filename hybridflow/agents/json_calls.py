@@ -58,15 +58,19 @@ class JsonCalls:
         while place >= 0 and unread < MOST_UNREAD and len(calls) < MOST_CALLS:
             start = place + len(self.begin)
             header = self.header.match(text, start)
-            call, stop = (
-                self._call(header, text) if header else (Call("", problem=self.lacks), start)
-            )
+            call = Call("", problem=self.lacks)
+            stop = start
+            if header:
+                call, stop = self._call(header, text)
+            problem = call.problem
             closed = text.find(self.end, stop)
-            end = closed + len(self.end) if closed >= 0 else len(text)
-            problem = call.problem or (
-                "" if text[stop:closed].strip() in ("", self.fence) else _MORE
-            )
-            problem = problem if closed >= 0 else "the call is not closed"
+            if closed < 0:
+                problem = "the call is not closed"
+                end = len(text)
+            else:
+                end = closed + len(self.end)
+                if not problem and text[stop:closed].strip() not in ("", self.fence):
+                    problem = _MORE
             calls.append(dataclasses.replace(call, problem=problem, span=(place, end)))
             unread += bool(problem)
             place = text.find(self.begin, end)
@@ -79,14 +83,15 @@ class JsonCalls:
         groups = header.groupdict()
         number = (groups.get("id") or "").strip()
         named = self.name_in_id.fullmatch(number) if self.name_in_id else None
-        name = (
-            named["name"] if named else (groups.get("name") or groups.get("kind") or number).strip()
-        )
+        if named:
+            name = named["name"]
+        else:
+            name = (groups.get("name") or groups.get("kind") or number).strip()
         try:
             value, stop = self.value(text, header.end())
         except ValueError as error:
             what = f"the arguments of {name} are" if groups else "the call is"
             return Call(name, problem=f"{what} not valid JSON ({error})", id=number), header.end()
-        return with_arguments(name, value, number) if groups else json_call(
-            value, "arguments"
-        ), stop
+        if not groups:
+            return json_call(value, "arguments"), stop
+        return with_arguments(name, value, number), stop

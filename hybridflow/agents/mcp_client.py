@@ -77,7 +77,10 @@ class _Server:
         self.settings = settings
         self.timeout_s = timeout_s
         self.log_path = log_path
-        for variable in (*settings.env, *([settings.token_env] if settings.token_env else [])):
+        needed = list(settings.env)
+        if settings.token_env:
+            needed.append(settings.token_env)
+        for variable in needed:
             if not os.environ.get(variable):
                 raise ConfigError(
                     f"{self.key} requires the environment variable {variable}, but it is not set"

@@ -66,8 +66,10 @@ class Background:
 
     def truncate_after(self, phase: Phase, step: int) -> None:
         """Tell the tracker that records after `step` will be repeated."""
-        for key in [key for key in self._sent if key[0] == phase and key[1] > step]:
-            del self._sent[key]
+        for key in list(self._sent):
+            of_phase, at = key
+            if of_phase == phase and at > step:
+                del self._sent[key]
         self._put("truncate", phase=phase, step=step)
 
     def rollouts(self, step: int, path: Path) -> None:

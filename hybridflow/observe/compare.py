@@ -110,14 +110,16 @@ def _column(name: str, one: DataProto, two: DataProto) -> Difference:
     if isinstance(first, Jagged) and isinstance(second, Jagged):
         if not np.array_equal(first.offsets, second.offsets):
             raise DataError(f"{name}: row lengths differ between the two dumps")
-        rows = np.repeat(np.arange(len(first.offsets) - 1), np.diff(first.offsets))
+        lengths = np.diff(first.offsets)
+        rows = np.repeat(np.arange(len(lengths)), lengths)
         a = first.values
         b = second.values
     else:
         a = np.asarray(first)
         b = np.asarray(second)
         rows = np.arange(len(a))
-    unlike = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+    both_nan = np.isnan(a) & np.isnan(b)
+    unlike = ~((a == b) | both_nan)
     if not unlike.any():
         return Difference(name, len(a), 0, 0.0, None, "")
     distance = np.abs(a.astype(np.float64) - b.astype(np.float64))[unlike]

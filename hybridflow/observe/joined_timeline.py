@@ -235,7 +235,10 @@ def _shifted(process: Process, ahead: Mapping[str, tuple[float, float]]) -> Proc
         return process
     moved = Process(process.name, clock_error=error)
     for thread, spans in process.threads.items():
-        moved.threads[thread] = [Span(s.name, s.start - by, s.end - by, s.step) for s in spans]
+        earlier = []
+        for span in spans:
+            earlier.append(Span(span.name, span.start - by, span.end - by, span.step))
+        moved.threads[thread] = earlier
     for name, values in process.counters.items():
         moved.counters[name] = [(at - by, value) for at, value in values]
     moved.marks = [(at - by, text) for at, text in process.marks]

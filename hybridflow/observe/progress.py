@@ -132,7 +132,8 @@ class State:
     ) -> None:
         """Store the metrics of a finished step."""
         self.phases = {name.removeprefix("timing_s/"): seconds for name, seconds in phases.items()}
-        self._step_seconds = self.phases.pop("step", None) or (sum(self.phases.values()) or None)
+        seconds = self.phases.pop("step", None) or sum(self.phases.values())
+        self._step_seconds = seconds or None
         if not self._marks and self._step_seconds is not None and step > self.step:
             # so that the first step already gives an estimate
             self._marks.append((time.monotonic() - self._step_seconds, step - 1))
@@ -144,11 +145,14 @@ class State:
     def eta_s(self) -> float | None:
         """Estimate the number of remaining seconds from the mean duration of recent steps; None if
         there is no data."""
-        if len(self._marks) < 2 or self._marks[-1][1] <= self._marks[0][1]:
+        if len(self._marks) < 2:
             return None
         first, low = self._marks[0]
         last, high = self._marks[-1]
-        return max(0.0, (last - first) / (high - low) * (self.total - self.step))
+        if high <= low:
+            return None
+        each = (last - first) / (high - low)
+        return max(0.0, each * (self.total - self.step))
 
     def fields_text(self) -> str:
         """Format the metrics as `reward 0.610  accuracy 0.550`."""
@@ -161,7 +165,8 @@ class State:
             return ""
         longest = sorted(self.phases.items(), key=lambda item: -item[1])[:_PHASES_SHOWN]
         detail = ", ".join(f"{name} {seconds:.1f}" for name, seconds in longest if seconds >= 0.05)
-        return f"{self._step_seconds:.1f} s" + (f": {detail}" if detail else "")
+        text = f"{self._step_seconds:.1f} s"
+        return f"{text}: {detail}" if detail else text
 
     def eta_text(self) -> str:
         """Format the remaining time as `ETA 6 min 29 s`; "" at the end or if there is no
@@ -230,14 +235,17 @@ class _Plain(_Display):
         ):
             return
         self._printed = now
-        head = "  ".join(
-            filter(None, (f"{state.title} {state.step}/{state.total}", state.fields_text()))
-        )
-        self.line(" | ".join(filter(None, (head, state.phases_text(), state.eta_text()))))
+        head = f"{state.title} {state.step}/{state.total}"
+        fields = state.fields_text()
+        if fields:
+            head += f"  {fields}"
+        parts = (head, state.phases_text(), state.eta_text())
+        self.line(" | ".join(filter(None, parts)))
 
     def line(self, text: str) -> None:
         encoding = getattr(self._out, "encoding", None) or "utf-8"
-        print(text.encode(encoding, errors="replace").decode(encoding), file=self._out, flush=True)
+        printable = text.encode(encoding, errors="replace").decode(encoding)
+        print(printable, file=self._out, flush=True)
 
     def stage_began(self, title: str) -> None:
         self.line(f"{title} ...")

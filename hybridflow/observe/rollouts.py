@@ -105,7 +105,8 @@ def dump_rollouts(
 
     def batches() -> Iterator[DataProto]:
         for piece in pieces:
-            yield DataProto({name: _column(name, row) for name, row in piece.items()}, meta)
+            columns = {name: _column(name, values) for name, values in piece.items()}
+            yield DataProto(columns, meta)
 
     write_parquet(path, batches())
     return Path(path)
@@ -167,10 +168,11 @@ def _column(name: str, values: Any) -> Column:
         return values
     try:
         if kind is Jagged:
-            return Jagged.from_rows([np.reshape(value, (-1, 2)) for value in values], np.int64)
-        return (
-            np.array(list(map(_text, values)), object) if kind is str else np.asarray(values, kind)
-        )
+            pairs = [np.reshape(value, (-1, 2)) for value in values]
+            return Jagged.from_rows(pairs, np.int64)
+        if kind is str:
+            return np.array(list(map(_text, values)), object)
+        return np.asarray(values, kind)
     except (TypeError, ValueError) as error:
         raise SchemaError(f"rollout column {name!r}: expected {kind.__name__}: {error}") from error
 

@@ -144,7 +144,9 @@ def _fill(rows: list[dict[str, Any]], name: str, column: list[Any]) -> None:
 
 def _score(row: Mapping[str, Any]) -> float:
     score = row.get("score")
-    return float(score) if isinstance(score, int | float) and not math.isnan(score) else -math.inf
+    if not isinstance(score, int | float) or math.isnan(score):
+        return -math.inf
+    return float(score)
 
 
 def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,9 @@ def _templates() -> jinja2.Environment:
 def shown(text: Any) -> str:
     """Format the text of a prompt or response: truncated if very long, with control characters made
     visible."""
-    return "" if text is None else visible(cut(text if isinstance(text, str) else plain(text)))
+    if text is None:
+        return ""
+    return visible(cut(text if isinstance(text, str) else plain(text)))
 
 
 def whole(text: Any) -> str:
@@ -61,9 +63,12 @@ def whole(text: Any) -> str:
 
 def visible(text: str) -> str:
     """Return the text with control characters replaced by visible symbols."""
-    return _CONTROL.sub(
-        lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", text
-    )
+    return _CONTROL.sub(_symbol, text)
+
+
+def _symbol(character: re.Match[str]) -> str:
+    code = ord(character[0])
+    return chr(0x2400 + code) if code < 32 else "\u2421"
 
 
 def plain(value: Any) -> str:

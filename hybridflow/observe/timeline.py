@@ -137,6 +137,8 @@ def read_timeline(
     raises the same errors as `read_jsonl`."""
     records: list[dict[str, Any]] = []
     for record in read_jsonl(path, skipped, most_bytes):
-        if isinstance(record.get("name"), str) and isinstance(record.get("seconds"), int | float):
+        name = record.get("name")
+        seconds = record.get("seconds")
+        if isinstance(name, str) and isinstance(seconds, int | float):
             records.append(record)
     return records

@@ -43,17 +43,18 @@ def step_seconds(pools: Sequence[Seconds], overlaps: bool, rest: float = 0.0) ->
     """
     generation = max(pool[0] for pool in pools)
     prepared = max(pool[1] for pool in pools)
-    updates = [sum(pool[2:]) for pool in pools]
-    apart = max(pool[1] + update for pool, update in zip(pools, updates, strict=True))
-    trained = max(
-        (update for pool, update in zip(pools, updates, strict=True) if pool[2]), default=0.0
-    )
+    apart = 0.0
+    trained = 0.0
+    waited = 0.0
+    for generates, prepares, actor, others in pools:
+        update = actor + others
+        apart = max(apart, prepares + update)
+        if actor:
+            trained = max(trained, update)
+        if actor or generates:
+            waited = max(waited, update)
     if overlaps:
         return max(generation, prepared + trained + rest, apart, *map(sum, pools))
-    waited = max(
-        (update for pool, update in zip(pools, updates, strict=True) if pool[0] or pool[2]),
-        default=0.0,
-    )
     return max(generation + prepared + waited + rest, apart)
 
 

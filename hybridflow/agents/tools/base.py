@@ -109,7 +109,8 @@ def tool(
 
 
 def _description(function: Callable[..., Any]) -> str:
-    return inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+    paragraph, _, _ = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
+    return paragraph.replace("\n", " ")
 
 
 class Toolbox:
@@ -128,7 +129,8 @@ class Toolbox:
         self, config: AgentConfig, offered: Sequence[Tool] = (), *, thinking_open: bool = False
     ) -> None:
         self.tools: dict[str, Tool] = {}
-        for found in [*(_opened(TOOLS.get(name), config) for name in config.tools), *offered]:
+        chosen = [_opened(TOOLS.get(name), config) for name in config.tools]
+        for found in [*chosen, *offered]:
             if found.name in self.tools:
                 raise ConfigError(
                     f"rollout.agent.tools: two tools are named {found.name}; remove one of them"
