@@ -48,6 +48,7 @@ from hybridflow.single_controller import block_on
 from hybridflow.trainer import assets
 from hybridflow.trainer.preload import Preload
 
+Row = tuple[str, str, str, str, str, str]
 _SHOW_S = 10.0  # between two lines of progress
 
 
@@ -89,19 +90,21 @@ def evaluate(
     finally:
         stop_logging()
     results["seconds"]["total"] = time.monotonic() - wanted.since
-    _write(wanted.out / RESULTS, json.dumps(finite(results), indent=2, allow_nan=False) + "\n")
+    text = json.dumps(finite(results), indent=2, allow_nan=False)
+    _write(wanted.out / RESULTS, f"{text}\n")
     return results
 
 
 def check_ks(config: RunConfig, ks: Sequence[int]) -> None:
     """Raise ConfigError if a value of k is larger than a set's number of answers per prompt."""
+    most = max(ks, default=0)
     for name, one in val_sets(config).items():
-        if one.files and ks and max(ks) > one.samples:
-            key = f"data.val_sets.{name}.samples" if name else "rollout.val_samples"
-            heat = f"data.val_sets.{name}.sampling" if name else "rollout.val_sampling"
+        if one.files and most > one.samples:
+            prefix = f"data.val_sets.{name}." if name else "rollout.val_"
+            key = f"{prefix}samples"
             raise ConfigError(
-                f"--k {max(ks)} requires that many answers per prompt, but {key}={one.samples}; "
-                f"set {key}={max(ks)} (and {heat}.temperature above 0), or a smaller k"
+                f"--k {most} requires that many answers per prompt, but {key}={one.samples}; set "
+                f"{key}={most} (and {prefix}sampling.temperature above 0), or a smaller k"
             )
 
 
@@ -163,11 +166,15 @@ def _changes(source: Source, model: Model) -> list[str]:
     now = Fingerprint.of(model.config, model.tokenizer.digests(), {})
     same = {}  # keys that still name the same files, wherever they are
     for key, files in before.files.items():
-        names = [Path(one[0]).name for one in files]
-        if names == [Path(one[0]).name for one in now.files.get(key, ())]:
+        if _names(files) == _names(now.files.get(key, ())):
             same[key] = files
     before = replace(before, settings={"": ""}, packages={}, files=same)
     return replace(now, settings={"": ""}).changes(before)
+
+
+def _names(files: Sequence[Sequence[str]]) -> list[str]:
+    """Return the names, without folders, of a fingerprint's files."""
+    return [Path(file[0]).name for file in files]
 
 
 def _validator(model: Model, out: Path, stack: ExitStack) -> Validator:
@@ -208,13 +215,14 @@ def _set_results(
     given = val_sets(config)[name]
     prefix = f"val{tag(name)}"
     sources = list(dict.fromkeys(batch["data_source"].tolist()))
+    reasons = Counter(batch["finish_reason"].tolist())
     everything = np.ones(len(batch), dtype=bool)
     found = {
         "files": list(given.files),
         "prompts": len(batch) // given.samples,
         "answers_per_prompt": given.samples,
         "sampling": asdict(given.sampling),
-        "finish_reasons": dict(Counter(batch["finish_reason"].tolist())),
+        "finish_reasons": dict(reasons),
         **_statistics(prefix, batch, everything, given.samples, metrics, ks),
     }
     if len(sources) > 1:
@@ -243,19 +251,23 @@ def _statistics(
     """
     scores = batch["scores"][rows]
     extras = batch["reward_extra"][rows].tolist() if "reward_extra" in batch else None
-    by_prompt = {"score": np.asarray(scores, np.float64).reshape(-1, samples).mean(axis=1)}
-    if f"{prefix}/accuracy" in metrics:
-        by_prompt = {"accuracy": by_prompt["score"]}
+    grid = np.asarray(scores, np.float64).reshape(-1, samples)
+    first = "accuracy" if f"{prefix}/accuracy" in metrics else "score"
+    by_prompt = {first: grid.mean(axis=1)}
+    wanted = set(ks)
+    if samples > 1:
+        wanted.update(numbers_up_to(samples))
     if samples > 1 or ks:
-        wanted = sorted({*ks, *(numbers_up_to(samples) if samples > 1 else ())})
-        by_prompt |= statistics_by_prompt(scores, samples, extras, wanted)
+        by_prompt |= statistics_by_prompt(scores, samples, extras, sorted(wanted))
     found: dict[str, Any] = {}
     for name, values in by_prompt.items():
         value = metrics.get(f"{prefix}/{name}", float(values.mean()))
         interval = interval_of(values)
-        found[name] = {"value": value}
+        one: dict[str, Any] = {"value": value}
         if interval is not None:
-            found[name] |= {"interval": [interval.low, interval.high], "method": interval.method}
+            one["interval"] = [interval.low, interval.high]
+            one["method"] = interval.method
+        found[name] = one
     return {"statistics": found}
 
 
@@ -271,24 +283,16 @@ def table(results: Mapping[str, Any]) -> str:
     return "\n".join(aligned(rows))
 
 
-def _table_rows(
-    label: str, part: Mapping[str, Any], answers: int
-) -> list[tuple[str, str, str, str, str, str]]:
-    rows: list[tuple[str, str, str, str, str, str]] = []
+def _table_rows(label: str, part: Mapping[str, Any], answers: int) -> list[Row]:
+    rows: list[Row] = []
+    head = (label, str(part["prompts"]), str(answers))
     for name, one in part["statistics"].items():
-        given = one.get("interval")
-        shown = f"{given[0]:.4f} to {given[1]:.4f} ({one['method']})" if given else ""
-        first = not rows
-        rows.append(
-            (
-                label if first else "",
-                str(part["prompts"]) if first else "",
-                str(answers) if first else "",
-                name,
-                f"{one['value']:.4f}",
-                shown,
-            )
-        )
+        shown = ""
+        if one.get("interval"):
+            low, high = one["interval"]
+            shown = f"{low:.4f} to {high:.4f} ({one['method']})"
+        rows.append((*head, name, f"{one['value']:.4f}", shown))
+        head = ("", "", "")
     return rows
 
 

@@ -30,7 +30,8 @@ def response_values(micro: MicroBatch, output: Tensor) -> Tensor:
     """Return the values [n] of the states before the response tokens. They are computed at the rows
     at which a policy computes these tokens' logits.
     """
-    return gather_tokens(_chosen(output, micro.predict_rows), micro.places, micro.num_targets)
+    values = _chosen(output, micro.predict_rows)
+    return gather_tokens(values, micro.places, micro.num_targets)
 
 
 def sequence_scores(micro: MicroBatch, output: Tensor) -> Tensor:
@@ -39,7 +40,8 @@ def sequence_scores(micro: MicroBatch, output: Tensor) -> Tensor:
     Context parallelism is not supported; `config.roles` rejects it for these roles.
     """
     samples = len(micro.lengths)
-    return _chosen(output, micro.packed.cu_seqlens_q[1 : samples + 1].long() - 1)
+    ends = micro.packed.cu_seqlens_q[1 : samples + 1].long()
+    return _chosen(output, ends - 1)
 
 
 class ValueModel(MegatronPolicy):
@@ -74,7 +76,8 @@ class ValueModel(MegatronPolicy):
 
         Returns metrics as (sum, count) pairs and {grad_norm, lr, applied}.
         """
-        return self._train(self._micro_batches(batch, max_tokens, columns), loss, response_values)
+        micro_batches = self._micro_batches(batch, max_tokens, columns)
+        return self._train(micro_batches, loss, response_values)
 
     def train_pairs(
         self, batch: DataProto, loss: ScalarLoss, *, max_tokens: int

@@ -73,19 +73,21 @@ class _Frames:
         fields = []
         at = 0
         while at < len(body):
-            size = _SIZE.unpack_from(body, at)[0]
-            fields.append(body[at + _SIZE.size : at + _SIZE.size + size])
-            at += _SIZE.size + size
+            (size,) = _SIZE.unpack_from(body, at)
+            begin = at + _SIZE.size
+            at = begin + size
+            fields.append(body[begin:at])
         return fields
 
     def _mac(self, direction: int, body: bytes) -> bytes:
-        number = self._counts[direction]
+        number = _SIZE.pack(self._counts[direction])
         self._counts[direction] += 1
-        return hmac.digest(self._key, self._names[direction] + _SIZE.pack(number) + body, "sha256")
+        return hmac.digest(self._key, self._names[direction] + number + body, "sha256")
 
 
 def _size(header: bytes) -> int:
-    size = int(_SIZE.unpack(header)[0])
+    size: int
+    (size,) = _SIZE.unpack(header)
     if size > _MOST_BYTES:
         raise ConnectionError(f"a message of {size} bytes exceeds the limit of {_MOST_BYTES}")
     return size
@@ -102,9 +104,8 @@ class StoreServer:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._listener = socket.socket(
-            socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
         # Connections of a former store on this port may linger for a minute. A second listener is
         # still rejected.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -116,10 +117,8 @@ class StoreServer:
             raise
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
-        keys = _Keys(self._loop)
-        threading.Thread(
-            target=_serve, args=(self._loop, self._listener, keys), name="store", daemon=True
-        ).start()
+        served = (self._loop, self._listener, _Keys(self._loop))
+        threading.Thread(target=_serve, args=served, name="store", daemon=True).start()
 
     def __del__(self) -> None:
         if hasattr(self, "_loop"):
@@ -130,9 +129,8 @@ class StoreServer:
 
 def _serve(loop: asyncio.AbstractEventLoop, listener: socket.socket, keys: _Keys) -> None:
     asyncio.set_event_loop(loop)
-    loop.run_until_complete(
-        asyncio.start_server(keys.attend, sock=listener, limit=1 << 20, backlog=_BACKLOG)
-    )
+    server = asyncio.start_server(keys.attend, sock=listener, limit=1 << 20, backlog=_BACKLOG)
+    loop.run_until_complete(server)
     loop.run_forever()
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
@@ -161,7 +159,8 @@ class _Keys:
                 header = await reader.readexactly(_SIZE.size + _MAC_BYTES)
                 body = await reader.readexactly(_size(header[: _SIZE.size]))
                 method, *arguments = frames.unpack(header[_SIZE.size :], body)
-                writer.write(frames.pack(await self._answer(method.decode(), arguments)))
+                answer = await self._answer(method.decode(), arguments)
+                writer.write(frames.pack(answer))
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             pass  # an unauthenticated client, a process that has exited, or the server's shutdown
@@ -184,8 +183,9 @@ class _Keys:
         while missing := [key for key in keys if key not in self._values]:
             found: asyncio.Future[None] = self._loop.create_future()
             self._awaited.setdefault(missing[0], set()).add(found)
+            left = deadline - self._loop.time()
             try:
-                await asyncio.wait_for(found, max(0.0, deadline - self._loop.time()))
+                await asyncio.wait_for(found, max(0.0, left))
             except TimeoutError:
                 return [key for key in missing if key not in self._values]
             finally:
@@ -204,7 +204,8 @@ class _Keys:
         return self._do_set(key, self._values.get(key, b"") + value)
 
     def _do_add(self, key: bytes, amount: bytes) -> bytes:
-        total = str(int(self._values.get(key, b"0")) + int(amount)).encode()
+        before = int(self._values.get(key, b"0"))
+        total = str(before + int(amount)).encode()
         self._do_set(key, total)
         return total
 
@@ -284,9 +285,8 @@ class _Connection:
                 ) from error
         if status == _LATE:
             missing = [key.decode(errors="replace") for key in results]
-            raise StoreLate(
-                f"timeout after {within_s:g} s while waiting for {', '.join(missing[:4])}", missing
-            )
+            shown = ", ".join(missing[:4])
+            raise StoreLate(f"timeout after {within_s:g} s while waiting for {shown}", missing)
         return results
 
     def close(self) -> None:
@@ -324,36 +324,41 @@ class Keys:
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which starts at 0, and return its new value."""
-        return int(self.connection.ask("add", self._key(key), str(amount).encode())[0])
+        (total,) = self.connection.ask("add", self._key(key), str(amount).encode())
+        return int(total)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set the key to `desired` if its current value is `expected`, or if it is not set and
         `expected` is empty. Returns the resulting value, or `expected` if the key is still not set.
         """
-        return self.connection.ask(
+        (value,) = self.connection.ask(
             "compare_set", self._key(key), _bytes(expected), _bytes(desired)
-        )[0]
+        )
+        return value
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return True if all keys are set."""
-        return bool(self.connection.ask("check", *map(self._key, keys))[0])
+        (are_set,) = self.connection.ask("check", *map(self._key, keys))
+        return bool(are_set)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set. Raises StoreError at the deadline."""
-        self._wait(keys, self.connection.timeout_s if timeout is None else timeout.total_seconds())
+        seconds = self.connection.timeout_s if timeout is None else timeout.total_seconds()
+        self._wait(keys, seconds)
 
     def _wait(self, keys: Sequence[str], seconds: float) -> list[bytes]:
-        return self.connection.ask(
-            "wait", str(seconds).encode(), *map(self._key, keys), within_s=seconds
-        )
+        arguments = (str(seconds).encode(), *map(self._key, keys))
+        return self.connection.ask("wait", *arguments, within_s=seconds)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key. Returns True if it existed."""
-        return bool(self.connection.ask("delete_key", self._key(key))[0])
+        (existed,) = self.connection.ask("delete_key", self._key(key))
+        return bool(existed)
 
     def num_keys(self) -> int:
         """Return the total number of keys, regardless of prefix."""
-        return int(self.connection.ask("num_keys")[0])
+        (count,) = self.connection.ask("num_keys")
+        return int(count)
 
     def close(self) -> None:
         """Close the connection."""

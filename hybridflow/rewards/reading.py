@@ -89,41 +89,39 @@ def read_response(
     pieces: list[str] = []
     for marker in _MARKER.finditer(text):
         word = marker.group()
+        begin, end = marker.span()
         if opener:
             if word == _OPENERS[opener] or (thinking_open and not pieces and word in _OPENER_OF):
-                pieces.append(text[started : marker.start()])
+                pieces.append(text[started:begin])
                 opener = ""
-                ended = marker.end()
+                ended = end
             elif (
-                thinking_open
-                and word in _OPENERS
-                and marker.start() < _INDENT
-                and not text[: marker.start()].strip()
+                thinking_open and word in _OPENERS and begin < _INDENT and not text[:begin].strip()
             ):
                 # the model repeated the prompt's marker
                 opener = word
-                started = marker.end()
-        elif _is_within(marker.start(), verbatim):
+                started = end
+        elif _is_within(begin, verbatim):
             continue
         elif word in _OPENERS:
-            if _begins_line(text, marker.start()) or not (
-                pieces or _is_quoted(text, marker.start())
-            ):
-                pieces.append(text[ended : marker.start()])
+            if _begins_line(text, begin) or not (pieces or _is_quoted(text, begin)):
+                pieces.append(text[ended:begin])
                 opener = word
-                started = marker.end()
+                started = end
         elif not pieces and _stands_apart(text, marker):
-            pieces.append(text[: marker.start()])
-            ended = marker.end()
+            pieces.append(text[:begin])
+            ended = end
     if opener:
-        return Reading("".join([*pieces, text[started:]]).strip(), "", closed=False)
-    return Reading("".join(pieces).strip(), text[ended:] if pieces else text, closed=True)
+        pieces.append(text[started:])
+        return Reading("".join(pieces).strip(), "", closed=False)
+    return Reading("".join(pieces).strip(), text[ended:], closed=True)
 
 
 def _read_messages(text: str) -> Reading:
     """Split a response in gpt-oss's message format. The answer is the last message in the channel
     `final`; if there is none, it is the text between the analysis messages, i.e. the tool calls."""
-    thinking, rest = list[str](), list[str]()
+    thinking: list[str] = []
+    rest: list[str] = []
     ended = 0
     for head in _ANALYSIS.finditer(text):
         if head.start() < ended:
@@ -131,18 +129,24 @@ def _read_messages(text: str) -> Reading:
         end = text.find(_END_OF_MESSAGE, head.end())
         rest.append(text[ended : head.start()])
         if end < 0:
-            return Reading("".join([*thinking, text[head.end() :]]).strip(), "", closed=False)
+            thinking.append(text[head.end() :])
+            return Reading("".join(thinking).strip(), "", closed=False)
         thinking.append(text[head.end() : end])
         ended = end + len(_END_OF_MESSAGE)
-    answer = "".join([*rest, text[ended:]])
+    rest.append(text[ended:])
+    answer = "".join(rest)
     final = answer.rfind(_FINAL)
-    answer = answer[final + len(_FINAL) :] if final >= 0 else answer
+    if final >= 0:
+        answer = answer[final + len(_FINAL) :]
     return Reading("".join(thinking).strip(), answer, closed=True)
 
 
 def _is_within(position: int, spans: Sequence[tuple[int, int]]) -> bool:
     place = bisect.bisect_right(spans, (position, position)) - 1
-    return place >= 0 and spans[place][0] < position < spans[place][1]
+    if place < 0:
+        return False
+    begin, end = spans[place]
+    return begin < position < end
 
 
 def _begins_line(text: str, position: int) -> bool:
@@ -184,8 +188,11 @@ def last_box(text: str) -> Box | None:
         if sign[0] == "{":
             open_braces += [-1] * len(sign)
         elif sign[0] == "}":
-            for end in range(found.start(), found.start() + min(len(sign), len(open_braces))):
-                if (start := open_braces.pop()) >= 0:
+            first = found.start()
+            closed = min(len(sign), len(open_braces))
+            for end in range(first, first + closed):
+                start = open_braces.pop()
+                if start >= 0:
                     spans.append((start, begins[start], end))
         elif found["box"]:
             open_braces.append(found.start())
@@ -242,36 +249,44 @@ def fenced_blocks(text: str) -> list[Block]:
         indent, label = opening
         first = bisect.bisect_left(closings, number + 1)
         ends = closings[first : first + 1 + _MAX_LONGER]
-        labelled = next(
-            (
-                at
-                for at in range(number + 1, (ends or [0])[-1])
-                if (_opening(lines[at]) or ("", ""))[1]
-            ),
-            None,
-        )
-        bodies = [
-            _body(lines, number + 1, end, indent)
-            for end in ends
-            if labelled is None or end < labelled or end == ends[0]
-        ]
         if not ends:
-            found.append(Block(label, _body(lines, number + 1, len(lines), indent), closed=False))
+            body = _body(lines, number + 1, len(lines), indent)
+            found.append(Block(label, body, closed=False))
             break
-        found.append(Block(label, bodies[0], closed=True, longer=tuple(bodies[1:])))
+        labelled = _labelled_opening(lines, number + 1, ends[-1])
+        body = _body(lines, number + 1, ends[0], indent)
+        longer = []
+        for end in ends[1:]:
+            if end < labelled:
+                longer.append(_body(lines, number + 1, end, indent))
+        found.append(Block(label, body, closed=True, longer=tuple(longer)))
         number = ends[0] + 1
     return found
+
+
+def _labelled_opening(lines: list[str], begin: int, end: int) -> int:
+    """Return the first line in [begin, end) with an opening fence that has a label; `end + 1` if
+    there is none."""
+    for number in range(begin, end):
+        opening = _opening(lines[number])
+        if opening is not None and opening[1]:
+            return number
+    return end + 1
 
 
 def _opening(line: str) -> tuple[str, str] | None:
     """Return the indentation and label of an opening fence at the end of a line, or None if there
     is no fence."""
-    position = min((at for at in (line.find("```"), line.find("~~~")) if at >= 0), default=-1)
-    match = _FENCE.match(line, position) if position >= 0 else None
+    fences = [at for at in (line.find("```"), line.find("~~~")) if at >= 0]
+    if not fences:
+        return None
+    position = min(fences)
+    match = _FENCE.match(line, position)
     if match is None:
         return None
     before = line[:position]
-    return before if not before.strip() else "", match["label"].lower()
+    indent = "" if before.strip() else before
+    return indent, match["label"].lower()
 
 
 def _closes(line: str) -> bool:
@@ -281,8 +296,10 @@ def _closes(line: str) -> bool:
 
 def _body(lines: list[str], begin: int, end: int, indent: str) -> str:
     body = lines[begin:end]
-    if end < len(lines) and (rest := lines[end].rstrip().rstrip("`~")).strip():
-        body.append(rest)
+    if end < len(lines):
+        rest = lines[end].rstrip().rstrip("`~")
+        if rest.strip():
+            body.append(rest)
     return "\n".join(line.removeprefix(indent) for line in body)
 
 
