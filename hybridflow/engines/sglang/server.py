@@ -51,6 +51,7 @@ DRAFT_FILES = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite_nextn",
 }
 _CHANGES = "json-model-override-args"
+_ONE_CACHE = "disable-hybrid-swa-memory"
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -79,8 +80,7 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
     }
     if spec.device == "cpu":
         arguments["device"] = "cpu"
-        # our attention reads one cache for all layers, with windows or without
-        arguments["disable-hybrid-swa-memory"] = True
+        arguments[_ONE_CACHE] = True
     if not spec.cache_prefixes:
         arguments["disable-radix-cache"] = True
     if spec.return_routed_experts:
@@ -118,7 +118,14 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
             "node-rank": spec.node_rank,
             "dist-init-addr": spec.dist_init_addr,
         }
-    return arguments | _own_arguments(spec)
+    own = _own_arguments(spec)
+    if spec.device == "cpu" and not own.get(_ONE_CACHE, True):
+        raise EngineError(
+            f"rollout.extra_args.{_ONE_CACHE}={own[_ONE_CACHE]}: on CPUs, the engine's attention "
+            "reads one cache for all layers, with sliding windows or without; remove it",
+            engine=spec.name,
+        )
+    return arguments | own
 
 
 def _own_arguments(spec: EngineSpec) -> dict[str, Any]:

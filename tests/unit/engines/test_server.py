@@ -475,6 +475,17 @@ def test_every_server_has_our_loader_and_sleeps_when_idle(tmp_path: Path) -> Non
     assert "--sleep-on-idle" in words
 
 
+def test_an_engine_on_cpus_keeps_one_cache_for_all_layers(tmp_path: Path) -> None:
+    spec = EngineSpec(name="e", model_path=str(tmp_path))
+    for allowed in ({}, {"disable_hybrid_swa_memory": True}):
+        arguments = server_arguments(replace(spec, extra_args=allowed), 1)
+        assert arguments["disable-hybrid-swa-memory"] is True
+    other = replace(spec, extra_args={"disable_hybrid_swa_memory": False})
+    with pytest.raises(EngineError, match="disable-hybrid-swa-memory=False: on CPUs"):
+        server_arguments(other, 1)
+    assert server_arguments(replace(other, device="cuda"), 1)["disable-hybrid-swa-memory"] is False
+
+
 @pytest.mark.full
 def test_every_argument_of_sglang_is_refused_by_its_whole_name_or_let_through() -> None:
     """A release of SGLang with other arguments fails here: each new one is to be judged."""
@@ -501,5 +512,6 @@ print(json.dumps([word[2:] for action in parser._actions for word in action.opti
         "log-level-http",
         "sleep-on-idle",
         "disable-radix-cache",
+        "disable-hybrid-swa-memory",  # only on CPUs, see below
     }
     assert set(ours) - refused.keys() <= free  # what the job sets is not to be set otherwise
