@@ -118,19 +118,22 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
             "node-rank": spec.node_rank,
             "dist-init-addr": spec.dist_init_addr,
         }
-    own = _own_arguments(spec)
+    return arguments | _own_arguments(spec)
+
+
+def _own_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Return the user's server arguments (`EngineSpec.extra_args`), with `config_changes` added.
+
+    Raises:
+        EngineError: an argument is not supported on CPUs.
+    """
+    own = {name.replace("_", "-"): value for name, value in spec.extra_args.items()}
     if spec.device == "cpu" and not own.get(_ONE_CACHE, True):
         raise EngineError(
             f"rollout.extra_args.{_ONE_CACHE}={own[_ONE_CACHE]}: on CPUs, the engine's attention "
             "reads one cache for all layers, with sliding windows or without; remove it",
             engine=spec.name,
         )
-    return arguments | own
-
-
-def _own_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Return the user's server arguments (`EngineSpec.extra_args`), with `config_changes` added."""
-    own = {name.replace("_", "-"): value for name, value in spec.extra_args.items()}
     if changes := config_changes(spec.model_path):
         given = own.get(_CHANGES, {})
         own[_CHANGES] = changes | (json.loads(given) if isinstance(given, str) else given)
