@@ -30,12 +30,10 @@ def answer_statistics(
         samples: N, the number of answers per prompt.
         extras: [P * N] extra values returned by the reward.
     """
-    found = {}
-    for name, values in statistics_by_prompt(
-        scores, samples, extras, numbers_up_to(samples)
-    ).items():
-        found[name] = float(values.mean())
-    found[f"mean@{samples}"] = float(np.asarray(scores, np.float64).reshape(-1, samples).mean())
+    by_prompt = statistics_by_prompt(scores, samples, extras, numbers_up_to(samples))
+    found = {name: float(values.mean()) for name, values in by_prompt.items()}
+    scores_PN = np.asarray(scores, np.float64).reshape(-1, samples)
+    found[f"mean@{samples}"] = float(scores_PN.mean())
     return found
 
 
@@ -53,10 +51,8 @@ def statistics_by_prompt(
     is_binary = np.isin(scores_PN, (0.0, 1.0)).all()
     # all correct answers count as equal, whatever their notation, such as 0.5 and 1/2
     if answers is not None and is_binary:
-        answers = [
-            _RIGHT if score else answer
-            for score, answer in zip(scores_PN.ravel(), answers, strict=True)
-        ]
+        scored = zip(scores_PN.ravel(), answers, strict=True)
+        answers = [_RIGHT if score else answer for score, answer in scored]
     found = {f"mean@{samples}": scores_PN.mean(axis=1)}
     for k in ks:
         found[f"best@{k}"] = best_of(scores_PN, k)
@@ -64,9 +60,8 @@ def statistics_by_prompt(
         if is_binary:
             found[f"pass@{k}"] = found[f"best@{k}"]
         if answers is not None:
-            found[f"maj@{k}"] = np.array(
-                [majority(*rows, k) for rows in _by_prompt(scores_PN, answers)]
-            )
+            by_prompt = _by_prompt(scores_PN, answers)
+            found[f"maj@{k}"] = np.array([majority(*rows, k) for rows in by_prompt])
     return found
 
 
@@ -98,11 +93,17 @@ def pass_at(scores_B: np.ndarray, groups_B: np.ndarray) -> dict[int, float]:
     """
     scores = np.asarray(scores_B, np.float64)
     _, sizes = np.unique(groups_B, return_counts=True)
-    if not len(scores) or len(set(sizes.tolist())) > 1 or not np.isin(scores, (0.0, 1.0)).all():
+    is_binary = np.isin(scores, (0.0, 1.0)).all()
+    if len(set(sizes.tolist())) != 1 or not is_binary:
         return {}
     samples = int(sizes[0])
-    scores_PN = scores[np.argsort(groups_B, kind="stable")].reshape(-1, samples)
-    return {k: float(best_of(scores_PN, k).mean()) for k in numbers_up_to(samples) if k > 1}
+    order = np.argsort(groups_B, kind="stable")
+    scores_PN = scores[order].reshape(-1, samples)
+    found = {}
+    for k in numbers_up_to(samples):
+        if k > 1:
+            found[k] = float(best_of(scores_PN, k).mean())
+    return found
 
 
 def majority(scores: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
@@ -110,27 +111,28 @@ def majority(scores: Sequence[float], answers: Sequence[Hashable], k: int) -> fl
     answers and over ties."""
     found = []
     for start in range(0, len(scores) - k + 1, k):
+        block = slice(start, start + k)
         votes: dict[Hashable, list[float]] = {}
-        for answer, score in zip(
-            answers[start : start + k], scores[start : start + k], strict=True
-        ):
+        for answer, score in zip(answers[block], scores[block], strict=True):
             votes.setdefault(answer, []).append(score)
         most = max(map(len, votes.values()))
-        found.append(
-            float(np.mean([np.mean(given) for given in votes.values() if len(given) == most]))
-        )
+        winners = [np.mean(given) for given in votes.values() if len(given) == most]
+        found.append(float(np.mean(winners)))
     return float(np.mean(found))
 
 
 def _answers(extras: Sequence[Mapping[str, Any] | None] | None) -> list[str] | None:
-    for name in _ANSWER if extras else ():
-        if all(extra is not None and name in extra for extra in extras or ()):
-            return [str((extra or {})[name]) for extra in extras or ()]
+    if not extras:
+        return None
+    given = [extra or {} for extra in extras]
+    for name in _ANSWER:
+        if all(name in extra for extra in given):
+            return [str(extra[name]) for extra in given]
     return None
 
 
 def _by_prompt(scores_PN: np.ndarray, answers: list[str]) -> list[tuple[list[float], list[str]]]:
     samples = scores_PN.shape[1]
-    return [
-        (row.tolist(), answers[i * samples : (i + 1) * samples]) for i, row in enumerate(scores_PN)
-    ]
+    starts = range(0, len(answers), samples)
+    answers_P = [answers[start : start + samples] for start in starts]
+    return list(zip(scores_PN.tolist(), answers_P, strict=True))

@@ -39,7 +39,8 @@ async def answer(
     if max_new_tokens is not None:
         most = min(max_new_tokens, config.max_response_length)
         batch = batch.with_columns(**{ROOM: np.full(len(batch), most)})
-    return _texts(await engines.answers(engines.begin(batch, training=False)), tokenizer)
+    answered = await engines.answers(engines.begin(batch, training=False))
+    return _texts(answered, tokenizer)
 
 
 async def samples(
@@ -75,7 +76,8 @@ def _batch(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: DataConfig) 
     ids = []
     for number, prompt in enumerate(prompts):
         text = prompt if isinstance(prompt, str) else list(prompt)
-        rows = encoder.encode(Row("prompts", number, {config.prompt_key: text})).rows
+        row = Row("prompts", number, {config.prompt_key: text})
+        rows = encoder.encode(row).rows
         if not rows:
             raise DataError(
                 f"prompts, row {number}: the prompt is longer than "

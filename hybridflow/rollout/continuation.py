@@ -27,19 +27,17 @@ def continued(prompts: DataProto, answers: DataProto) -> DataProto:
     """Append each row's response so far to its prompt_ids. Other columns are unchanged."""
     asked = prompts.jagged("prompt_ids")
     begun = answers.jagged("response_ids")
-    rows = list(map(np.concatenate, zip(asked, begun, strict=True)))
-    return prompts.with_columns(prompt_ids=Jagged.from_rows(rows, asked.values.dtype))
+    return prompts.with_columns(prompt_ids=_appended(asked, begun))
 
 
 def joined(begun: DataProto, rest: DataProto) -> DataProto:
     """Append the continuations `rest` to the interrupted responses `begun`, in order."""
     columns: dict[str, Any] = {"finish_reason": rest["finish_reason"]}
-    with_support = set(SUPPORT) <= set(rest.columns)
-    for name in _OF_TOKENS + SUPPORT if with_support else _OF_TOKENS:
-        before = begun.jagged(name)
-        after = rest.jagged(name)
-        rows = list(map(np.concatenate, zip(before, after, strict=True)))
-        columns[name] = Jagged.from_rows(rows, before.values.dtype)
+    names: tuple[str, ...] = _OF_TOKENS
+    if set(SUPPORT) <= set(rest.columns):
+        names += SUPPORT
+    for name in names:
+        columns[name] = _appended(begun.jagged(name), rest.jagged(name))
     versions = [str(row[-1]) if len(row) else "" for row in columns["response_versions"]]
     columns["weight_version"] = np.array(versions, dtype=object)
     # the second engine has processed the prompt and the first part, so it returns the experts of
@@ -47,3 +45,9 @@ def joined(begun: DataProto, rest: DataProto) -> DataProto:
     if ROUTES in rest:
         columns[ROUTES] = rest.jagged(ROUTES)
     return DataProto.from_columns(columns)
+
+
+def _appended(before: Jagged, after: Jagged) -> Jagged:
+    """Append each row of `after` to the same row of `before`."""
+    rows = list(map(np.concatenate, zip(before, after, strict=True)))
+    return Jagged.from_rows(rows, before.values.dtype)

@@ -48,7 +48,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError
 from hybridflow.rollout.continuation import free_routes
 from hybridflow.rollout.protocols import ROOM, Engines, SyncReport
-from hybridflow.rollout.requests import Request, Requests, available, values
+from hybridflow.rollout.requests import Request, Requests, available, one_row, values
 from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
@@ -121,13 +121,13 @@ class Conversations:
         self._episodes = None if self.agent.environment is None else Episodes(self.agent, log_path)
         self._agent_loop = LOOPS.get(self.agent.loop)
         self._tools = self._toolbox()
-        sets = val_sets(config).items()
-        self._tokenizers = {
-            name: tokenizer.with_template(one.chat_template_kwargs) for name, one in sets
-        }
+        self._tokenizers = {}
+        for name, val_set in val_sets(config).items():
+            self._tokenizers[name] = tokenizer.with_template(val_set.chat_template_kwargs)
         role = self.agent.observation_role
-        for one in self._tokenizers.values():
-            one.template.check(role, with_calls=role == "tool" and self.agent.loop == "tools")
+        with_calls = role == "tool" and self.agent.loop == "tools"
+        for own in self._tokenizers.values():
+            own.template.check(role, with_calls=with_calls)
         self._next_number = 0
         self._going_on: dict[int, _Sample] = {}
         self._moved_at = time.monotonic()
@@ -137,12 +137,15 @@ class Conversations:
         template = self.tokenizer.template
         chosen = self.agent.call_format
         found = toolbox(self.config, thinking_open=template.opens_thinking)
-        shown = format_of(template.example_call) if found.tools and template.example_call else None
+        example = template.example_call
+        shown = format_of(example) if found.tools and example else None
         if shown not in (None, chosen) and chosen in FORMATS.names():
             _log.warning(
                 "rollout.agent.call_format=%s, but the chat template writes calls as %s: the "
                 "policy may never call a tool; set rollout.agent.call_format=%s",
-                *(chosen, shown, shown),
+                chosen,
+                shown,
+                shown,
             )
         return found
 
@@ -161,8 +164,9 @@ class Conversations:
         uids = values(rows, "uid", None)
         val_sets = values(rows, VAL_SET, "")
         room = values(rows, ROOM, self.config.data.max_response_length)
-        first = self._next_number
+        names = available(rows, *_ROW).columns
         recorded = _recorded(begun)
+        first = self._next_number
         self._next_number += len(rows)
         samples = []
         for row, ids in enumerate(rows.jagged("prompt_ids")):
@@ -170,10 +174,10 @@ class Conversations:
             group = None if uids[row] is None else (first, uids[row])
             one = _Sample(first + row, training, val_sets[row], group, recorded.get(row, deque()))
             if with_images:
-                one.images = rows.select(IMAGES).rows(np.array([row]))
+                one.images = one_row(rows.select(IMAGES), row)
             one.conversation = Conversation(
                 prompt=ids.tolist(),
-                row={name: rows[name][row] for name in _ROW if name in rows},
+                row={name: rows[name][row] for name in names},
                 config=self.agent,
                 tokenizer=self._tokenizers[val_sets[row]],
                 sample=partial(self._sample, one),
@@ -231,9 +235,8 @@ class Conversations:
         batch = as_batch(found, with_rewards=self._agent_loop.gives_rewards)
         is_training = any(one.training for one in samples)
         if is_training and derived.needs_support(self.config):
-            batch = batch.with_columns(
-                **support_columns([Supports.concat(one.supports) for one in found])
-            )
+            supports = [Supports.concat(one.supports) for one in found]
+            batch = batch.with_columns(**support_columns(supports))
         if not (is_training and derived.needs_engine_routes(self.config)):
             return batch
         rows = []
@@ -247,9 +250,8 @@ class Conversations:
     def shown(self, samples: Sequence[_Sample]) -> DataProto:
         """Return the batch of these conversations (`batch`) without the columns for routed
         experts."""
-        return as_batch(
-            [one.conversation for one in samples], with_rewards=self._agent_loop.gives_rewards
-        )
+        found = [one.conversation for one in samples]
+        return as_batch(found, with_rewards=self._agent_loop.gives_rewards)
 
     async def begun(self, samples: Sequence[_Sample]) -> DataProto | None:
         """Return the answers that these conversations have received so far, in order. The column
@@ -264,29 +266,33 @@ class Conversations:
         now = await self.engines.begun(requests)
         # by conversation number: the row of its pending answer
         at = {}
-        for row, place in enumerate([] if now is None else now["sample"].tolist()):
-            at[asking[place]] = row
-        parts = []
+        if now is not None:
+            for row, place in enumerate(now["sample"].tolist()):
+                at[asking[place]] = row
+        parts: list[DataProto] = []
+        places: list[int] = []
         for place, one in enumerate(samples):
             whole = [*one.conversation.prompt, *one.conversation.tokens]
-            rows = []
             for length, batch, row in one.answers:
                 shown = objects([_digest(whole[:length])])
-                rows.append(batch.rows(np.array([row])).with_columns(shown=shown))
+                parts.append(one_row(batch, row).with_columns(shown=shown))
             if now is not None and one.number in at:
-                answer = now.rows(np.array([at[one.number]])).drop(["sample"])
-                rows.append(answer.with_columns(shown=objects([_digest(whole)])))
+                shown = objects([_digest(whole)])
+                answer = one_row(now, at[one.number]).drop(["sample"])
+                parts.append(answer.with_columns(shown=shown))
             else:
-                rows += [answer.drop(["row"]) for answer in one.before]
-            for answer in rows:
-                parts.append(answer.with_columns(sample=np.array([place])))
-        return DataProto.concat(parts) if parts else None
+                parts += [answer.drop(["row"]) for answer in one.before]
+            places += [place] * (len(parts) - len(places))
+        if not parts:
+            return None
+        return DataProto.concat(parts).with_columns(sample=np.array(places))
 
     async def abort(self, samples: Sequence[_Sample]) -> None:
         """Abort these conversations and their requests."""
         for one in samples:
             if not one.done():
-                one.conversation.end, one.conversation.finish_reason = "aborted", "abort"
+                one.conversation.end = "aborted"
+                one.conversation.finish_reason = "abort"
         await _cancel(samples)
         await self.engines.drop_unwanted()
 
@@ -328,9 +334,8 @@ class Conversations:
             conversation.failure = str(error)
         except (Exception, SystemExit) as error:
             # raised by the user's loop: only this conversation fails
-            conversation.failure = describe_error(
-                error, Path(inspect.getfile(self._agent_loop.function))
-            )
+            file = inspect.getfile(self._agent_loop.function)
+            conversation.failure = describe_error(error, Path(file))
         else:
             conversation.end = "the agent loop returned"
 
@@ -343,15 +348,17 @@ class Conversations:
         begun = None
         if one.before:
             again = one.before.popleft()
-            if again["shown"][0] != _digest(tokens) or again.lengths("response_ids")[0] > most:
+            length = again.lengths("response_ids")[0]
+            answer = again.drop(["row", "shown"])
+            if again["shown"][0] != _digest(tokens) or length > most:
                 # a tool or an environment responded differently: stop replaying and sample from
                 # here on
                 one.before.clear()
-            elif again["finish_reason"][0] == CUT_SHORT:
-                begun = again.drop(["row", "shown"])
+            elif answer["finish_reason"][0] == CUT_SHORT:
+                begun = answer
             else:
-                one.answers.append((len(tokens), again.drop(["row", "shown"]), 0))
-                return sampled_of(again, 0, len(tokens), most)
+                one.answers.append((len(tokens), answer, 0))
+                return sampled_of(answer, 0, len(tokens), most)
         prompt = one.conversation.prompt
         if one.images is not None and list(tokens[: len(prompt)]) != list(prompt):
             raise HybridFlowError(
@@ -394,9 +401,9 @@ class Conversations:
     def _is_stepping(self) -> bool:
         if self.engines.is_working:
             return False
-        return self._completions.is_active or (
-            self._episodes is not None and self._episodes.waiting
-        )
+        if self._completions.is_active:
+            return True
+        return self._episodes is not None and self._episodes.waiting
 
     async def _wait(self, seconds: float) -> None:
         """Wait until a conversation sends a request or finishes, or until `seconds` have passed."""
@@ -409,10 +416,11 @@ class Conversations:
 
     def _end_idle(self) -> None:
         """Abort all conversations if nothing has happened for `rollout.agent.timeout_s`."""
-        if time.monotonic() - self._moved_at < self.agent.timeout_s or not self.engines.is_idle:
+        limit = self.agent.timeout_s
+        if time.monotonic() - self._moved_at < limit or not self.engines.is_idle:
             return
         for one in self._going_on.values():
-            one.conversation.failure = f"no progress for {self.agent.timeout_s:g} s"
+            one.conversation.failure = f"no progress for {limit:g} s"
             one.task.cancel()
 
 
@@ -424,10 +432,11 @@ async def _cancel(samples: Sequence[_Sample]) -> None:
 
 def _recorded(begun: DataProto | None) -> dict[int, deque[DataProto]]:
     """Group recorded answers by conversation, i.e. by row of the prompts."""
+    if begun is None:
+        return {}
     found: dict[int, deque[DataProto]] = {}
-    for place, row in enumerate([] if begun is None else begun["row"].tolist()):
-        assert begun is not None
-        found.setdefault(row, deque()).append(begun.rows(np.array([place])))
+    for place, row in enumerate(begun["row"].tolist()):
+        found.setdefault(row, deque()).append(one_row(begun, place))
     return found
 
 
@@ -466,26 +475,30 @@ def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
 def as_batch(conversations: Sequence[Conversation], *, with_rewards: bool = False) -> DataProto:
     """Build a batch with one row per conversation. Failed conversations have no sampled tokens, so
     they are not trained on."""
+
+    def each(attribute: str) -> list[Any]:
+        return [getattr(one, attribute) for one in conversations]
+
     masks = []
     versions = []
     for one in conversations:
         masks.append(np.array(one.mask, np.bool_) & (one.failure is None))
         versions.append(str(one.versions[-1]) if one.versions else "")
     columns: dict[str, Any] = {
-        "response_ids": Jagged.from_rows([one.tokens for one in conversations], np.int64),
+        "response_ids": Jagged.from_rows(each("tokens"), np.int64),
         "response_mask": Jagged.from_rows(masks, np.bool_),
-        "rollout_log_probs": Jagged.from_rows([one.log_probs for one in conversations], np.float32),
-        "response_versions": Jagged.from_rows([one.versions for one in conversations], np.int64),
-        "finish_reason": objects([one.finish_reason for one in conversations]),
+        "rollout_log_probs": Jagged.from_rows(each("log_probs"), np.float32),
+        "response_versions": Jagged.from_rows(each("versions"), np.int64),
+        "finish_reason": objects(each("finish_reason")),
         "weight_version": objects(versions),
         "answer_text": objects(list(map(_last_answer, conversations))),
-        "messages": objects([one.messages for one in conversations]),
-        "turns": np.array([one.answered for one in conversations], np.int64),
-        "tool_calls": np.array([one.calls for one in conversations], np.int64),
-        "agent_failure": objects([one.failure for one in conversations]),
+        "messages": objects(each("messages")),
+        "turns": np.array(each("answered"), np.int64),
+        "tool_calls": np.array(each("calls"), np.int64),
+        "agent_failure": objects(each("failure")),
     }
     if with_rewards:
-        columns[TURN_REWARDS] = objects([one.rewards for one in conversations])
+        columns[TURN_REWARDS] = objects(each("rewards"))
     return DataProto.from_columns(columns)
 
 
@@ -502,8 +515,6 @@ def conversing(
     """Wrap the engines in `Conversations` if `rollout.agent.loop` requires it. Takes the same
     arguments as `Conversations`.
     """
-    return (
-        Conversations(engines, tokenizer, config, logs)
-        if config.rollout.agent.loop != SINGLE_TURN
-        else engines
-    )
+    if config.rollout.agent.loop == SINGLE_TURN:
+        return engines
+    return Conversations(engines, tokenizer, config, logs)

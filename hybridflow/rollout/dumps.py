@@ -21,6 +21,7 @@ from hybridflow.observe.rollouts import (
     dump_rollouts,
     list_dumps,
 )
+from hybridflow.rollout.requests import values
 
 # large, and not needed for inspection or training
 _NOT_DUMPED = (
@@ -35,23 +36,19 @@ _NOT_DUMPED = (
 )
 # required for training
 _NEEDED = (
-    *(
-        "uid",
-        "prompt_ids",
-        "response_ids",
-        "rollout_log_probs",
-        RESPONSE_MASK,
-        "response_versions",
-        "score",
-    ),
-    *(
-        "data_source",
-        "ground_truth",
-        "extra_info",
-        "response_text",
-        "finish_reason",
-        "weight_version",
-    ),
+    "uid",
+    "prompt_ids",
+    "response_ids",
+    "rollout_log_probs",
+    RESPONSE_MASK,
+    "response_versions",
+    "score",
+    "data_source",
+    "ground_truth",
+    "extra_info",
+    "response_text",
+    "finish_reason",
+    "weight_version",
 )
 _MOST_LOG_PROB = 0.1  # tolerance above log-prob 0, for rounding
 _CONVERSATION = ("messages", "turns", "tool_calls", "agent_failure")
@@ -88,41 +85,43 @@ def dump_batch(
         made_with: `identity` of the run that produced the samples.
     """
     names = [name for name in batch.columns if name not in _NOT_DUMPED]
-    pieces = batch.pieces(names)
-    dump_rollouts(
-        dump_path(folder, step), (_dumped(piece, step, tokenizer) for piece in pieces), made_with
-    )
+    pieces = (_dumped(piece, step, tokenizer) for piece in batch.pieces(names))
+    dump_rollouts(dump_path(folder, step), pieces, made_with)
 
 
 def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """Convert one piece of the batch to rows of the dump."""
+
+    def listed(column: str) -> Any:
+        return batch[column].tolist()
+
     prompts = batch.jagged("prompt_ids")
     mask = batch.jagged(RESPONSE_MASK)
     rows: dict[str, Any] = {
         "step": [step] * len(batch),
-        "uid": batch["uid"].tolist() if "uid" in batch else batch["index"].tolist(),
-        "data_source": batch["data_source"].tolist(),
+        "uid": listed("uid" if "uid" in batch else "index"),
+        "data_source": listed("data_source"),
         "prompt_text": _prompt_texts(prompts, tokenizer),
-        "response_text": batch["response_text"].tolist(),
-        "ground_truth": batch["ground_truth"].tolist(),
-        "score": batch["scores"].tolist(),
+        "response_text": listed("response_text"),
+        "ground_truth": listed("ground_truth"),
+        "score": listed("scores"),
         "prompt_length": prompts.lengths.tolist(),
         "response_length": batch.lengths("response_ids").tolist(),
         "response_mask": _runs(mask),
-        "finish_reason": batch["finish_reason"].tolist(),
-        "weight_version": batch["weight_version"].tolist(),
+        "finish_reason": listed("finish_reason"),
+        "weight_version": listed("weight_version"),
         "response_versions": _runs(batch.jagged("response_versions")),
-        "extra_info": batch["extra_info"].tolist(),
+        "extra_info": listed("extra_info"),
     }
     if "reward_extra" in batch or "reward_failure" in batch:
         rows["reward_failure"] = _failures(batch)
         rows["reward_extra"] = _extras(batch)
     if "messages" in batch:
-        rows |= {name: batch[name].tolist() for name in _CONVERSATION}
+        rows |= {name: listed(name) for name in _CONVERSATION}
     if "rm_scores" in batch:
-        rows["rm_score"] = batch["rm_scores"].tolist()
+        rows["rm_score"] = listed("rm_scores")
     if "greedy_scores" in batch:
-        rows["greedy_score"] = batch["greedy_scores"].tolist()
+        rows["greedy_score"] = listed("greedy_scores")
     if "advantages" in batch:
         rows["advantage"] = _means(batch.jagged("advantages"), mask)
     if "old_log_probs" in batch:
@@ -138,12 +137,12 @@ def _failures(batch: DataProto) -> list[str | None]:
     """Return each row's scoring error, or None. An extra value that the reward itself names
     "failure" is not a scoring error.
     """
-    return batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
+    return values(batch, "reward_failure", None)
 
 
 def _extras(batch: DataProto) -> list[dict[str, Any]]:
     """Return the reward's extra values, plus the error text for rows that failed."""
-    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [None] * len(batch)
+    extras = values(batch, "reward_extra", None)
     texts = _failures(batch)
     found = []
     for extra, text in zip(extras, texts, strict=True):
@@ -168,28 +167,33 @@ def _prompt_texts(prompts: Jagged, tokenizer: Tokenizer) -> list[str]:
 
 def _means(column: Jagged, mask: Jagged) -> np.ndarray:
     """Return each row's mean over the tokens in `mask` [B]; 0 for a row without any."""
-    rows = np.repeat(np.arange(len(column)), column.lengths)[mask.values]
-    sums = np.bincount(rows, column.values[mask.values], len(column))
-    return sums / np.maximum(np.bincount(rows, minlength=len(column)), 1)
+    size = len(column)
+    rows = np.repeat(np.arange(size), column.lengths)[mask.values]
+    sums = np.bincount(rows, column.values[mask.values], size)
+    counts = np.bincount(rows, minlength=size)
+    return sums / np.maximum(counts, 1)
 
 
 def _maxima(column: Jagged, mask: Jagged) -> np.ndarray:
     """Return each row's maximum over the tokens in `mask` [B], for values that are not negative; 0
     for a row without any.
     """
-    values = np.append(np.where(mask.values, column.values, 0), 0)
-    return np.maximum.reduceat(values, column.offsets[:-1]) * (column.lengths > 0)
+    masked = np.where(mask.values, column.values, 0)
+    maxima = np.maximum.reduceat(np.append(masked, 0), column.offsets[:-1])
+    return maxima * (column.lengths > 0)
 
 
 def _runs(column: Jagged) -> Jagged:
     """Run-length encode each row as [value, length] pairs, because thousands of tokens have only
     one or two distinct values.
     """
-    values = column.values.astype(np.int64)
-    begins = np.diff(values, prepend=0) != 0
-    begins[column.offsets[:-1][column.lengths > 0]] = True
+    tokens = column.values.astype(np.int64)
+    begins = np.diff(tokens, prepend=0) != 0
+    row_starts = column.offsets[:-1][column.lengths > 0]
+    begins[row_starts] = True
     starts = np.flatnonzero(begins)
-    pairs = np.stack([values[starts], np.diff(starts, append=len(values))], 1)
+    run_lengths = np.diff(starts, append=len(tokens))
+    pairs = np.stack([tokens[starts], run_lengths], 1)
     return Jagged(pairs, np.searchsorted(starts, column.offsets))
 
 
@@ -213,11 +217,11 @@ class Dumps:
         self.made_with = made_with
         self.rows = rows
         self.with_support = with_support
-        self._files = dict(list_dumps(path) if path.is_dir() else list_dumps(path.parent))
-        if not path.is_dir():
-            self._files = {
-                step: file for step, file in self._files.items() if file.name == path.name
-            }
+        if path.is_dir():
+            self._files = dict(list_dumps(path))
+        else:
+            siblings = list_dumps(path.parent)
+            self._files = {step: file for step, file in siblings if file.name == path.name}
 
     def last_after(self, step: int) -> int:
         """Return the last step of the consecutive dumps that follow `step`.
@@ -246,17 +250,18 @@ class Dumps:
 
     def batch(self, step: int) -> DataProto:
         """Return a step's batch. Raises the same errors as `read_batch`."""
-        batch = read_batch(self._files[step], self.made_with)
+        file = self._files[step]
+        batch = read_batch(file, self.made_with)
         if len(batch) != self.rows:
             raise DataError(
-                f"{self._files[step]} contains {len(batch)} samples, but a step of this run has "
+                f"{file} contains {len(batch)} samples, but a step of this run has "
                 f"{self.rows} (data.train_batch_size x rollout.n); set these to the values of the "
                 "run that wrote it"
             )
         if (SUPPORT[0] in batch) != self.with_support:
+            extent = "the whole" if self.with_support else "a truncated"
             raise DataError(
-                f"{self._files[step]} was sampled "
-                f"{'from the whole' if self.with_support else 'from a truncated'} vocabulary, "
+                f"{file} was sampled from {extent} vocabulary, "
                 "which contradicts this run's rollout.sampling; set top_p, top_k and min_p to the "
                 "values of the run that wrote it"
             )
@@ -271,7 +276,8 @@ def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
             or tokenizer other than `made_with`.
     """
     held = read_parquet(path)
-    if missing := [name for name in _NEEDED if name not in held]:
+    missing = [name for name in _NEEDED if name not in held]
+    if missing:
         raise DataError(
             f"{path} has no {', '.join(missing)}, so it cannot be trained on; use the rollouts/ "
             "folder of a run made with this version"
@@ -279,12 +285,14 @@ def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
     theirs = held.meta.get(MADE_WITH, {})
     for name, ours in made_with.items():
         if theirs.get(name) != ours:
+            differing = "tokenizer" if name == "tokenizer" else "model"
             raise DataError(
-                f"{path} comes from another {'tokenizer' if name == 'tokenizer' else 'model'}: its "
+                f"{path} comes from another {differing}: its "
                 f"{name} is {theirs.get(name)}, this run's is {ours}"
             )
     try:
-        _check_tokens(held, int(made_with.get("vocab_size", np.iinfo(np.int64).max)))
+        vocab_size = int(made_with.get("vocab_size", np.iinfo(np.int64).max))
+        _check_tokens(held, vocab_size)
         return DataProto.from_columns(_trained_columns(held))
     except (SchemaError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise DataError(f"{path}: damaged, or not a rollout dump: {error}") from error
@@ -322,11 +330,10 @@ def _check_tokens(held: DataProto, vocab_size: int) -> None:
 
 
 def _trained_columns(held: DataProto) -> dict[str, Column]:
-    columns: dict[str, Column] = {
-        name: held[name]
-        for name in _NEEDED
-        if name not in ("score", RESPONSE_MASK, "response_versions")
-    }
+    columns: dict[str, Column] = {}
+    for name in _NEEDED:
+        if name not in ("score", RESPONSE_MASK, "response_versions"):
+            columns[name] = held[name]
     lengths = held.jagged("response_ids").lengths
     columns["scores"] = held["score"]
     columns[RESPONSE_MASK] = _from_runs(held.jagged(RESPONSE_MASK), lengths, np.bool_)
@@ -340,28 +347,37 @@ def _trained_columns(held: DataProto) -> dict[str, Column]:
     if "turns" in held:
         columns |= {name: held[name] for name in _CONVERSATION}
     if "reward_extra" in held:
-        extras = list(map(json.loads, held["reward_extra"].tolist()))
+        columns |= _reward_columns(held)
+    return columns
+
+
+def _reward_columns(held: DataProto) -> dict[str, Column]:
+    """Return the reward's extra values and the scoring errors, each only if a row has any."""
+    extras = list(map(json.loads, held["reward_extra"].tolist()))
+    if "reward_failure" in held:
+        failures = held["reward_failure"].tolist()
+    else:
         # dumps of older versions have failures only among the reward's extra values
-        failures = (
-            held["reward_failure"].tolist()
-            if "reward_failure" in held
-            else [e.get("failure") for e in extras]
-        )
-        for extra, text in zip(extras, failures, strict=True):
-            if text is not None:
-                del extra["failure"]
-        for name, values in {"reward_extra": extras, "reward_failure": failures}.items():
-            if any(values):
-                columns[name] = objects(values)
+        failures = [extra.get("failure") for extra in extras]
+    for extra, text in zip(extras, failures, strict=True):
+        if text is not None:
+            del extra["failure"]
+    columns: dict[str, Column] = {}
+    if any(extras):
+        columns["reward_extra"] = objects(extras)
+    if any(failures):
+        columns["reward_failure"] = objects(failures)
     return columns
 
 
 def _from_runs(runs: Jagged, lengths: np.ndarray, kind: type) -> Jagged:
     """Decode rows of [value, run length] pairs to one value per token."""
     pairs = runs.values.reshape(-1, 2)
-    if (pairs[:, 1] < 1).any() or (pairs[:, 1] > lengths.max(initial=0)).any():
+    counts = pairs[:, 1]
+    if (counts < 1).any() or (counts > lengths.max(initial=0)).any():
         raise ValueError("a token run is empty, or longer than any response")
-    counted = np.add.reduceat(np.append(pairs[:, 1], 0), runs.offsets[:-1]) * (runs.lengths > 0)
-    if not np.array_equal(counted, lengths):
+    sums = np.add.reduceat(np.append(counts, 0), runs.offsets[:-1])
+    if not np.array_equal(sums * (runs.lengths > 0), lengths):
         raise ValueError("the token runs do not add up to the response lengths")
-    return Jagged.from_lengths(np.repeat(pairs[:, 0], pairs[:, 1]).astype(kind), lengths)
+    tokens = np.repeat(pairs[:, 0], counts)
+    return Jagged.from_lengths(tokens.astype(kind), lengths)

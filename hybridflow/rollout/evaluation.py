@@ -78,32 +78,36 @@ class Scorer:
 
     def begin(self, batch: DataProto, size: int) -> list[Scoring]:
         """Start scoring a batch in parts of `size` rows. Pass the result to `finish`."""
+        texts = self._texts(batch)
+        starts = range(0, len(texts), max(size, 1))
+        parts = [slice(start, start + size) for start in starts]
+        config = self.rewards.config
+        if TURN_REWARDS in batch and _loop_scores(config):
+            given = batch[TURN_REWARDS].tolist()
+            results = [_loop_result(rewards, config.weight) for rewards in given]
+            return [Scoring(texts[part], results[part]) for part in parts]
         sources = batch["data_source"].tolist()
         truths = batch["ground_truth"].tolist()
-        given = batch[TURN_REWARDS].tolist() if TURN_REWARDS in batch else None
-        texts: list[str] = []
-        # for conversations only the last answer is scored
-        if "answer_text" in batch:
-            texts += batch["answer_text"].tolist()
-        else:
-            for piece in batch.pieces(["response_ids"]):
-                for row in piece.jagged("response_ids"):
-                    texts.append(self.tokenizer.decode_response(row.tolist()))
         infos = self._infos(batch)
         groups = batch["uid"].tolist() if "uid" in batch else list(range(len(texts)))
-        parts: list[Scoring] = []
-        for start in range(0, len(texts), max(size, 1)):
-            part = slice(start, start + size)
-            if given is not None and _loop_scores(self.rewards.config):
-                weight = self.rewards.config.weight
-                results = [_loop_result(rewards, weight) for rewards in given[part]]
-                parts.append(Scoring(texts[part], results))
-            else:
-                submitted = self.rewards.submit(
-                    sources[part], texts[part], truths[part], infos[part], groups[part]
-                )
-                parts.append(Scoring(texts[part], submitted))
-        return parts
+        scorings = []
+        for part in parts:
+            submitted = self.rewards.submit(
+                sources[part], texts[part], truths[part], infos[part], groups[part]
+            )
+            scorings.append(Scoring(texts[part], submitted))
+        return scorings
+
+    def _texts(self, batch: DataProto) -> list[str]:
+        """Return each row's text to score: for conversations, only the last answer."""
+        texts: list[str] = []
+        if "answer_text" in batch:
+            texts += batch["answer_text"].tolist()
+            return texts
+        for piece in batch.pieces(["response_ids"]):
+            for row in piece.jagged("response_ids"):
+                texts.append(self.tokenizer.decode_response(row.tolist()))
+        return texts
 
     def _infos(self, batch: DataProto) -> list[dict[str, Any]]:
         """Return each row's extra_info for the reward, with the messages and rewards of its
@@ -160,9 +164,8 @@ class Scorer:
 
     def check_failures(self, batch: DataProto) -> None:
         """Raise DataError, as `RewardManager.check` does, for rows that failed after scoring."""
-        self.rewards.check(
-            [ScoreResult(0.0, failure=text) for text in batch["reward_failure"].tolist()]
-        )
+        texts = batch["reward_failure"].tolist()
+        self.rewards.check([ScoreResult(0.0, failure=text) for text in texts])
 
     def forget(self, parts: Sequence[Scoring]) -> None:
         """Discard these parts without collecting their scores."""
@@ -187,9 +190,13 @@ def _loop_scores(config: RewardConfig) -> bool:
 def sources_to_score(config: RunConfig, *datasets: Prompts | PreferenceDataset) -> list[str]:
     """Return the data sources that need a verifier, or an empty list if the agent loop provides the
     rewards."""
-    if LOOPS.get(config.rollout.agent.loop).gives_rewards and _loop_scores(config.reward):
+    agent_loop = LOOPS.get(config.rollout.agent.loop)
+    if agent_loop.gives_rewards and _loop_scores(config.reward):
         return []
-    return [source for dataset in datasets for source in dataset.data_sources]
+    sources: list[str] = []
+    for dataset in datasets:
+        sources += dataset.data_sources
+    return sources
 
 
 def check_truths(
@@ -201,9 +208,12 @@ def check_truths(
         if not sources_to_score(config, dataset):
             continue
         rows = dataset.batch(np.arange(len(dataset)))
-        # custom datasets
-        places = getattr(dataset, "places", [f"row {row}" for row in range(len(dataset))])
-        rewards.check_truths(rows["data_source"].tolist(), rows["ground_truth"].tolist(), places)
+        sources = rows["data_source"].tolist()
+        truths = rows["ground_truth"].tolist()
+        # custom datasets have no places
+        row_numbers = [f"row {row}" for row in range(len(dataset))]
+        places = getattr(dataset, "places", row_numbers)
+        rewards.check_truths(sources, truths, places)
 
 
 def check_numbers(
@@ -221,8 +231,9 @@ def check_numbers(
     if not needed or from_dumps or not sources_to_score(config, dataset):
         return
     row = dataset.batch(np.arange(1))
+    source = row["data_source"].tolist()
     [truth] = row["ground_truth"]
-    call = rewards.submit(row["data_source"].tolist(), [str(truth)], [truth], row["extra_info"])
+    call = rewards.submit(source, [str(truth)], [truth], row["extra_info"])
     [[result]] = asyncio.run(rewards.collect([call]))
     missing = [name for name in needed if finite_number(result.extra.get(name)) is None]
     if missing and result.failure is None:
@@ -282,39 +293,48 @@ class Validator:
                 awaited.
         """
         asked = {name: self._prompts(name) for name in self.datasets}
-        samples = {name: engines.begin(prompts, training=False) for name, prompts in asked.items()}
+        samples = {}
+        for name, prompts in asked.items():
+            samples[name] = engines.begin(prompts, training=False)
         begun = list(chain(*samples.values()))
         for name, prompts in asked.items():
-            while watch is not None and not all(sample.done() for sample in samples[name]):
+            own = samples[name]
+            while watch is not None and not all(sample.done() for sample in own):
                 await engines.advance()
-                watch(sum(sample.done() for sample in begun), len(begun))
-            batch = prompts.union(await engines.answers(samples[name]))
-            yield name, batch.union(await self.scorer.score(batch))
+                finished = sum(sample.done() for sample in begun)
+                watch(finished, len(begun))
+            batch = prompts.union(await engines.answers(own))
+            scores = await self.scorer.score(batch)
+            yield name, batch.union(scores)
 
     def dump(self, name: str, batch: DataProto, step: int) -> None:
         """Write a validation set's answers at this step to a file in the folder of the set."""
-        dump_batch(self.folder / f"validation{self.tags[name]}", step, batch, self.scorer.tokenizer)
+        folder = self.folder / f"validation{self.tags[name]}"
+        dump_batch(folder, step, batch, self.scorer.tokenizer)
 
     def metrics(self, name: str, batch: DataProto) -> dict[str, float]:
         """Return a validation set's metrics with its prefix, and verl's `val-core` metrics."""
         samples = self.sets[name].samples
-        found = self._metrics(f"val{self.tags[name]}", batch, samples)
-        return found | _core(f"val-core{self.tags[name]}", batch, samples)
+        tag = self.tags[name]
+        found = self._metrics(f"val{tag}", batch, samples)
+        return found | _core(f"val-core{tag}", batch, samples)
 
     def _prompts(self, name: str) -> DataProto:
         """Return a validation set's prompts, each repeated once per sample."""
         dataset = self.datasets[name]
-        samples = self.sets[name].samples
+        val_set = self.sets[name]
         batch = dataset.batch(np.arange(len(dataset)))
+        size = len(batch)
         if COLUMN in batch:
             batch = with_pixels(batch, dataset)
-        if (most := self.sets[name].sampling.max_new_tokens) is not None:
-            batch = batch.with_columns(**{ROOM: np.full(len(batch), most)})
+        limit = val_set.sampling.max_new_tokens
+        if limit is not None:
+            batch = batch.with_columns(**{ROOM: np.full(size, limit)})
         if name:
-            batch = batch.with_columns(**{VAL_SET: np.array([name] * len(batch), object)})
-        return (
-            batch.with_columns(uid=np.arange(len(batch))).repeat(samples) if samples > 1 else batch
-        )
+            batch = batch.with_columns(**{VAL_SET: np.array([name] * size, object)})
+        if val_set.samples > 1:
+            batch = batch.with_columns(uid=np.arange(size)).repeat(val_set.samples)
+        return batch
 
     @staticmethod
     def _metrics(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
@@ -322,20 +342,22 @@ class Validator:
         multiple answers per prompt, `answer_statistics`. Each metric is computed overall and per
         data source. Also compute response lengths, and the means of the reward's extra values.
         """
-        metrics = {f"{prefix}/response_length/mean": float(np.mean(batch.lengths("response_ids")))}
-        parts = {"": np.ones(len(batch), dtype=bool)}
+        length = np.mean(batch.lengths("response_ids"))
+        metrics = {f"{prefix}/response_length/mean": float(length)}
+        parts = {prefix: np.ones(len(batch), dtype=bool)}
         sources = batch["data_source"]
         for source in dict.fromkeys(sources.tolist()):
-            parts[f"/{source}"] = sources == source
+            parts[f"{prefix}/{source}"] = sources == source
         for part, rows in parts.items():
             scores = batch["scores"][rows]
-            metrics[f"{prefix}{part}/score"] = float(np.mean(scores))
+            mean = float(np.mean(scores))
+            metrics[f"{part}/score"] = mean
             if np.isin(scores, (0.0, 1.0)).all():
-                metrics[f"{prefix}{part}/accuracy"] = metrics[f"{prefix}{part}/score"]
+                metrics[f"{part}/accuracy"] = mean
             if samples > 1:
                 extras = batch["reward_extra"][rows].tolist() if "reward_extra" in batch else None
                 for name, value in answer_statistics(scores, samples, extras).items():
-                    metrics[f"{prefix}{part}/{name}"] = value
+                    metrics[f"{part}/{name}"] = value
         for name, value in extra_metrics(batch).items():
             if name.endswith("/mean"):
                 metrics[f"{prefix}/{name}"] = value
@@ -354,11 +376,16 @@ def _core(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
         rows = np.flatnonzero(batch["data_source"] == source)
         given = [accuracies[row] for row in rows]
         has_accuracy = None not in given
-        scores = np.array(given, np.float64) if has_accuracy else batch["scores"][rows]
-        head = f"{prefix}/{source}/{'acc' if has_accuracy else 'reward'}"
+        if has_accuracy:
+            head = f"{prefix}/{source}/acc"
+            scores = np.array(given, np.float64)
+        else:
+            head = f"{prefix}/{source}/reward"
+            scores = batch["scores"][rows]
         metrics[f"{head}/mean@{samples}"] = float(np.mean(scores))
         if samples > 1:
-            found = answer_statistics(scores, samples, [extras[row] for row in rows])
+            own_extras = [extras[row] for row in rows]
+            found = answer_statistics(scores, samples, own_extras)
             for name in (f"best@{samples}", f"maj@{samples}"):
                 if name in found:
                     metrics[f"{head}/{name}/mean"] = found[name]
@@ -370,8 +397,9 @@ def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
     for each failed row, and None for the others.
     """
     before = values(batch, "reward_failure", None)
-    merged = [old if old is not None else new for old, new in zip(before, texts, strict=True)]
-    scores = np.where([text is None for text in texts], batch["scores"], np.float32(0.0))
+    merged = [new if old is None else old for old, new in zip(before, texts, strict=True)]
+    has_score = [text is None for text in texts]
+    scores = np.where(has_score, batch["scores"], np.float32(0.0))
     return batch.with_columns(scores=scores, reward_failure=objects(merged))
 
 
@@ -398,11 +426,11 @@ def failures(batch: DataProto) -> list[str]:
     for row, text in enumerate(values(batch, "reward_failure", None)):
         if text is not None:
             rows.setdefault(text, []).append(row)
-    ordered = sorted(rows.items(), key=lambda item: -len(item[1]))
-    return [
-        f"{len(found)} of {len(batch)} rows have no score (first: row {found[0]}): {text}"
-        for text, found in ordered
-    ]
+    lines = []
+    for text, found in sorted(rows.items(), key=lambda item: -len(item[1])):
+        count = f"{len(found)} of {len(batch)} rows"
+        lines.append(f"{count} have no score (first: row {found[0]}): {text}")
+    return lines
 
 
 def extra_metrics(batch: DataProto) -> dict[str, float]:
@@ -412,13 +440,15 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
     numbers: dict[str, list[float]] = {}
     for extra in values(batch, "reward_extra", {}):
         for name, value in extra.items():
-            if (number := finite_number(value)) is not None:
+            number = finite_number(value)
+            if number is not None:
                 numbers.setdefault(name, []).append(number)
     metrics = {}
     for name, found in numbers.items():
-        metrics[f"reward_extra/{name}/mean"] = float(np.mean(found))
-        metrics[f"reward_extra/{name}/max"] = max(found)
-        metrics[f"reward_extra/{name}/min"] = min(found)
+        head = f"reward_extra/{name}"
+        metrics[f"{head}/mean"] = float(np.mean(found))
+        metrics[f"{head}/max"] = max(found)
+        metrics[f"{head}/min"] = min(found)
     if "reward_failure" in batch and len(batch):
         failed = [text is not None for text in batch["reward_failure"].tolist()]
         metrics["reward/failed"] = float(np.mean(failed))

@@ -143,9 +143,8 @@ class Groups:
         self._steps.step_begins(version)
         self._hand_out(version)
         if self.config.trainer.max_staleness and self._left and not self._left[-1].done():
-            await (
-                self.engines.advance()
-            )  # start the new prompts even if the step already has its groups
+            # start the new prompts even if the step already has its groups
+            await self.engines.advance()
         self._begin_scoring()
         self._steps.wait_begins()
         while (chosen := self._ready(version)) is None:
@@ -158,8 +157,8 @@ class Groups:
         if self.config.trainer.tail_batching:
             # before the step starts: its slots are idle, and its memory may be needed
             await self._cut_off_rest()
-        age = np.array([version - group.version for group in chosen])
         if self.config.trainer.max_staleness:
+            age = np.array([version - group.version for group in chosen])
             self.metrics = {
                 "rollout/staleness/mean": float(age.mean()),
                 "rollout/staleness/max": float(age.max()),
@@ -194,12 +193,13 @@ class Groups:
         """Return a JSON-serializable state for `restore`: the order of the prompts, and the prompts
         that were submitted but not trained on."""
         left = [group.index for group in self._left]
-        state = {
+        return {
             "sampler": self.sampler.state(),
             "handed_out": [*left, *self._next],
             "cut_off": list(self._cut_off),
+            **self._kind(),
+            "versions": [group.version for group in self._left],
         }
-        return state | self._kind() | {"versions": [group.version for group in self._left]}
 
     async def begun(self) -> DataProto | None:
         """Return the partial answers to prompts that were submitted but not trained on; None if
@@ -237,12 +237,7 @@ class Groups:
             self._cut_off = cut_off
         else:
             self._next += cut_off
-        if self.config.trainer.steps_ahead is None:
-            steps = min(
-                len(self._next) // self.config.data.train_batch_size,
-                self.config.trainer.max_staleness,
-            )
-            self._ahead = max(steps, self._first_ahead())
+        self._set_ahead(len(self._next) // self.config.data.train_batch_size)
         if begun is not None and self._kind().items() <= state.items():
             versions = state["versions"]
             kept = [self._kept(made_by, versions, version) for made_by in versions]
@@ -250,43 +245,46 @@ class Groups:
 
     def _kind(self) -> dict[str, Any]:
         """Return the settings that must match for a partial answer to be continued."""
-        routes = derived.needs_engine_routes(self.config)
         return {
             "n": self.config.rollout.n,
             "loop": self.config.rollout.agent.loop,
-            "routes": routes,
+            "routes": derived.needs_engine_routes(self.config),
         }
 
     def _kept(self, made_by: int, versions: list[int], version: int) -> int:
         """Return the version at which a group was submitted (`made_by`), or -1 if the group could
         become too old. Assumes that it is trained on after all groups of the same age.
         """
-        steps = (sum(one <= made_by for one in versions) - 1) // self.config.data.train_batch_size
-        return made_by if version + steps - made_by <= self.config.trainer.max_staleness else -1
+        earlier = sum(one <= made_by for one in versions) - 1
+        steps = earlier // self.config.data.train_batch_size
+        age = version + steps - made_by
+        return made_by if age <= self.config.trainer.max_staleness else -1
 
     def _hand_out(self, version: int) -> None:
         """Submit as many prompts as the prefetch depth allows at this weight version."""
         size = self.config.data.train_batch_size
         n = self.config.rollout.n
-        trainer = self.config.trainer
-        steps = (derived.total_steps(self.config, len(self.dataset)) or 1) - version
-        if trainer.tail_batching:
+        total = derived.total_steps(self.config, len(self.dataset)) or 1
+        steps = total - version
+        if self.config.trainer.tail_batching:
             rows = self._round(steps * size)
         else:
-            rows = self._drawn(min(1 + self._ahead, steps) * size - len(self._left))
+            wanted = min(1 + self._ahead, steps) * size
+            rows = self._drawn(wanted - len(self._left))
         if not rows:
             return
         versions, begun = self._taken_up(len(rows), version)
         batch = self.dataset.batch(np.array(rows, np.int64))
         if COLUMN in batch:
             batch = with_pixels(batch, self.dataset)
-        batch = self.keep(batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(n))
+        uid = np.arange(len(batch), dtype=np.int64)
+        batch = self.keep(batch.with_columns(uid=uid).repeat(n))
         samples = self.engines.begin(batch, training=True, begun=begun)
+        now = self._steps.time
         for number, index in enumerate(rows):
             own = slice(number * n, (number + 1) * n)
-            self._left.append(
-                _Group(index, versions[number], batch, own, samples[own], self._steps.time)
-            )
+            group = _Group(index, versions[number], batch, own, samples[own], now)
+            self._left.append(group)
 
     def _taken_up(self, count: int, version: int) -> tuple[list[int], DataProto | None]:
         """Return the weight versions of the next `count` prompts, and the partial answers to them
@@ -299,11 +297,11 @@ class Groups:
         kept = [*kept, *[-1] * count][:count]
         goes_on = np.array([*kept, -1])[np.minimum(begun["group"], count)] >= 0
         begun = begun.rows(np.flatnonzero(goes_on))
-        row = begun["group"] * self.config.rollout.n + begun["sample"]
         versions = [version if made_by < 0 else made_by for made_by in kept]
-        return versions, begun.drop(["group", "sample"]).with_columns(row=row) if len(
-            begun
-        ) else None
+        if not len(begun):
+            return versions, None
+        row = begun["group"] * self.config.rollout.n + begun["sample"]
+        return versions, begun.drop(["group", "sample"]).with_columns(row=row)
 
     def _begin_scoring(self) -> None:
         """Start scoring the groups that have finished since the last call."""
@@ -336,9 +334,9 @@ class Groups:
         """
         size = self.config.data.train_batch_size
         waiting = len(self._cut_off)
-        new = (
-            min(derived.short_round_prompts(self.config), still - waiting) if waiting < size else 0
-        )
+        new = 0
+        if waiting < size:
+            new = min(derived.short_round_prompts(self.config), still - waiting)
         old = max(size - new, 0)
         rows = self._drawn(new) + self._cut_off[:old]
         self._cut_off = self._cut_off[old:]
@@ -382,13 +380,20 @@ class Groups:
     def _first_ahead(self) -> int:
         """Return the prefetch depth, in steps, to use until the generation time is known."""
         trainer = self.config.trainer
-        return min(trainer.max_staleness, 1) if trainer.steps_ahead is None else trainer.steps_ahead
+        if trainer.steps_ahead is None:
+            return min(trainer.max_staleness, 1)
+        return trainer.steps_ahead
+
+    def _set_ahead(self, steps: int) -> None:
+        """Set the prefetch depth to `steps`, within its bounds, unless it is configured."""
+        trainer = self.config.trainer
+        if trainer.steps_ahead is None:
+            self._ahead = max(self._first_ahead(), min(steps, trainer.max_staleness))
 
     def _follow(self, trained: Sequence[_Group]) -> None:
         """Set the prefetch depth to the mean number of steps that these groups took to finish."""
-        if self.config.trainer.steps_ahead is None:
-            steps = math.ceil(np.mean([group.steps for group in trained]) - _LATE)
-            self._ahead = max(self._first_ahead(), min(steps, self.config.trainer.max_staleness))
+        steps = np.mean([group.steps for group in trained])
+        self._set_ahead(math.ceil(steps - _LATE))
 
 
 def _samples_of(groups: Sequence[_Group]) -> list[Sample]:

@@ -74,18 +74,16 @@ class InProcessRollouts(Requests):
         """Run the oldest batch of requests. With tail batching, run only as many requests as the
         engine handles concurrently, so that no time is spent on requests that will be aborted.
         """
-        number = next(
-            (n for n, (asked_training, _) in enumerate(self._asked) if asked_training == training),
-            None,
-        )
-        if number is None:
+        kinds = [asked_training for asked_training, _ in self._asked]
+        if training not in kinds:
             return []
+        number = kinds.index(training)
         _, part = self._asked.pop(number)
-        if self.config.trainer.tail_batching and len(part) > (
-            most := self.config.rollout.max_running_requests
-        ):
-            self._asked.insert(number, (training, part.rows(np.arange(most, len(part)))))
-            part = part.rows(np.arange(most))
+        slots = self.config.rollout.max_running_requests
+        if self.config.trainer.tail_batching and len(part) > slots:
+            rest = part.rows(np.arange(slots, len(part)))
+            self._asked.insert(number, (training, rest))
+            part = part.rows(np.arange(slots))
         sampling = self._sampling(training, part)
         rows = [row.tolist() for row in part.jagged("prompt_ids")]
         extras = extras_for(self.config, training)

@@ -10,6 +10,7 @@ in rounds (`advance`), while a caller awaits an answer.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
@@ -86,7 +87,7 @@ class Request:
         """Return the prompt as a one-row batch."""
         if self.prompts is None:
             return _tokens_of([self])
-        return self.prompts.rows(np.array([self.row]))
+        return one_row(self.prompts, self.row)
 
 
 class Requests(ABC):
@@ -133,7 +134,7 @@ class Requests(ABC):
             if begun is None or row not in known:
                 self._new.append(one)
                 continue
-            answer = begun.rows(np.array([known[row]])).drop(["row"])
+            answer = one_row(begun, known[row]).drop(["row"])
             if answer["finish_reason"][0] != CUT_SHORT:
                 self._end(one, answer)
             elif self._goes_on(one, answer, answer):
@@ -234,13 +235,14 @@ class Requests(ABC):
             self._count_in_flight()
             cut = 0
             for training in (True, False):
-                engines = sorted(
-                    {one.engine for one in self._under_way.values() if one.training == training}
-                )
+                engines = set[int]()
+                for one in self._under_way.values():
+                    if one.training == training:
+                        engines.add(one.engine)
                 if not engines:
                     continue
                 wait_s = max(_POLL_S, _POLL_S_OF_AN_ENGINE * len(engines))
-                for answers in await self._collect(training, engines, wait_s):
+                for answers in await self._collect(training, sorted(engines), wait_s):
                     cut += await self._receive(answers)
             self._count_in_flight()
             if cut:
@@ -272,23 +274,25 @@ class Requests(ABC):
             if one.training and one.number in self._under_way:
                 engines.add(one.engine)
         parts = []
+        places = list(ended)  # of all rows of `parts`
         if ended:
-            whole = self.batch([samples[place] for place in ended]).fetch()
-            parts.append(whole.with_columns(sample=np.array(ended, np.int64)))
+            parts.append(self.batch([samples[place] for place in ended]).fetch())
         for answers in await self._so_far(sorted(engines)) if engines else ():
             found = answers.fetch()
             for row, number in enumerate(found["ticket"].tolist()):
                 if number in left:
                     place = left.pop(number)
-                    begun = samples[place].begun
-                    rest = found.rows(np.array([row])).drop(["ticket"])
-                    whole = rest if begun is None else joined(begun, rest)
-                    parts.append(whole.with_columns(sample=np.array([place])))
+                    rest = one_row(found, row).drop(["ticket"])
+                    parts.append(_whole(samples[place], rest))
+                    places.append(place)
         for place in left.values():
             begun = samples[place].begun
             if begun is not None:
-                parts.append(begun.with_columns(sample=np.array([place])))
-        return DataProto.concat(parts) if parts else None
+                parts.append(begun)
+                places.append(place)
+        if not parts:
+            return None
+        return DataProto.concat(parts).with_columns(sample=np.array(places, np.int64))
 
     def _answers(self, samples: Sequence[Request], names: Sequence[str] | None = None) -> DataProto:
         rows: dict[int, list[int]] = {}
@@ -304,8 +308,8 @@ class Requests(ABC):
         for key, batch in batches.items():
             shown = batch if names is None else batch.select(names)
             parts.append(shown.rows(np.array(rows[key])))
-        found = concat(parts)
-        return found.reorder(np.argsort(np.concatenate(list(places.values()))))
+        order = np.argsort(np.concatenate(list(places.values())))
+        return concat(parts).reorder(order)
 
     # ---- aborts
 
@@ -321,7 +325,8 @@ class Requests(ABC):
         self._waiting = deque(filter(None, kept))
         at_engines: dict[int, list[int]] = {}
         for number in sorted(numbers & self._under_way.keys()):
-            at_engines.setdefault(self._under_way.pop(number).engine, []).append(number)
+            one = self._under_way.pop(number)
+            at_engines.setdefault(one.engine, []).append(number)
         if at_engines:
             await self._abort(dict(sorted(at_engines.items())))
 
@@ -348,33 +353,13 @@ class Requests(ABC):
         self._take_in()
         if not self._waiting:
             return
-        owed = dict.fromkeys(self._serving(), 0)
-        for one in self._under_way.values():
-            if one.engine in owed:
-                owed[one.engine] += one.most
-        # A single engine receives everything: no other engine could become free earlier, and
-        # nothing is sent while the policy trains.
-        sets = _RUNNING_SETS * (1 + self.config.trainer.max_staleness)
-        room = sets * self.config.rollout.max_running_requests * len(owed) - len(self._under_way)
-        groups: list[list[Request]] = []
-        tokens = []
-        while self._waiting and (room > 0 or len(owed) == 1):
-            group = self._waiting.popleft()
-            groups.append(group)
-            tokens.append(sum(one.most for one in group))
-            room -= len(group)
-        for group, engine in zip(groups, shares(tokens, owed), strict=True):
-            for one in group:
-                one.engine = engine
-                self._under_way[one.number] = one
         # grouped by sampling parameters
         alike: dict[tuple[bool, str, str], dict[int, list[Request]]] = {}
-        for group in groups:
-            for one in group:
-                own = "" if one.sampling is None else repr(one.sampling)
-                own += " with images" * _has_images(one)
-                parts = alike.setdefault((not one.training, one.val_set, own), {})
-                parts.setdefault(one.engine, []).append(one)
+        for one in self._assigned():
+            own = "" if one.sampling is None else repr(one.sampling)
+            own += " with images" * _has_images(one)
+            parts = alike.setdefault((not one.training, one.val_set, own), {})
+            parts.setdefault(one.engine, []).append(one)
         for (validating, _, _), parts in sorted(alike.items()):
             # scheduling thousands of requests takes time: let other tasks run in between
             await asyncio.sleep(0)
@@ -386,6 +371,32 @@ class Requests(ABC):
                     asked[engine] = _rows(left)
             if asked:
                 await self._ask(not validating, asked)
+
+    def _assigned(self) -> list[Request]:
+        """Assign as many waiting requests to engines as these have room for, and return them."""
+        owed = dict.fromkeys(self._serving(), 0)
+        for one in self._under_way.values():
+            if one.engine in owed:
+                owed[one.engine] += one.most
+        # A single engine receives everything: no other engine could become free earlier, and
+        # nothing is sent while the policy trains.
+        sets = _RUNNING_SETS * (1 + self.config.trainer.max_staleness)
+        slots = self.config.rollout.max_running_requests * len(owed)
+        room = sets * slots - len(self._under_way)
+        groups: list[list[Request]] = []
+        tokens = []
+        while self._waiting and (room > 0 or len(owed) == 1):
+            group = self._waiting.popleft()
+            groups.append(group)
+            tokens.append(sum(one.most for one in group))
+            room -= len(group)
+        assigned = []
+        for group, engine in zip(groups, shares(tokens, owed), strict=True):
+            for one in group:
+                one.engine = engine
+                self._under_way[one.number] = one
+            assigned += group
+        return assigned
 
     def _take_in(self) -> None:
         """Queue new requests, sorted by `order` regardless of when environments responded."""
@@ -405,8 +416,8 @@ class Requests(ABC):
         numbers = answers["ticket"].tolist()
         reasons = answers["finish_reason"].tolist()
         answers = answers.drop(["ticket"])
-        if any(number in self._under_way and self._under_way[number].is_over for number in numbers):
-            answers = await in_thread(answers.fetch) if answers.deferred else answers
+        if answers.deferred and self._is_awaited(numbers):
+            answers = await in_thread(answers.fetch)
         cut = 0
         for row, (number, reason) in enumerate(zip(numbers, reasons, strict=True)):
             one = self._under_way.pop(number, None)
@@ -415,14 +426,23 @@ class Requests(ABC):
             if one.begun is None and reason != CUT_SHORT:
                 self._end(one, answers, row)
                 continue
-            rest = answers.rows(np.array([row])).fetch()
-            whole = rest if one.begun is None else joined(one.begun, rest)
-            cut += reason == CUT_SHORT
+            rest = one_row(answers, row).fetch()
+            whole = _whole(one, rest)
             if reason != CUT_SHORT:
                 self._end(one, whole)
-            elif self._goes_on(one, whole, rest):
+                continue
+            cut += 1
+            if self._goes_on(one, whole, rest):
                 self._waiting.appendleft([one])
         return cut
+
+    def _is_awaited(self, numbers: Sequence[int]) -> bool:
+        """Return True if a task in this process awaits one of these requests."""
+        for number in numbers:
+            one = self._under_way.get(number)
+            if one is not None and one.is_over is not None:
+                return True
+        return False
 
     def _end(self, one: Request, batch: DataProto, row: int = 0) -> None:
         one.answer = batch, row
@@ -456,7 +476,8 @@ class Requests(ABC):
             return own
         if training:
             return self.config.rollout.sampling
-        return self._val_sampling[asked[VAL_SET][0] if VAL_SET in asked else ""]
+        val_set = asked[VAL_SET][0] if VAL_SET in asked else ""
+        return self._val_sampling[val_set]
 
     def _ask_again(self) -> None:
         """Requeue all requests in flight after their workers have been lost."""
@@ -530,16 +551,28 @@ def extras_for(config: RunConfig, training: bool) -> Extras:
     """Return the kinds of data that engines must return in addition to tokens and log-probs.
     Validation needs no such data.
     """
-    return Extras(
-        training and derived.needs_engine_routes(config), training and derived.needs_support(config)
-    )
+    if not training:
+        return Extras()
+    return Extras(derived.needs_engine_routes(config), derived.needs_support(config))
 
 
 def concat(parts: Sequence[DataProto]) -> DataProto:
     """Concatenate batches. Columns that are deferred in only some of the batches are fetched
     first."""
     deferred = {part.deferred for part in parts}
-    return DataProto.concat(list(map(DataProto.fetch, parts)) if len(deferred) > 1 else parts)
+    if len(deferred) > 1:
+        parts = [part.fetch() for part in parts]
+    return DataProto.concat(parts)
+
+
+def one_row(batch: DataProto, row: int) -> DataProto:
+    """Select a single row, as a batch."""
+    return batch.rows(np.array([row]))
+
+
+def _whole(one: Request, rest: DataProto) -> DataProto:
+    """Return a request's answer, of which engines that were lost sampled the beginning."""
+    return rest if one.begun is None else joined(one.begun, rest)
 
 
 def available(batch: DataProto, *names: str) -> DataProto:
@@ -574,25 +607,23 @@ def _tokens_of(requests: Sequence[Request]) -> DataProto:
 
 def _rows(requests: Sequence[Request]) -> DataProto:
     """Return the prompts of these requests, in order. All have the same sampling settings."""
-    parts: list[DataProto] = []
-    start = 0
-    for end in range(1, len(requests) + 1):
-        if end < len(requests) and requests[end].prompts is requests[start].prompts:
-            continue
-        prompts = requests[start].prompts
+    parts = []
+    for _, together in itertools.groupby(requests, key=lambda one: id(one.prompts)):
+        same = list(together)
+        prompts = same[0].prompts
         if prompts is None:
-            parts.append(_tokens_of(requests[start:end]))
+            parts.append(_tokens_of(same))
         else:
-            parts.append(prompts.rows(np.array([one.row for one in requests[start:end]])))
-        start = end
-    first = requests[0]
-    named = {}
-    if first.val_set:
-        named[VAL_SET] = objects([first.val_set] * len(requests))
-    if first.sampling is not None:
-        named[_SAMPLING] = objects([first.sampling] * len(requests))
-    return concat(parts).with_columns(
-        ticket=np.array([one.number for one in requests], np.int64),
-        max_new_tokens=np.array([one.most for one in requests], np.int64),
-        **named,
+            rows = np.array([one.row for one in same])
+            parts.append(prompts.rows(rows))
+    numbers = [one.number for one in requests]
+    most = [one.most for one in requests]
+    batch = concat(parts).with_columns(
+        ticket=np.array(numbers, np.int64), max_new_tokens=np.array(most, np.int64)
     )
+    first = requests[0]
+    if first.val_set:
+        batch = batch.with_columns(**{VAL_SET: objects([first.val_set] * len(requests))})
+    if first.sampling is not None:
+        batch = batch.with_columns(**{_SAMPLING: objects([first.sampling] * len(requests))})
+    return batch

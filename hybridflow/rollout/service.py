@@ -60,9 +60,11 @@ class EngineGroup(Requests):
         self.others = others
         self.weights: WeightSync | None = None  # set once the policy's ranks are available
         self.stale = dict.fromkeys(range(group.world_size), "no weights yet")
-        self._ready: Pending | None = group.call(
-            RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30
-        )
+        self._ready: Pending | None = self._when_ready()
+
+    def _when_ready(self) -> Pending:
+        timeout = self.config.rollout.start_timeout_s + 30
+        return self.group.call(RolloutWorker.wait_ready, timeout=timeout)
 
     async def check_starting(self) -> None:
         """Raise if an engine has failed to start; otherwise return immediately."""
@@ -93,9 +95,7 @@ class EngineGroup(Requests):
         yet."""
         self.stale = dict.fromkeys(range(self.group.world_size), "no weights yet")
         self._ask_again()
-        self._ready = self.group.call(
-            RolloutWorker.wait_ready, timeout=self.config.rollout.start_timeout_s + 30
-        )
+        self._ready = self._when_ready()
         await self.wait_ready()
 
     async def states(self, wait_s: float = 0.0) -> list[EngineState]:
@@ -134,9 +134,10 @@ class EngineGroup(Requests):
     async def load_metrics(self) -> dict[str, float]:
         """Return the engines' load since the last call; empty if a worker is lost."""
         try:
-            return over_engines(await self.group.call(RolloutWorker.take_load, timeout=_CALL_S))
+            loads = await self.group.call(RolloutWorker.take_load, timeout=_CALL_S)
         except WorkerError:  # the next request reports it
             return {}
+        return over_engines(loads)
 
     async def stop(self) -> None:
         """Stop the engines."""
@@ -152,17 +153,21 @@ class EngineGroup(Requests):
     def _serving(self) -> Sequence[int]:
         healthy = [number for number in range(self.group.world_size) if number not in self.stale]
         if not healthy:
-            raise EnginesLostError(
-                f"no engine is left to serve requests: {'; '.join(self.stale.values())}"
-            )
+            reasons = "; ".join(self.stale.values())
+            raise EnginesLostError(f"no engine is left to serve requests: {reasons}")
         return healthy
 
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
-        sampling = self._sampling(training, next(iter(parts.values())))
-        same = [sampling], [self.stop_ids], [extras_for(self.config, training)]
-        given = (values * len(parts) for values in same)
+        prompts = list(parts.values())
+        count = len(prompts)
         await self.group.call(
-            RolloutWorker.ask, list(parts.values()), *given, timeout=_CALL_S, only=list(parts)
+            RolloutWorker.ask,
+            prompts,
+            [self._sampling(training, prompts[0])] * count,
+            [self.stop_ids] * count,
+            [extras_for(self.config, training)] * count,
+            timeout=_CALL_S,
+            only=list(parts),
         )
 
     async def _collect(
@@ -231,5 +236,6 @@ def over_engines(loads: list[dict[str, float]]) -> dict[str, float]:
             by_name.setdefault(name, []).append(value)
     found = {}
     for name, values in by_name.items():
-        found[f"engine/{name}"] = float(max(values) if name.endswith("/max") else np.mean(values))
+        merged = max(values) if name.endswith("/max") else np.mean(values)
+        found[f"engine/{name}"] = float(merged)
     return found

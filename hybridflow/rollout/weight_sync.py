@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from hybridflow.config import derived
@@ -89,11 +90,12 @@ class SliceSync:
         described = await self.engines.group.call(
             RolloutWorker.describe_weights, *self._at, timeout=2 * wait
         )
-        self._plan = (await self._call(PolicyWorker.plan_weights, *self._at, described))[0]
-        assert self._plan is not None
-        await self.engines.group.call(RolloutWorker.adopt_plan, *self._plan.digests)
+        plans: list[PlanFacts] = await self._call(PolicyWorker.plan_weights, *self._at, described)
+        plan = plans[0]
+        self._plan = plan
+        await self.engines.group.call(RolloutWorker.adopt_plan, *plan.digests)
         self._has_weights = [False] * len(self._sessions)
-        return self._plan.describe()
+        return plan.describe()
 
     async def reconnect(self) -> None:
         """Set up a new store, schedules and sessions after the policy's ranks or the engines'
@@ -120,7 +122,8 @@ class SliceSync:
             reasons = "\n".join(f"  - {why}" for why in stale.values())
             raise WeightSyncError(f"weight version {version}: no engine received it\n{reasons}")
         named = {_name(number): why for number, why in stale.items()}
-        return SyncReport(version, time.perf_counter() - started, nbytes, named)
+        seconds = time.perf_counter() - started
+        return SyncReport(version, seconds, nbytes, named)
 
     async def _round(self, version: int) -> tuple[dict[int, str], int]:
         """Send the weights to all engines that are up, with retries. Returns the reason for each
@@ -165,8 +168,9 @@ class SliceSync:
             )
         except HybridFlowError as error:
             # the engines' workers are lost, so the senders are told here whether to continue
+            reason = str(error).splitlines()[0]
             for order in orders:
-                refuse(order, str(error).splitlines()[0])
+                refuse(order, reason)
             with suppress(HybridFlowError):
                 await sending
             raise
@@ -178,12 +182,13 @@ class SliceSync:
             failed = {o.number: o.error for o in received if o.status != "served"}
             self.engines.quarantine(self.engines.stale | failed)
             raise
-        ends = (*received, *sent)
-        for number in {one.number for one in ends if one.status != "served"}:
+        failing = {one.number for one in (*received, *sent) if one.status != "served"}
+        for number in failing:
             self._sessions[number] += 1  # either end has closed the session
         joined = []
         for outcome in received:
-            joined.append(_joined(outcome, [one for one in sent if one.number == outcome.number]))
+            senders = [one for one in sent if one.number == outcome.number]
+            joined.append(_joined(outcome, senders))
             # adapters that failed to arrive leave the weights as they are
             self._has_weights[outcome.number] |= outcome.status == "served"
         return joined
@@ -236,10 +241,7 @@ def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
     if outcome.status == "served":
         return outcome
     also = [one.error for one in senders if one.error and outcome.error not in one.error]
-    error = "; ".join([outcome.error, *also[:2]])
-    return Outcome(
-        outcome.engine, outcome.number, outcome.status, error, outcome.nbytes, outcome.seconds
-    )
+    return replace(outcome, error="; ".join([outcome.error, *also[:2]]))
 
 
 class RestartingSync:

@@ -27,6 +27,7 @@ from hybridflow.data.packing import RESPONSE_MASK, sampled_tokens
 from hybridflow.dispatch import DataflowStep
 from hybridflow.errors import DataError, FlowError
 from hybridflow.rewards.verifiers.base import PART_REWARDS, finite_number
+from hybridflow.rollout.requests import values
 from hybridflow.trainer.metrics import spread
 from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
 
@@ -115,12 +116,12 @@ class Advantages:
                 f"algorithm.adv_estimator={name}, because that estimator needs more than one "
                 "number per sample; set it to gae or grpo"
             )
-        values = np.asarray(batch[of])
-        if values.shape != (len(batch),) or values.dtype.kind not in "biuf":
+        column = np.asarray(batch[of])
+        if column.shape != (len(batch),) or column.dtype.kind not in "biuf":
             raise FlowError(
                 f"advantages(batch, of={of!r}): the column {of} must contain one number per sample"
             )
-        costs = torch.from_numpy(values.astype(np.float32))
+        costs = torch.from_numpy(column.astype(np.float32))
         # the coefficient used for this step's rewards; the control may have updated it since
         coefficient = self.metrics.get(_COEFFICIENT, self.control.value)
         penalties = -coefficient * self._divergence(batch)
@@ -145,12 +146,12 @@ class Advantages:
         if counts.any():
             counted = batch if counts.all() else batch.rows(counts.numpy())
             samples = self._samples(counted, scores[counts], penalties[tokens], prefix)
-            found, values = self.estimator.function(samples, self.options)
+            found, found_returns = self.estimator.function(samples, self.options)
             advantages[tokens] = found.float()
             if self.algorithm.top_entropy_share < 1:
                 advantages *= self._forks(batch)
             if returns is not None:
-                returns[tokens] = values.float()
+                returns[tokens] = found_returns.float()
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         columns = {f"{prefix}advantages": (advantages, offsets)}
         if returns is not None:
@@ -173,16 +174,15 @@ class Advantages:
         """Return the weighted scores [B] f32: `reward.weight` times the verifier's score, plus
         `reward_model.weight` times the reward model's score if there is one, minus the penalty for
         overlong answers."""
-        scores = np.float32(self.config.reward.weight) * np.asarray(
-            batch["scores"], dtype=np.float32
-        )
-        if buffer := self.config.reward.overlong_tokens:
+        reward = self.config.reward
+        scores = np.float32(reward.weight) * np.asarray(batch["scores"], dtype=np.float32)
+        if reward.overlong_tokens:
             limit = self.config.data.max_response_length
             lengths = torch.tensor(batch.lengths("response_ids"))
             punished = overlong_penalties(
-                lengths, limit, buffer, self.config.reward.overlong_penalty
+                lengths, limit, reward.overlong_tokens, reward.overlong_penalty
             )
-            self.metrics |= {"reward/overlong": float((punished > 0).float().mean())}
+            self.metrics["reward/overlong"] = float((punished > 0).float().mean())
             scores = scores - punished.numpy()
         if "rm_scores" not in batch:
             return scores
@@ -190,7 +190,8 @@ class Advantages:
         model = self.model_scores.add(given)
         added = np.float32(self.config.reward_model.weight) * model
         self.metrics |= spread("reward_model/counted", model)
-        if (agrees := agreement(given, scores, np.asarray(batch["uid"]))) is not None:
+        agrees = agreement(given, scores, np.asarray(batch["uid"]))
+        if agrees is not None:
             self.metrics["reward_model/agreement"] = agrees
         self.metrics["reward_model/share"] = share_of_variance(added, scores + added)
         return scores + added
@@ -204,16 +205,20 @@ class Advantages:
         own = {"values": f"{prefix}values"}
         lengths = torch.tensor(batch.lengths("response_ids"))
         mask = batch.torch(RESPONSE_MASK)[0]
+        columns = {name: _values(batch, own.get(name, name)) for name in self.estimator.reads}
         given, ends = _part_rewards(batch) if self.estimator.takes_parts else (None, None)
+        part_rewards = None
+        if given is not None:
+            part_rewards = self.config.reward.weight * given - penalties
         return Samples(
             scores=scores - sums_of_rows(penalties, lengths),
             rewards=token_rewards(scores, penalties, lengths, mask),
             groups=torch.tensor(batch["uid"]),
             lengths=lengths,
             mask=mask,
-            columns={name: _values(batch, own.get(name, name)) for name in self.estimator.reads},
+            columns=columns,
             parts=_reward_parts(batch),
-            part_rewards=None if given is None else self.config.reward.weight * given - penalties,
+            part_rewards=part_rewards,
             part_ends=ends,
         )
 
@@ -221,9 +226,11 @@ class Advantages:
         """Return a mask [T] bool that is True for the highest-entropy tokens. The advantages of all
         other tokens are set to 0 (`algorithm.top_entropy_share`).
         """
-        entropies, mask = (batch.torch(name)[0] for name in ("entropys", RESPONSE_MASK))
+        entropies = batch.torch("entropys")[0]
+        mask = batch.torch(RESPONSE_MASK)[0]
         kept = most_uncertain(entropies, mask, self.algorithm.top_entropy_share)
-        self.metrics["actor/top_entropy_share"] = float(kept.sum() / mask.sum().clamp(min=1))
+        share = kept.sum() / mask.sum().clamp(min=1)
+        self.metrics["actor/top_entropy_share"] = float(share)
         return kept
 
     def _entropy_coefficient(self, batch: DataProto) -> float:
@@ -232,7 +239,8 @@ class Advantages:
         mask = batch.torch(RESPONSE_MASK)[0]
         if not mask.any():
             return 0.0
-        coefficient = self.entropy.update(float(batch.torch("entropys")[0][mask].double().mean()))
+        entropies = batch.torch("entropys")[0][mask]
+        coefficient = self.entropy.update(float(entropies.double().mean()))
         self.metrics["actor/entropy_coef"] = coefficient
         return coefficient
 
@@ -243,8 +251,10 @@ class Advantages:
         mask_T = batch.torch(RESPONSE_MASK)[0]
         if not self.algorithm.kl_coef:
             return torch.zeros(len(mask_T))
-        old, reference = (batch.torch(name)[0] for name in ("old_log_probs", "ref_log_probs"))
-        return kl_penalty(old, reference, self.algorithm.kl_penalty).where(mask_T, 0.0)
+        old = batch.torch("old_log_probs")[0]
+        reference = batch.torch("ref_log_probs")[0]
+        penalty = kl_penalty(old, reference, self.algorithm.kl_penalty)
+        return penalty.where(mask_T, 0.0)
 
     def _control_kl(self, divergence: torch.Tensor, batch: DataProto) -> None:
         """Record the step's KL penalty, and update its coefficient for the next step."""
@@ -252,10 +262,10 @@ class Advantages:
         lengths_B = torch.tensor(batch.lengths("response_ids"))
         mask_T = batch.torch(RESPONSE_MASK)[0]
         sampled = sums_of_rows(mask_T.float(), lengths_B)
-        kl = float((sums_of_rows(divergence, lengths_B) / sampled.clamp(min=1)).sum()) / max(
-            len(lengths_B), 1
-        )
-        self.control.update(kl, len(lengths_B))
+        means = sums_of_rows(divergence, lengths_B) / sampled.clamp(min=1)
+        count = len(lengths_B)
+        kl = float(means.sum()) / max(count, 1)
+        self.control.update(kl, count)
         self.metrics |= {"actor/reward_kl_penalty": kl, _COEFFICIENT: coefficient}
 
 
@@ -287,37 +297,43 @@ class RequiredParts:
         flow = derived.flow_name(config)
         self._needed = dict.fromkeys(FLOWS.get(flow).rewards, f"algorithm.flow={flow}")
         key = "algorithm.adv_estimator_options.rewards"
-        self._needed |= dict.fromkeys(getattr(estimator_options(algorithm), "rewards", ()), key)
+        combined = getattr(estimator_options(algorithm), "rewards", ())
+        self._needed |= dict.fromkeys(combined, key)
         self._takes_parts = ESTIMATORS.get(algorithm.adv_estimator).takes_parts
 
     def lost(self, batch: DataProto) -> list[str | None]:
         """Return, for each row [B], why it counts as failed despite having a score, else None: a
         number is missing, or there are more turn or token rewards than turns or tokens."""
         texts: list[str | None] = [None] * len(batch)
-        extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [{}] * len(batch)
+        extras = values(batch, "reward_extra", {})
         most = _part_counts(batch) if self._takes_parts else {}
         for row, (extra, is_failed) in enumerate(zip(extras, _failed(batch), strict=True)):
             if is_failed:
                 continue
             missing = [name for name in self._needed if finite_number(extra.get(name)) is None]
             if missing:
+                name = missing[0]
                 texts[row] = (
-                    f"the reward returned {missing[0]}={extra.get(missing[0])!r:.60}, but "
-                    f"{self._needed[missing[0]]} requires a finite number of this name"
+                    f"the reward returned {name}={extra.get(name)!r:.60}, but "
+                    f"{self._needed[name]} requires a finite number of this name"
                 )
             for name, counts in most.items():
-                if len(extra.get(name) or ()) > counts[row]:
-                    texts[row] = (
-                        f"the reward returned {len(extra[name])} {name}, but the policy sampled "
-                        f"{counts[row]} {name.partition('_')[0]}s in this answer"
-                    )
+                returned = len(extra.get(name) or ())
+                if returned > counts[row]:
+                    texts[row] = _too_many(name, returned, counts[row])
         return texts
 
 
+def _too_many(name: str, returned: int, sampled: int) -> str:
+    unit = name.partition("_")[0]
+    return (
+        f"the reward returned {returned} {name}, but the policy sampled {sampled} {unit}s in this "
+        "answer"
+    )
+
+
 def _failed(batch: DataProto) -> list[bool]:
-    if "reward_failure" not in batch:
-        return [False] * len(batch)
-    return [text is not None for text in batch["reward_failure"].tolist()]
+    return [text is not None for text in values(batch, "reward_failure", None)]
 
 
 def _reward_parts(batch: DataProto) -> dict[str, torch.Tensor]:
@@ -326,20 +342,16 @@ def _reward_parts(batch: DataProto) -> dict[str, torch.Tensor]:
     """
     if "reward_extra" not in batch:
         return {}
-    rows = [
-        None if lost else row
-        for row, lost in zip(batch["reward_extra"].tolist(), _failed(batch), strict=True)
-    ]
-    names = (
-        set.intersection(*(set(row) for row in rows if row is not None))
-        if any(row is not None for row in rows)
-        else set()
-    )
-    found = {
-        name: [0.0 if row is None else finite_number(row[name]) for row in rows]
-        for name in sorted(names)
-    }
-    return {name: torch.tensor(values) for name, values in found.items() if None not in values}
+    extras = batch["reward_extra"].tolist()
+    rows = [None if lost else row for row, lost in zip(extras, _failed(batch), strict=True)]
+    returned = [set(row) for row in rows if row is not None]
+    names = set.intersection(*returned) if returned else set()
+    found = {}
+    for name in sorted(names):
+        numbers = [0.0 if row is None else finite_number(row[name]) for row in rows]
+        if None not in numbers:
+            found[name] = torch.tensor(numbers)
+    return found
 
 
 def _part_ends(batch: DataProto, name: str) -> np.ndarray:
@@ -351,7 +363,8 @@ def _part_ends(batch: DataProto, name: str) -> np.ndarray:
     ends = mask.copy()
     if name == "turn_rewards":
         goes_on = np.append(mask[1:], False)
-        goes_on[offsets[1:][offsets[1:] > 0] - 1] = False
+        row_ends = offsets[1:]
+        goes_on[row_ends[row_ends > 0] - 1] = False
         ends &= ~goes_on
     return ends
 
@@ -359,10 +372,11 @@ def _part_ends(batch: DataProto, name: str) -> np.ndarray:
 def _part_counts(batch: DataProto) -> dict[str, list[int]]:
     """Return {name: [B] number of turns or tokens sampled by the policy}."""
     offsets = batch.jagged(RESPONSE_MASK).offsets
-    sums = {name: np.append(0, np.cumsum(_part_ends(batch, name))) for name in PART_REWARDS}
-    return {
-        name: (sums[name][offsets[1:]] - sums[name][offsets[:-1]]).tolist() for name in PART_REWARDS
-    }
+    counts = {}
+    for name in PART_REWARDS:
+        sums = np.append(0, np.cumsum(_part_ends(batch, name)))
+        counts[name] = np.diff(sums[offsets]).tolist()
+    return counts
 
 
 def _part_rewards(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
@@ -375,26 +389,31 @@ def _part_rewards(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor] | tuple
         DataError: the rewards are not a list of numbers, or there are more of them than turns or
             tokens. The message names the row.
     """
-    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else []
-    name = next((name for name in PART_REWARDS if any(name in extra for extra in extras)), None)
-    if name is None:
+    extras = values(batch, "reward_extra", {})
+    returned = set().union(*extras)
+    names = [name for name in PART_REWARDS if name in returned]
+    if not names:
         return None, None
+    name = names[0]
     ends = _part_ends(batch, name)
     offsets = batch.jagged(RESPONSE_MASK).offsets
     rewards = np.zeros(len(ends), np.float32)
     for row, (extra, failed) in enumerate(zip(extras, _failed(batch), strict=True)):
-        places = offsets[row] + np.flatnonzero(ends[offsets[row] : offsets[row + 1]])
-        values = [] if failed else extra.get(name, [])
-        if not isinstance(values, list | tuple) or not all(
-            isinstance(value, int | float) for value in values
-        ):
+        start = offsets[row]
+        places = start + np.flatnonzero(ends[start : offsets[row + 1]])
+        given = [] if failed else extra.get(name, [])
+        if not _are_numbers(given):
             raise DataError(
-                f"row {row}: the reward returned {name}={values!r}, expected a list of numbers"
+                f"row {row}: the reward returned {name}={given!r}, expected a list of numbers"
             )
-        if len(values) > len(places):
-            raise DataError(
-                f"row {row}: the reward returned {len(values)} {name}, but the policy sampled "
-                f"{len(places)} {name.partition('_')[0]}s in this answer"
-            )
-        rewards[places[: len(values)]] = values
+        count = len(given)
+        if count > len(places):
+            raise DataError(f"row {row}: {_too_many(name, count, len(places))}")
+        rewards[places[:count]] = given
     return torch.from_numpy(rewards), torch.from_numpy(ends)
+
+
+def _are_numbers(given: object) -> bool:
+    if not isinstance(given, list | tuple):
+        return False
+    return all(isinstance(value, int | float) for value in given)

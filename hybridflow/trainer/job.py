@@ -75,11 +75,10 @@ class Job:
         self.session = session
         self.stack = stack
         self.progress = progress
-        cores = Platform.detect().cores if config.cluster.address is None else 1
-        self.threads = threads_by_role(config, cores, user_limit())
-        self.checkpoint = (
-            session.store.latest() if goes_on or config.trainer.resume == "auto" else None
-        )
+        self.threads = _threads(config)
+        self.checkpoint = None
+        if goes_on or config.trainer.resume == "auto":
+            self.checkpoint = session.store.latest()
         with progress.stage("prepare data"):
             message = assets.prepare_data(config)
         if message:
@@ -87,18 +86,16 @@ class Job:
         self.tokenizer: Tokenizer = assets.open_tokenizer(config)
         self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
         if not goes_on:
-            changes = session.know(
-                Fingerprint.of(config, self.tokenizer.digests(), package_versions()),
-                self.checkpoint,
-                self.hf_config,
-            )
-            for line in (
-                *changes,
-                *session.store.left_out(),
-                *session.lost_records(self.checkpoint),
-            ):
+            inputs = Fingerprint.of(config, self.tokenizer.digests(), package_versions())
+            changes = session.know(inputs, self.checkpoint, self.hf_config)
+            left_out = session.store.left_out()
+            lost = session.lost_records(self.checkpoint)
+            for line in (*changes, *left_out, *lost):
                 progress.message(line)
-        (session.go_back if goes_on else session.resume)(self.checkpoint)
+        if goes_on:
+            session.go_back(self.checkpoint)
+        else:
+            session.resume(self.checkpoint)
         if self.checkpoint is not None:
             progress.message(f"resuming from {self.checkpoint.folder}")
         self.config = StartAllowance.of(config, self.hf_config).applied(config)
@@ -109,14 +106,14 @@ class Job:
         """
         own = copy.copy(self)
         own.name = name
-        own.frozen = self.config.roles[name].frozen
-        own.base = self.config.roles[name].base
+        policy = self.config.roles[name]
+        own.frozen = policy.frozen
+        own.base = policy.base
         config = derived.policy_view(self._given, name)
         own.logs = self.logs / name
         own.logs.mkdir(parents=True, exist_ok=True)
         own.model_folder = self.model_folder / name
-        cores = Platform.detect().cores if config.cluster.address is None else 1
-        own.threads = threads_by_role(config, cores, user_limit())
+        own.threads = _threads(config)
         own.tokenizer = assets.open_tokenizer(config)
         own.hf_config = assets.resolve_hf_config(config, own.tokenizer)
         own.config = StartAllowance.of(config, own.hf_config).applied(config)
@@ -159,14 +156,14 @@ class Job:
         shared = [role for role in roles if derived.is_colocated(self.config, role)]
         groups: dict[str, WorkerGroup | InProcessGroup] = {}
         if shared:
-            groups |= dict.fromkeys(
-                shared, self._start_shared(cluster, [specs[role] for role in shared], guests)
-            )
-            tell_backend(groups[shared[0]], self.config, self.session.folder, self.progress.message)
-        own = [role for role in roles if role not in shared]
-        return groups | {
-            role: self._start_own(cluster, specs[role]) for role in own if cluster is not None
-        }
+            policy = self._start_shared(cluster, [specs[role] for role in shared], guests)
+            tell_backend(policy, self.config, self.session.folder, self.progress.message)
+            groups |= dict.fromkeys(shared, policy)
+        if cluster is not None:
+            for role in roles:
+                if role not in shared:
+                    groups[role] = self._start_own(cluster, specs[role])
+        return groups
 
     def start_policy(self, cluster: Cluster | None) -> WorkerGroup | InProcessGroup:
         """Start the ranks of an additional policy in separate processes."""
@@ -199,9 +196,8 @@ class Job:
 
     def _start_own(self, cluster: Cluster, spec: RoleSpec) -> WorkerGroup:
         procs = derived.role_world_size(self.config, spec.role)
-        with self.progress.stage(
-            f"start {procs} Megatron ranks of the {spec.role.replace('_', ' ')}"
-        ):
+        title = spec.role.replace("_", " ")
+        with self.progress.stage(f"start {procs} Megatron ranks of the {title}"):
             return self._group(cluster, self.pools[spec.role], ModelWorker, spec.role, (spec,))
 
     def _role_spec(self, role: str, trains: bool) -> RoleSpec:
@@ -210,9 +206,8 @@ class Job:
         hf_config = self.hf_config
         if not is_policy:
             hf_config = dict(derived.run_hf_config(self.config, ModelConfig(path=path)))
-        actor = replace(
-            self.config.actor, policy_loss=absolute_entry(self.config.actor.policy_loss)
-        )
+        actor = self.config.actor
+        actor = replace(actor, policy_loss=absolute_entry(actor.policy_loss))
         model = self.config.model
         if model.family is not None:
             model = replace(model, family=absolute_entry(model.family))
@@ -251,7 +246,8 @@ class Job:
             routes = derived.needs_engine_routes(self.config)
             threads = self.threads["rollout"]
             fork_server = self._fork_server("engines")
-            tokenizes = any(one.stop for one in check_sampling.sampled(self.config).values())
+            sampling = check_sampling.sampled(self.config).values()
+            tokenizes = any(one.stop for one in sampling)
             args = (
                 config,
                 folder.resolve(),
@@ -262,18 +258,16 @@ class Job:
                 fork_server,
                 tokenizes,
             )
+            pool = self.pools["rollout"]
             if config.nodes_per_engine == 1:
-                return self._group(
-                    cluster, self.pools["rollout"], RolloutWorker, "rollout", args
-                ), None
-            first, others = _first_nodes(self.pools["rollout"], config.nodes_per_engine)
+                return self._group(cluster, pool, RolloutWorker, "rollout", args), None
+            first, others = _first_nodes(pool, config.nodes_per_engine)
             leading = self._group(cluster, first, RolloutWorker, "rollout", args)
             following = self._group(cluster, others, RolloutNodeWorker, "rollout-node", args)
 
             async def follow() -> None:
-                await following.call(
-                    RolloutNodeWorker.follow, await leading.call(RolloutWorker.node_store)
-                )
+                store = await leading.call(RolloutWorker.node_store)
+                await following.call(RolloutNodeWorker.follow, store)
 
             block_on(follow())
             leading.on_restart(follow)
@@ -319,6 +313,11 @@ class Job:
 def _first_nodes(engines: ResourcePool, nodes: int) -> tuple[ResourcePool, ResourcePool]:
     """Return the slots on each engine's first node, and those on the other nodes."""
     slots = engines.split([1] * len(engines))
-    return ResourcePool.merge(slots[::nodes]), ResourcePool.merge(
-        [s for n, s in enumerate(slots) if n % nodes]
-    )
+    others = [slot for number, slot in enumerate(slots) if number % nodes]
+    return ResourcePool.merge(slots[::nodes]), ResourcePool.merge(others)
+
+
+def _threads(config: RunConfig) -> dict[str, int]:
+    """Return the number of threads for each role's ranks."""
+    cores = Platform.detect().cores if config.cluster.address is None else 1
+    return threads_by_role(config, cores, user_limit())

@@ -31,11 +31,13 @@ def log_prob_difference(batch: DataProto, version: int | None = None) -> tuple[f
     largest = [0.0]
     names = (RESPONSE_MASK, "rollout_log_probs", "old_log_probs")
     for piece in batch.pieces(names if version is None else (*names, "response_versions")):
-        difference = np.abs(sampled(piece, "rollout_log_probs") - sampled(piece, "old_log_probs"))
+        engine = sampled(piece, "rollout_log_probs")
+        trainer = sampled(piece, "old_log_probs")
+        difference = np.abs(engine - trainer)
         if version is not None:
             difference = difference[sampled(piece, "response_versions") == version]
-        total = total + float(difference.sum(dtype=np.float64))
-        count = count + len(difference)
+        total += float(difference.sum(dtype=np.float64))
+        count += len(difference)
         largest.append(float(difference.max(initial=0.0)))
     return total / max(count, 1), float(np.max(largest))
 
@@ -46,8 +48,9 @@ def kl_sums(batch: DataProto) -> np.ndarray:
     found = [np.zeros(0)]
     for piece in batch.pieces((RESPONSE_MASK, "old_log_probs", "ref_log_probs")):
         old = piece.jagged("old_log_probs")
+        reference = piece.jagged("ref_log_probs")
         mask = piece.jagged(RESPONSE_MASK).values
-        difference = np.where(mask, old.values - piece.jagged("ref_log_probs").values, 0)
+        difference = np.where(mask, old.values - reference.values, 0)
         sums = np.concatenate([[0.0], np.cumsum(difference, dtype=np.float64)])
         found.append(sums[old.offsets[1:]] - sums[old.offsets[:-1]])
     return np.concatenate(found)
@@ -66,16 +69,18 @@ def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str
     """
     scored = batch if scored is None else scored
     answered = batch.lengths("response_ids") > 0
-    metrics = {
-        **answer_metrics(batch),
-        # a flow may compute its own advantages, without rewards
-        **(spread("critic/rewards", batch["rewards"][answered]) if "rewards" in batch else {}),
-        **_token_spread("critic/advantages", batch, "advantages"),
-        "actor/entropy": _token_spread("", scored, "entropys").get("/mean", 0.0),
-        **(_engine_metrics(scored) if "rollout_log_probs" in batch else {}),
-    }
+    metrics = answer_metrics(batch)
+    # a flow may compute its own advantages, without rewards
+    if "rewards" in batch:
+        metrics |= spread("critic/rewards", batch["rewards"][answered])
+    metrics |= _token_spread("critic/advantages", batch, "advantages")
+    entropy = _token_spread("", scored, "entropys")
+    metrics["actor/entropy"] = entropy.get("/mean", 0.0)
+    if "rollout_log_probs" in batch:
+        metrics |= _engine_metrics(scored)
     if "ref_log_probs" in batch:
-        metrics["actor/ref_kl"] = float(kl_sums(scored).sum() / max(_num_sampled(scored), 1))
+        divergence = kl_sums(scored).sum()
+        metrics["actor/ref_kl"] = float(divergence / max(_num_sampled(scored), 1))
     if "teacher_top_log_probs" in batch:
         metrics["teacher/top_mass"] = _top_mass(batch)
     for name in CRITICS.values():
@@ -103,24 +108,24 @@ def answer_metrics(batch: DataProto) -> dict[str, float]:
     """Return score and length metrics of a batch before training on it."""
     responses = batch.lengths("response_ids")
     prompts = batch.lengths("prompt_ids")
+    answered = responses > 0
+    reasons = batch["finish_reason"]
     metrics = {
         "critic/score/mean": float("nan"),
-        **spread("critic/score", batch["scores"][responses > 0]),
+        **spread("critic/score", batch["scores"][answered]),
         **spread("response_length", responses),
-        "response_length/clip_ratio": float(np.mean(batch["finish_reason"] == "length")),
-        "response/aborted_ratio": float(np.mean(batch["finish_reason"] == "abort")),
+        "response_length/clip_ratio": float(np.mean(reasons == "length")),
+        "response/aborted_ratio": float(np.mean(reasons == "abort")),
         **spread("prompt_length", prompts),
         "perf/total_num_tokens": float(responses.sum() + prompts.sum()),
         "critic/solved_groups": _share_of_groups(batch, 1.0),
         "critic/unsolved_groups": _share_of_groups(batch, 0.0),
-        **{
-            f"critic/pass@{k}": share for k, share in pass_at(batch["scores"], batch["uid"]).items()
-        },
-        **_by_source(batch, responses > 0),
+        **_pass_at_k(batch),
+        **_by_source(batch, answered),
     }
-    return metrics | (
-        spread("reward_model/score", batch["rm_scores"]) if "rm_scores" in batch else {}
-    )
+    if "rm_scores" in batch:
+        metrics |= spread("reward_model/score", batch["rm_scores"])
+    return metrics
 
 
 def _pass_at_k(batch: DataProto) -> dict[str, float]:
@@ -161,15 +166,17 @@ def preference_metrics(batch: DataProto) -> dict[str, float]:
     uid = np.asarray(batch["uid"])
     order = np.lexsort((scores, uid))  # sorted by prompt, then by score
     _, worst, count = np.unique(uid[order], return_index=True, return_counts=True)
-    worst, best = order[worst], order[worst + count - 1]
+    best = order[worst + count - 1]
+    worst = order[worst]
     differ = scores[best] > scores[worst]
     if not differ.any():
         return {}
     accuracy = agreement(ratios, scores, uid)
     assert accuracy is not None
+    margins = ratios[best] - ratios[worst]
     return {
         "preference/accuracy": accuracy,
-        "preference/margin": float((ratios[best] - ratios[worst])[differ].mean()),
+        "preference/margin": float(margins[differ].mean()),
     }
 
 
@@ -180,8 +187,8 @@ def _top_mass(batch: DataProto) -> float:
     count = 0
     for piece in batch.pieces((RESPONSE_MASK, "teacher_top_log_probs")):
         values = sampled(piece, "teacher_top_log_probs")
-        total = total + float(np.exp(values, dtype=np.float64).sum())
-        count = count + len(values)
+        total += float(np.exp(values, dtype=np.float64).sum())
+        count += len(values)
     return total / max(count, 1)
 
 
@@ -210,10 +217,13 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     if not updates:
         return {}
     metrics = _update_means(updates, "actor", "actor/loss")
-    if squared := metrics.pop("rollout_correction/weight_squared", 0.0):
-        metrics["rollout_correction/ess"] = metrics["rollout_correction/weight"] ** 2 / squared
-    if "actor/ppo_kl" in updates[0].means:
-        metrics["actor/first_ppo_kl"] = updates[0].means["actor/ppo_kl"]
+    squared = metrics.pop("rollout_correction/weight_squared", 0.0)
+    if squared:
+        weight = metrics["rollout_correction/weight"]
+        metrics["rollout_correction/ess"] = weight**2 / squared
+    first = updates[0].means
+    if "actor/ppo_kl" in first:
+        metrics["actor/first_ppo_kl"] = first["actor/ppo_kl"]
     return metrics
 
 
@@ -226,10 +236,11 @@ def critic_metrics(name: str, updates: Sequence[Update]) -> dict[str, float]:
 
 
 def _update_means(updates: Sequence[Update], role: str, loss: str) -> dict[str, float]:
-    names = dict.fromkeys(name for update in updates for name in update.means)
-    metrics = {
-        name: float(np.mean([u.means[name] for u in updates if name in u.means])) for name in names
-    }
+    values: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.means.items():
+            values.setdefault(name, []).append(value)
+    metrics = {name: float(np.mean(found)) for name, found in values.items()}
     metrics[loss] = metrics.pop("loss", float("nan"))
     norms = [update.grad_norm for update in updates if update.applied]
     metrics[f"{role}/grad_norm"] = float(np.mean(norms)) if norms else float("nan")
@@ -251,17 +262,21 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 def _token_spread(name: str, batch: DataProto, column: str) -> dict[str, float]:
     """Return mean, maximum and minimum over the sampled tokens of a jagged column."""
-    parts = (sampled(piece, column) for piece in batch.pieces([RESPONSE_MASK, column]))
-    spreads = [
-        (float(values.sum(dtype=np.float64)), len(values), values.max(), values.min())
-        for values in parts
-        if len(values)
-    ]
-    if not spreads:
+    count = 0
+    totals = []
+    highest = []
+    lowest = []
+    for piece in batch.pieces([RESPONSE_MASK, column]):
+        values = sampled(piece, column)
+        if len(values):
+            count += len(values)
+            totals.append(float(values.sum(dtype=np.float64)))
+            highest.append(values.max())
+            lowest.append(values.min())
+    if not count:
         return {}
-    totals, counts, highest, lowest = zip(*spreads, strict=True)
     return {
-        f"{name}/mean": sum(totals) / sum(counts),
+        f"{name}/mean": sum(totals) / count,
         f"{name}/max": float(np.max(highest)),
         f"{name}/min": float(np.min(lowest)),
     }
@@ -269,13 +284,15 @@ def _token_spread(name: str, batch: DataProto, column: str) -> dict[str, float]:
 
 def sampled(piece: DataProto, column: str) -> np.ndarray:
     """Return the values of a jagged column at the tokens sampled by the policy."""
-    return piece.jagged(column).values[piece.jagged(RESPONSE_MASK).values]
+    mask = piece.jagged(RESPONSE_MASK).values
+    return piece.jagged(column).values[mask]
 
 
 def _num_sampled(batch: DataProto) -> int:
-    return sum(
-        int(piece.jagged(RESPONSE_MASK).values.sum()) for piece in batch.pieces([RESPONSE_MASK])
-    )
+    count = 0
+    for piece in batch.pieces([RESPONSE_MASK]):
+        count += int(piece.jagged(RESPONSE_MASK).values.sum())
+    return count
 
 
 def _share_of_groups(batch: DataProto, score: float) -> float:
@@ -283,7 +300,8 @@ def _share_of_groups(batch: DataProto, score: float) -> float:
     gradient."""
     _, group = np.unique(batch["uid"], return_inverse=True)
     sizes = np.bincount(group)
-    return float(np.mean(np.bincount(group, weights=batch["scores"] == score) == sizes))
+    hits = np.bincount(group, weights=batch["scores"] == score)
+    return float(np.mean(hits == sizes))
 
 
 def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict[str, float]:
@@ -300,12 +318,10 @@ def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict
     metrics = {f"perf/max_memory_allocated_gb/{phase}": peak for phase, peak in phases.items()}
     if phases:
         metrics["perf/max_memory_allocated_gb"] = max(phases.values())
-        metrics["perf/max_memory_reserved_gb"] = (
-            max(observed["reserved"] for observed in observations) / _GIB
-        )
-    metrics[f"perf/offloaded_gb/{role}"] = (
-        max(observed["offloaded"] for observed in observations) / _GB
-    )
+        reserved = max(observed["reserved"] for observed in observations)
+        metrics["perf/max_memory_reserved_gb"] = reserved / _GIB
+    offloaded = max(observed["offloaded"] for observed in observations)
+    metrics[f"perf/offloaded_gb/{role}"] = offloaded / _GB
     return metrics
 
 
@@ -313,10 +329,11 @@ def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]
     """Return the number of trainable parameters (all weights, or only the adapters) and, if a sync
     sends merged copies of weights, the largest size in GB of these copies on any rank.
     """
-    metrics = (
-        {"actor/trainable_parameters": float(observations[0]["trainable"])} if observations else {}
-    )
-    if copied := max((observed["copied"] for observed in observations), default=0):
+    metrics = {}
+    if observations:
+        metrics["actor/trainable_parameters"] = float(observations[0]["trainable"])
+    copied = max((observed["copied"] for observed in observations), default=0)
+    if copied:
         metrics["sync/merged_gb"] = copied / _GB
     return metrics
 
@@ -349,8 +366,10 @@ def token_layers(
     """
     if kind == "r2":
         tokens = lengths_read(prompts + responses)
+    elif routed is None:
+        tokens = (prompts + responses - 1)[responses > 0]
     else:
-        tokens = (prompts + responses - 1)[responses > 0] if routed is None else routed
+        tokens = routed
     return int(tokens.sum()) * routers
 
 
@@ -376,10 +395,9 @@ def replay_metrics(
     """
     if kind == "none":
         return {}
-    counts = {
-        name: sum(observed["routes"][name] for observed in observations)
-        for name in observations[0]["routes"]
-    }
+    counts = {}
+    for name in observations[0]["routes"]:
+        counts[name] = sum(observed["routes"][name] for observed in observations)
     once = token_layers(prompts, responses, counts["routers"], kind, routed)
     scored, trained = replayed_passes(kind, ppo_epochs)
     expected = once * (scored + trained)

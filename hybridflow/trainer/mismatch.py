@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridflow.batch import DataProto
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.data.packing import RESPONSE_MASK
 
 _QUARTERS = ("first", "second", "third", "last")
@@ -50,24 +50,22 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
     sums = np.zeros(5)
     quarters = np.zeros((2, 4))
     by_version = dict[int, np.ndarray]()
-    names = (RESPONSE_MASK, "rollout_log_probs", "old_log_probs")
+    names = [RESPONSE_MASK, "rollout_log_probs", "old_log_probs"]
     known = "response_versions" in batch
-    for piece in batch.pieces((*names, "response_versions") if known else names):
-        mask, offsets = piece.jagged(RESPONSE_MASK).values, piece.jagged(RESPONSE_MASK).offsets
-        before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])[offsets]
-        sampled = np.diff(before)  # of each row
-        number = np.arange(int(sampled.sum())) - np.repeat(before[:-1] - before[0], sampled)
-        engine, trainer = (piece.jagged(name).values[mask] for name in names[1:])
+    if known:
+        names.append("response_versions")
+    for piece in batch.pieces(names):
+        mask = piece.jagged(RESPONSE_MASK)
+        engine = piece.jagged("rollout_log_probs").values[mask.values]
+        trainer = piece.jagged("old_log_probs").values[mask.values]
         sums += ratio_sums(engine, trainer)
         difference = np.abs(engine - trainer)
-        quarters += _totals(number * 4 // np.repeat(sampled, sampled), difference, 4)
+        quarters += _totals(_quarter_of_tokens(mask), difference, 4)
         if known:
-            versions, places = np.unique(
-                piece.jagged("response_versions").values[mask], return_inverse=True
-            )
-            for version, total in zip(
-                versions.tolist(), _totals(places, difference, len(versions)).T, strict=True
-            ):
+            sampled_with = piece.jagged("response_versions").values[mask.values]
+            versions, places = np.unique(sampled_with, return_inverse=True)
+            totals = _totals(places, difference, len(versions))
+            for version, total in zip(versions.tolist(), totals.T, strict=True):
                 by_version[version] = by_version.get(version, np.zeros(2)) + total
     if not sums[0]:
         return {}
@@ -77,14 +75,24 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
             found[f"{name}_quarter"] = total / count
     if len(by_version) > 1:
         newest = max(by_version)
-        lags = {
-            newest - version: total / count
-            for version, (total, count) in sorted(by_version.items(), reverse=True)
-        }
-        found |= {f"{lag}_syncs_behind": value for lag, value in lags.items()}
+        for version in sorted(by_version, reverse=True):
+            total, count = by_version[version]
+            found[f"{newest - version}_syncs_behind"] = total / count
     return {f"rollout/mismatch/{name}": float(value) for name, value in found.items()}
+
+
+def _quarter_of_tokens(mask: Jagged) -> np.ndarray:
+    """Return, for each sampled token, the quarter (0 to 3) of its row's sampled tokens that it is
+    in."""
+    before = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])[mask.offsets]
+    sampled = np.diff(before)  # of each row
+    row_starts = np.repeat(before[:-1] - before[0], sampled)
+    number = np.arange(int(sampled.sum())) - row_starts
+    return number * 4 // np.repeat(sampled, sampled)
 
 
 def _totals(places_T: np.ndarray, values_T: np.ndarray, size: int) -> np.ndarray:
     """Return [2, size]: the sum and the count of the values at each index."""
-    return np.stack([np.bincount(places_T, values_T, size), np.bincount(places_T, minlength=size)])
+    sums = np.bincount(places_T, values_T, size)
+    counts = np.bincount(places_T, minlength=size)
+    return np.stack([sums, counts])
