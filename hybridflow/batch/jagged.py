@@ -16,6 +16,9 @@ import numpy.typing as npt
 
 from hybridflow.errors import SchemaError
 
+# mean length of rows up to which one gather of all values is faster than a copy of each row
+_SHORT_ROW = 32
+
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
     """Return True for dtypes that both torch and Arrow support: bool, and integers and floats of up
@@ -149,10 +152,16 @@ class Jagged:
             return self.slice(0, 0)
         starts = self.offsets[index]
         ends = self.offsets[index + 1]
+        lengths = ends - starts
+        total = int(lengths.sum())
+        if total <= _SHORT_ROW * len(index):
+            first = np.cumsum(lengths) - lengths  # of each row in the result
+            values = self.values[np.repeat(starts - first, lengths) + np.arange(total)]
+            return Jagged.from_lengths(values, lengths)
         pieces = []
         for a, b in zip(starts.tolist(), ends.tolist(), strict=True):
             pieces.append(self.values[a:b])
-        return Jagged.from_lengths(np.concatenate(pieces), ends - starts)
+        return Jagged.from_lengths(np.concatenate(pieces), lengths)
 
     def equals(self, other: Jagged) -> bool:
         """Return True if two columns have equal rows and dtypes. NaN equals NaN."""
