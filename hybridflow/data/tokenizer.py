@@ -75,8 +75,7 @@ class Tokenizer:
     def identity(self) -> str | None:
         """Return a hash of everything that token ids depend on, other than text and messages, or
         None if the tokenizer does not expose it."""
-        backend = self._backend
-        if backend is None:
+        if self._backend is None:
             return None
         template = repr(self._hf.chat_template)
         today = [str(date.today())] if "strftime_now" in template else []
@@ -87,7 +86,7 @@ class Tokenizer:
             self.eos_id,
             self._hf.special_tokens_map,
         ]
-        whole = repr([backend.to_str(), type(self._hf).__name__, template, given, today])
+        whole = repr([self._backend.to_str(), type(self._hf).__name__, template, given, today])
         return sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
 
     def with_template(self, kwargs: Mapping[str, Any]) -> Tokenizer:

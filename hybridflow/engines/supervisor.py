@@ -182,7 +182,9 @@ class BusyClock:
             found["tokens_per_s"] = self.tokens / self._busy
         if now > self._from:
             found["idle_share"] = 1.0 - self._busy / (now - self._from)
-        self._from, self._busy, self.tokens = now, 0.0, 0
+        self._from = now
+        self._busy = 0.0
+        self.tokens = 0
         return found
 
 

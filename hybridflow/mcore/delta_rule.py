@@ -139,11 +139,11 @@ def chunked_delta_rule(
     kept = total[..., -1].exp()[..., None, None]
     state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     outs = []
-    chunks = (part.unbind(2) for part in (query, key, new, old, inside, kept))
-    for q, k, n, o, i, keep in zip(*chunks, strict=True):
-        added = n - o @ state
-        outs.append(q @ state + i @ added)
-        state = state * keep + k.mT @ added
+    for number in range(query.shape[2]):
+        asked = query[:, :, number]
+        added = new[:, :, number] - old[:, :, number] @ state
+        outs.append(asked @ state + inside[:, :, number] @ added)
+        state = state * kept[:, :, number] + key[:, :, number].mT @ added
     return torch.cat(outs, dim=2)[:, :, :length]
 
 

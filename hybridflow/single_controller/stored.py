@@ -89,7 +89,7 @@ class Request:
 
     def packed(self) -> Request | bytes:
         """Return the request as JSON if all its arguments are numbers, texts or objects sent along.
-        Ray sends bytes as they are, but pickling a request costs it as much as the rest of a call.
+        Ray sends bytes as they are, but pickles a request, which takes a third of a call's time.
         """
         if not all(type(value) in _PLAIN or isinstance(value, At) for value in self.values):
             return self
